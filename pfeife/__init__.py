@@ -1,0 +1,49 @@
+"""Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
+
+from pfeife.backend import backend, compile
+from pfeife.boundary import stage_boundary
+from pfeife.capture import capture
+from pfeife.evaluate import Result, evaluate, state_of
+from pfeife.passes import (
+    annotate,
+    compose,
+    dp_wrap,
+    fuse,
+    insert_send_recv,
+    partition,
+    record,
+    split_backward,
+)
+from pfeife.plan import Action, Costs, Machine, Mesh, Plan, Schedule, Timeline
+from pfeife.program import Call, Kind, Port, Program, Role, verify
+
+__all__ = [
+    "Action",
+    "Call",
+    "Costs",
+    "Kind",
+    "Machine",
+    "Mesh",
+    "Plan",
+    "Port",
+    "Program",
+    "Result",
+    "Role",
+    "Schedule",
+    "Timeline",
+    "annotate",
+    "backend",
+    "capture",
+    "compile",
+    "compose",
+    "dp_wrap",
+    "evaluate",
+    "fuse",
+    "insert_send_recv",
+    "partition",
+    "record",
+    "split_backward",
+    "stage_boundary",
+    "state_of",
+    "verify",
+]

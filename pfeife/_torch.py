@@ -1,0 +1,134 @@
+"""Every private name of torch that Pfeife uses, each with the reason and the way out.
+
+Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this file changes.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# The joint graph with a descriptor on every input and output. The public export APIs give
+# either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# Roles of the joint graph's inputs and outputs, in node.meta["desc"].
+from torch._functorch._aot_autograd.descriptors import (  # isort: skip
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+# A mode in which tensors have shapes and no storage; there is no public name for it.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "BufferAOTInput",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "broken_guard",
+    "dynamo_roots",
+    "flop_formulas",
+    "joint_graph",
+    "leaf_dims",
+    "marked_dims",
+    "placeholder_source",
+    "source_root",
+]
+
+
+def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
+    """The flat joint graph of a module; without gradients the forward graph alone."""
+    with contextlib.ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def placeholder_source(node: torch.fx.Node) -> str:
+    """How Dynamo writes down where a placeholder's value lives: `L['model']._parameters['w']`.
+
+    Read inside the backend call: Dynamo clears it afterwards.
+    """
+    argument = node.meta.get("grapharg")
+    name = getattr(getattr(argument, "source", None), "name", "")
+    return str(name() if callable(name) else name)
+
+
+def dynamo_roots() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The local and global variables of the frame that Dynamo compiles right now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    return dict(output.local_scope), dict(output.global_scope)
+
+
+def source_root(base: str) -> torch.nn.Module | None:
+    """The module that `L['self'].model` names in the frame that Dynamo compiles right now."""
+    found = re.fullmatch(r"([LG])\['([^']+)'\]((?:\.\w+)*)", base)
+    if not found:
+        return None
+    scope, name, attributes = found.groups()
+    value = dynamo_roots()[scope == "G"].get(name)
+    for attribute in attributes.split(".")[1:]:
+        value = getattr(value, attribute, None)
+    return value if isinstance(value, torch.nn.Module) else None
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
+    documented name), and the CPU's attention kernels, which that table lacks."""
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+    aten = torch.ops.aten
+    extra = {
+        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    }
+    return extra | flop_registry
+
+
+def broken_guard(sizes: list[Any], value: int) -> str | None:
+    """Something that Dynamo assumed of symbolic sizes and that another value of them breaks."""
+    if not sizes:
+        return None
+    environment = sizes[0].node.shape_env
+    new = {size.node.expr: value for size in sizes}
+    for guard in environment.guards:
+        here = environment.replace(guard.expr).xreplace(new)
+        hints = (
+            environment.backed_var_to_val
+            if hasattr(environment, "backed_var_to_val")
+            else environment.var_to_val
+        )
+        if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
+            return str(guard.expr)
+    return None
+
+
+def marked_dims(tensor: torch.Tensor) -> set[int]:
+    """The dimensions that `torch._dynamo.mark_dynamic` marked on a tensor."""
+    return set(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
+    """`in_dims`, a prefix of the tree as in torch.vmap, as one entry a leaf.
+
+    Raises ValueError if it is no prefix. torch.vmap itself uses this helper.
+    """
+    from torch.utils._pytree import _broadcast_to_and_flatten, tree_structure
+
+    dims = _broadcast_to_and_flatten(in_dims, tree_structure(tree))
+    if dims is None:
+        raise ValueError(f"in_dims={in_dims!r} does not fit the arguments of the step")
+    return dims

@@ -1,0 +1,103 @@
+"""What the arguments of Dynamo's graph are: state by its fully qualified names, batch, sizes."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+
+from pfeife import _torch
+from pfeife.program import Role
+
+
+@attrs.frozen(eq=False)
+class Argument:
+    """What one placeholder of Dynamo's graph is; `example` is a fake tensor or a size."""
+
+    name: str
+    role: Role | None
+    names: tuple[str, ...]
+    example: Any
+    batch_dim: int | None = None
+
+
+def describe(module: fx.GraphModule, examples: Iterable[Any]) -> list[Argument]:
+    """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
+
+    Tensors that are neither parameters nor buffers come out as constants: who knows the batch
+    says which of them are cut into microbatches.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [_torch.placeholder_source(node) for node in nodes]
+    bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
+    aliases = {base: _aliases(_torch.source_root(base)) for base in bases}
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    taken: set[str] = set()
+    arguments = []
+    for node, source, example in zip(nodes, sources, examples, strict=True):
+        base, path, slot = _split_source(source)
+        if not isinstance(example, torch.Tensor):
+            arguments.append(Argument(node.name, None, (), example))
+            continue
+        trained = slot == "_parameters" or isinstance(example, nn.Parameter)
+        if trained or (not path and example.requires_grad):
+            role = Role.PARAMETER
+        else:
+            role = Role.BUFFER if slot == "_buffers" else Role.CONSTANT
+        prefix = f"{words(base)[-1]}." if path and len(bases) > 1 else ""
+        names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
+        names = names or (prefix + path if path else ".".join(words(source)) or node.name,)
+        name = _unique(re.sub(r"\W", "_", names[0]), taken)
+        arguments.append(Argument(name, role, names, fake_like(mode, example)))
+    return arguments
+
+
+def _split_source(source: str) -> tuple[str, str, str]:
+    """`L['m']._modules['a']._buffers['b']` as ("L['m']", "a.b", "_buffers")."""
+    pattern = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"
+    steps = list(re.finditer(pattern, source))
+    if not steps or not source.endswith(steps[-1].group()):
+        return source, "", ""
+    return source[: steps[0].start()], ".".join(s[2] for s in steps), steps[-1][1]
+
+
+def words(source: str) -> list[str]:
+    """The names in one of Dynamo's sources."""
+    return re.findall(r"\w+", re.sub(r"^[LG]\b", "", source))
+
+
+def _aliases(root: nn.Module | None) -> dict[int, list[str]]:
+    """All names of every parameter and buffer of a module, by identity."""
+    found: dict[int, list[str]] = {}
+    if root is not None:
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(name)
+        for name, buffer in root.named_buffers(remove_duplicate=False):
+            found.setdefault(id(buffer), []).append(name)
+    return found
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
+    candidate, count = name, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def fake_like(
+    mode: Any, tensor: torch.Tensor, shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A tensor without storage, like the given one but perhaps of another (contiguous) shape."""
+    like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    with mode:
+        fake = (
+            torch.empty_strided(tensor.shape, tensor.stride(), **like)
+            if shape is None
+            else torch.empty(shape, **like)
+        )
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,134 @@
+"""torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch, plain
+from pfeife.call import Compiled, run_step
+from pfeife.cost import default_machine, estimate, measure
+from pfeife.microbatch import BatchedGraph
+from pfeife.options import Options, options_from
+from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition
+from pfeife.plan import Mesh, Plan
+from pfeife.program import Role
+from pfeife.runtime.distributed import (
+    DistributedPipeline,
+    check_agreement,
+    from_rank_zero,
+    join_world,
+)
+from pfeife.runtime.local import LocalPipeline
+from pfeife.sched import lower, policy, verify_schedule
+from pfeife.sched import plan as make_plan
+
+log = logging.getLogger("pfeife")
+
+
+class Backend:
+    """A compile backend with its options bound; `compiled` lists what it has built so far."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.compiled: list[Compiled] = []
+        policy(options.schedule)
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
+        """Called by Dynamo with a graph; the program is built at the first call of the result,
+        for each shape that it is called with."""
+        graph = BatchedGraph(module, examples)
+        known: dict[tuple, Compiled] = {}
+
+        def run(*args: Any) -> list[torch.Tensor]:
+            key = graph.key(args)
+            if key not in known:
+                known[key] = self._build(graph, args)
+                self.compiled.append(known[key])
+            return run_step(known[key], self.options, args)
+
+        return run
+
+    def _build(self, graph: "BatchedGraph", args: Sequence[Any]) -> Compiled:
+        options = self.options
+        captured = graph.captured(args, options)
+        device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
+        many = join_world(device)
+        machine = options.machine or default_machine(device)
+        clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
+        costs = measure(clusters) if options.costs == "measure" else estimate(clusters, machine)
+        clusters = annotate(costs)(clusters)
+        ranks = torch.distributed.get_world_size() // options.replicas if many else None
+        if many:
+            check_agreement(str(clusters) + str(options), "the captured program", device)
+        plan = make_plan(
+            clusters,
+            machine=machine,
+            microbatches=options.microbatches // options.replicas,
+            stages=options.stages or (None if options.split_at else ranks),
+            ranks=ranks,
+            # With the loss outside the gradients arrive when all forwards are done.
+            schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
+            split=options.split_at,
+            memory_limit=options.memory_limit,
+        )
+        if many:
+            plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
+        mesh = Mesh(len(plan.schedule.ranks), options.replicas)
+        program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
+        schedule = verify_schedule(lower(plan.schedule, program))
+        pipeline = (
+            DistributedPipeline(program, schedule, device)
+            if many
+            else LocalPipeline(program, schedule)
+        )
+        log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
+        return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+
+def backend(**options: Any) -> Backend:
+    """A backend for torch.compile or torch.compiler.set_default_backend; see `Options`.
+
+    Raises ValueError for an unknown option or a wrong value.
+    """
+    return Backend(options_from(options))
+
+
+def entry(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable:
+    """What the name "pfeife" in torch.compile means."""
+    if mode not in (None, "default"):
+        raise ValueError(f"mode={mode!r}: pfeife has options, no modes")
+    return backend(**(options or {}))(module, examples)
+
+
+def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+    """torch.compile with this backend, with the batch dimension marked on every call.
+
+    `in_dims` says for the positional arguments where the batch is, as in torch.vmap: a number,
+    None for none, or a nested structure of them; keyword arguments have it in front. The
+    result's `backend` attribute has what was compiled. Raises ValueError for wrong options.
+    """
+    ours = backend(**options)
+    compiled = torch.compile(step, backend=ours)
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dims = _torch.leaf_dims(in_dims, args) + _torch.leaf_dims(0, kwargs)
+        leaves = pytree.tree_leaves(args) + pytree.tree_leaves(kwargs)
+        for leaf, dim in zip(leaves, dims, strict=True):
+            if isinstance(leaf, torch.Tensor) and dim is not None and leaf.dim() > dim:
+                torch._dynamo.mark_dynamic(leaf, dim)
+        return compiled(*args, **kwargs)
+
+    run.backend = ours  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,156 @@
+"""One call of a compiled step: from its arguments to results that autograd can use."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.capture import Captured
+from pfeife.evaluate import Result
+from pfeife.microbatch import cut, join
+from pfeife.options import Options
+from pfeife.plan import Plan, Schedule
+from pfeife.program import STATE_ROLES, Program, Role
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.local import LocalPipeline
+
+
+@attrs.frozen(eq=False)
+class Compiled:
+    """One graph at one shape, ready to run: what was captured, decided and built."""
+
+    captured: Captured
+    clusters: Program
+    plan: Plan
+    program: Program
+    schedule: Schedule
+    pipeline: LocalPipeline | DistributedPipeline
+
+
+def run_step(compiled: Compiled, options: Options, args: Sequence[Any]) -> list[torch.Tensor]:
+    """One call of the compiled step: results in Dynamo's order, wired to autograd."""
+    program = compiled.captured.program
+    slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
+    trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
+    leaves = {p.fqn: slots[p.name] for p in program.inputs if p.name in slots and p.fqn in trained}
+    call = Call(compiled, options, slots, tuple(leaves))
+    if program.ports(Role.TANGENT) and torch.is_grad_enabled():
+        return list(_PipelinedStep.apply(call, *leaves.values()))
+    return list(call.forward())
+
+
+class Call:
+    """One call of the step, from its inputs to its gradients."""
+
+    def __init__(
+        self, compiled: Compiled, options: Options, slots: dict[str, Any], leaves: tuple[str, ...]
+    ):
+        self.compiled, self.options, self.slots, self.leaves = compiled, options, slots, leaves
+        self.program = compiled.captured.program
+        self.inside = bool(self.program.ports(Role.LOSS))
+        self.step: Any = None
+        self.finished: Result | None = None
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """Results in order. With the loss inside, or without gradients, the whole schedule."""
+        state = {p.fqn: self.slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
+        trains = bool(self.program.ports(Role.TANGENT))
+        seeded = bool(self.program.ports(Role.SEED))
+        seed = int(torch.randint(2**62, ())) if seeded else 0
+        tangents = None if self.inside or not trains else _later(self.program, self.options)
+        self.step = self.compiled.pipeline.start(
+            state, self._microbatches(), seed=seed, tangents=tangents
+        )
+        self.step.run(backward=self.inside or not trains)
+        result = self.step.result()
+        if self.inside:
+            self.finished, self.step = result, None
+        with torch.no_grad():
+            for port in self.program.ports(Role.BUFFER):
+                if port.fqn in result.buffers:
+                    self.slots[port.name].copy_(result.buffers[port.fqn])
+        joined = {
+            port.name: join(port, [outputs[port.fqn] for outputs in result.outputs], self.options)
+            for port in self.program.ports(Role.OUTPUT)
+        }
+        if result.loss is not None:
+            joined["loss"] = result.loss
+        return tuple(joined[name] for name in self.compiled.captured.results)
+
+    def _microbatches(self) -> list[dict[str, torch.Tensor]]:
+        count = self.options.microbatches
+        parts = {
+            port.fqn: self.slots[port.name].detach().chunk(count, port.batch_dim or 0)
+            for port in self.program.ports(Role.BATCH)
+        }
+        return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The leaves' gradients for the given gradients of the results; None where this rank
+        has none."""
+        if self.inside:
+            assert self.finished is not None
+            at = self.compiled.captured.results.index("loss")
+            scale = gradients[at]
+            if scale is None:  # nothing of what was differentiated came from the loss
+                return [None] * len(self.leaves)
+            return [None if g is None else g * scale for g in self._gradients(self.finished)]
+        if self.step is None:
+            raise RuntimeError(
+                "backward ran a second time through one call of a pipelined step; its "
+                "activations are gone: call the step again"
+            )
+        step, self.step = self.step, None
+        step.set_tangents(self._tangents(gradients))
+        step.run(forward=False)
+        return self._gradients(step.result(outputs=False))
+
+    def _tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
+        count = self.options.microbatches
+        tangents: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
+        given = dict(zip(self.compiled.captured.results, gradients, strict=True))
+        for port in self.program.ports(Role.TANGENT):
+            whole = given[port.fqn]
+            for index, part in enumerate(cut(outputs[port.fqn], whole, count, self.options)):
+                tangents[index][port.name] = part
+        return tangents
+
+    def _gradients(self, result: Result) -> list[torch.Tensor | None]:
+        dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
+        found: list[torch.Tensor | None] = []
+        for name in self.leaves:
+            if name in dims:
+                parts = [one[name] for one in result.batch_gradients]
+                found.append(torch.cat(parts, dims[name]))
+            else:
+                found.append(result.gradients.get(name))
+        return found
+
+
+def _later(program: Program, options: Options) -> list[dict[str, torch.Tensor]]:
+    """Placeholders for the tangents that arrive with `backward`."""
+    ports = program.ports(Role.TANGENT)
+    zeros = {p.fqn: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in ports}
+    return [zeros] * options.microbatches
+
+
+class _PipelinedStep(torch.autograd.Function):
+    """A whole pipelined step as one node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        results = call.forward()
+        if call.inside:
+            names = call.compiled.captured.results
+            ctx.mark_non_differentiable(
+                *(r for r, name in zip(results, names, strict=True) if name != "loss")
+            )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.call.backward(gradients))

@@ -1,0 +1,309 @@
+"""A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.arguments import Argument, describe, words
+from pfeife.program import Port, Program, Role, output_node, returned, verify
+from pfeife.seeding import is_random, seeded
+
+
+@attrs.frozen(eq=False)
+class Captured:
+    """A program and how Dynamo's positional arguments and results belong to its ports.
+
+    `arguments` has an input port's name for every argument of the graph, None for a size.
+    `results` has an output port's name for every result.
+    """
+
+    program: Program
+    arguments: tuple[str | None, ...]
+    results: tuple[str, ...]
+
+
+def capture(
+    step: Callable[..., Any], *example_microbatch: Any, loss: int | None = None, **kwargs: Any
+) -> Program:
+    """The flat joint graph of a training step on one microbatch.
+
+    `step` is a module or any callable that closes over modules; it returns a scalar loss or a
+    pytree with the loss in it (`loss` says which of its tensors, where several could be it).
+    Without a differentiable scalar every differentiable output gets a tangent port; under
+    `torch.no_grad()` the program has no gradients. Tensors may live on the meta device or be
+    fake: nothing is run or allocated. Raises ValueError when no single graph can be captured.
+    """
+    batch = [leaf for leaf in pytree.tree_leaves((example_microbatch, kwargs)) if _is_tensor(leaf)]
+    found: list[Captured] = []
+
+    def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        arguments = describe(module, examples)
+        inputs = [
+            attrs.evolve(a, role=Role.BATCH) if any(e is b for b in batch) else a
+            for a, e in zip(arguments, examples, strict=True)
+        ]
+        found.append(trace(module, inputs, loss))
+        raise _Enough
+
+    try:
+        torch.compile(step, backend=backend, fullgraph=True, dynamic=False)(
+            *example_microbatch, **kwargs
+        )
+    except Exception as error:
+        if not found:
+            raise _plain_error(error) from error
+    if not found:
+        raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
+    return found[0].program
+
+
+class _Enough(Exception):
+    """Ends Dynamo's compilation once its graph has been read, so that nothing is run."""
+
+
+def _plain_error(error: Exception) -> Exception:
+    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ValueError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    return ValueError(f"the step could not be captured as one graph: {error}")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Joint(nn.Module):
+    """Dynamo's graph as a module: state is registered, everything else is an argument."""
+
+    def __init__(self, module: fx.GraphModule, arguments: list[Argument], loss: int | None):
+        super().__init__()
+        self.graph, self.arguments, self.loss = [module], arguments, loss
+        for argument in arguments:
+            if argument.role == Role.PARAMETER:
+                value = argument.example.detach()
+                parameter = nn.Parameter(value, requires_grad=argument.example.requires_grad)
+                self.register_parameter(argument.name, parameter)
+            elif argument.role == Role.BUFFER:
+                self.register_buffer(argument.name, argument.example)
+
+    def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(batch)
+        values = [
+            argument.example
+            if argument.role is None
+            else getattr(self, argument.name)
+            if argument.role in (Role.PARAMETER, Role.BUFFER)
+            else next(rest)
+            for argument in self.arguments
+        ]
+        with torch.fx.traceback.preserve_node_meta():
+            results = fx.Interpreter(self.graph[0]).run(*values)
+        if self.loss is None:
+            return tuple(results)
+        return tuple(r if i == self.loss else r.detach() for i, r in enumerate(results))
+
+
+def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
+    """The index of the loss among the graph's results, None when the loss is outside.
+
+    Raises ValueError when several results could be the loss and `loss` does not say which.
+    """
+    results = [node.meta.get("example_value") for node in returned(module)]
+    for index, value in enumerate(results):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"result {index} of the step is {value!r}, which is not a tensor that the graph "
+                "computes; return tensors only"
+            )
+    losses = [i for i, value in enumerate(results) if value.requires_grad and value.dim() == 0]
+    if loss is not None:
+        if loss not in losses:
+            raise ValueError(
+                f"loss={loss}: result {loss} is no differentiable scalar; those are {losses}"
+            )
+        return loss
+    if len(losses) > 1:
+        raise ValueError(
+            f"results {losses} are all differentiable scalars; say which is the loss with "
+            f"loss={losses[0]}, and detach or add up the others"
+        )
+    return losses[0] if losses else None
+
+
+def trace(
+    module: fx.GraphModule,
+    arguments: list[Argument],
+    loss: int | None,
+    result_dims: Sequence[int | None] | None = None,
+) -> Captured:
+    """The joint program of Dynamo's graph at the shapes of the arguments' examples.
+
+    `result_dims` says for every result along which dimension microbatches are joined.
+    """
+    at = find_loss(module, loss)
+    wrapper = _Joint(module, arguments, at)
+    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+    joint = _torch.joint_graph(wrapper, tuple(a.example for a in rest))
+    count = len(returned(module))
+    return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+class _Porter:
+    """Rewrites a joint graph with descriptors into a graph with ports."""
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        arguments: list[Argument],
+        loss: int | None,
+        result_dims: Sequence[int | None],
+    ):
+        joint.graph.eliminate_dead_code()
+        self.joint, self.loss, self.result_dims = joint, loss, result_dims
+        self.by_name = {argument.name: argument for argument in arguments}
+        self.rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+        self.arguments = arguments
+        self.graph = fx.Graph()
+        self.inputs: list[Port] = []
+        self.here: dict[fx.Node, fx.Node] = {}
+        self.draws = 0
+
+    def captured(self, module: fx.GraphModule) -> Captured:
+        nodes = list(self.joint.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self._input(node)
+        roots = _module_roots(module)
+        for node in nodes:
+            if node.op not in ("placeholder", "output"):
+                self._copy(node, roots)
+        outputs, results = self._outputs(output_node(self.joint))
+        self.graph.output(results)
+        holder = nn.Module()
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                setattr(holder, node.target, getattr(self.joint, node.target))
+        program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        return Captured(
+            verify(program),
+            tuple(None if a.role is None else a.name for a in self.arguments),
+            tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
+        )
+
+    def _input(self, node: fx.Node) -> None:
+        desc, value = node.meta["desc"], node.meta["val"]
+        if isinstance(desc, _torch.TangentAOTInput):
+            assert isinstance(desc.output, _torch.PlainAOTOutput)
+            result = _result_name(desc.output.idx, self.loss)
+            port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
+        else:
+            plain = isinstance(desc, _torch.PlainAOTInput)
+            argument = self.rest[desc.idx] if plain else self.by_name[desc.target]
+            assert argument.role is not None
+            port = _port(argument.name, argument.role, argument.names, value, argument.batch_dim)
+        self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
+        self.here[node].meta = dict(node.meta)
+        assert self.here[node].name == port.name
+        self.inputs.append(port)
+
+    def _seed(self) -> fx.Node:
+        """The seed's placeholder, made when the first random operation asks for it."""
+        for node in self.graph.nodes:
+            if node.name == "seed":
+                return node
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.create_node("placeholder", "seed", name="seed")
+        with _torch.FakeTensorMode():
+            node.meta["val"] = torch.empty((), dtype=torch.int64)
+        self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
+        return node
+
+    def _copy(self, node: fx.Node, roots: tuple[str, ...]) -> None:
+        copied = self.graph.node_copy(node, self.here.__getitem__)
+        copied.meta["module_path"] = _module_path(node, roots)
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema else []
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if node.op == "call_function" and is_random(node.target, given):
+            operation: Any = node.target
+            copied.args = (operation, self.draws, self._seed(), *copied.args)
+            copied.target = seeded
+            self.draws += 1
+        if node.target in _VIEWS:  # fake strides can be wrong (a batch norm of a transposed input)
+            copied.target = torch.ops.aten.reshape.default
+        self.here[node] = copied
+
+    def _outputs(self, joint: fx.Node) -> tuple[list[Port], dict[str, fx.Node]]:
+        ports, results = [], {}
+        for node, desc in zip(joint.args[0], joint.meta["desc"], strict=True):  # type: ignore[arg-type]
+            if node is not None:
+                port = self._output(desc, node.meta["val"])
+                ports.append(port)
+                results[port.name] = self.here[node]
+        return ports, results
+
+    def _output(self, desc: Any, value: torch.Tensor) -> Port:
+        if isinstance(desc, _torch.PlainAOTOutput):
+            name = _result_name(desc.idx, self.loss)
+            role = Role.LOSS if name == "loss" else Role.OUTPUT
+            return _port(name, role, (name,), value, self.result_dims[desc.idx])
+        if isinstance(desc, _torch.InputMutationAOTOutput):
+            source = desc.mutated_input
+            if not isinstance(source, _torch.BufferAOTInput):
+                where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
+                raise ValueError(
+                    f"the step changes its input {where} in place; only buffers of modules may be "
+                    "changed: copy the input first (x = x.clone())"
+                )
+            names = self.by_name[source.target].names
+            return _port(f"new_{source.target}", Role.BUFFER_UPDATE, names, value)
+        if isinstance(desc, _torch.GradAOTOutput):
+            source = desc.grad_of
+            if isinstance(source, _torch.PlainAOTInput):
+                argument = self.rest[source.idx]
+                role, dim = Role.BATCH_GRADIENT, argument.batch_dim
+            else:
+                assert isinstance(source, _torch.ParamAOTInput | _torch.BufferAOTInput)
+                argument, role, dim = self.by_name[source.target], Role.GRADIENT, None
+            return _port(f"grad_{argument.name}", role, argument.names, value, dim)
+        raise ValueError(f"the step has a result that Pfeife does not know: {desc}")
+
+
+def _result_name(index: int, loss: int | None) -> str:
+    return "loss" if index == loss else f"output_{index}"
+
+
+def _port(
+    name: str, role: Role, names: tuple[str, ...], value: torch.Tensor, dim: int | None = None
+) -> Port:
+    return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
+
+
+def _module_roots(module: fx.GraphModule) -> tuple[str, ...]:
+    """Dynamo's names of the outermost modules, the longest first."""
+    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
+    roots = {next(iter(stack.values()))[0] for stack in stacks if stack}
+    return tuple(sorted(roots, key=len, reverse=True))
+
+
+def _module_path(node: fx.Node, roots: tuple[str, ...]) -> str:
+    """The innermost module that a forward node comes from, "" for the outermost or none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    root = next((root for root in roots if path == root or path.startswith(f"{root}.")), "")
+    rest = path.removeprefix(root).removeprefix(".")
+    return f"{words(root)[-1]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest

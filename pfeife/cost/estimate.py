@@ -1,0 +1,53 @@
+"""Costs without the device: a roofline over operations and bytes."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.outline import is_view
+from pfeife.plan import Costs, Machine
+from pfeife.program import Program
+
+
+def estimate(program: Program, machine: Machine) -> Costs:
+    """Seconds of every call: per operation the larger of FLOPs over the machine's rate and
+    bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
+
+    FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written.
+    """
+    seconds = {
+        call.node: sum(node_seconds(node, machine) for node in program.body(call).graph.nodes)
+        for call in program.calls
+    }
+    return Costs(f"estimate for {machine.name}", seconds)
+
+
+def node_seconds(node: fx.Node, machine: Machine) -> float:
+    """Seconds of one node; views and what is no operation take none."""
+    if node.op != "call_function" or is_view(node) or not hasattr(node.target, "_schema"):
+        return 0.0
+    moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+    moved += _bytes(node.meta.get("val"))
+    work = max(node_flops(node) / machine.flops, moved / machine.memory_bandwidth)
+    return machine.launch_seconds + work
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of one node, 0 for those without a formula."""
+    formula = _torch.flop_formulas().get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+
+    def value(argument: Any) -> Any:
+        return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+    args, kwargs = pytree.tree_map(value, (node.args, node.kwargs))
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def _bytes(value: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)

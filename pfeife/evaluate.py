@@ -1,0 +1,215 @@
+"""What a program means: one step over its microbatches, in one process, level by level the same."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife.program import STATE_ROLES, Port, Program, Role
+from pfeife.seeding import mix
+
+State = Mapping[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Result:
+    """What a step gives.
+
+    `loss` is the mean of the microbatch losses (each divided by their number, then added in
+    index order), None without a loss. `outputs` and `batch_gradients` have one dict a
+    microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
+    parameters' canonical names, `buffers` are the updated ones.
+    """
+
+    loss: torch.Tensor | None
+    outputs: tuple[dict[str, torch.Tensor], ...]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    batch_gradients: tuple[dict[str, torch.Tensor], ...] = ()
+
+
+def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
+    """The program's parameters, buffers and constants, found by name in modules or mappings.
+
+    Detached, not copied. Raises ValueError for what is missing or has another shape or dtype.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for root in roots:
+        if isinstance(root, nn.Module):
+            found |= dict(root.named_parameters(remove_duplicate=False))
+            found |= dict(root.named_buffers(remove_duplicate=False))
+        else:
+            found |= root
+    state = {}
+    for port in program.ports(*STATE_ROLES):
+        value = next((found[name] for name in port.names if name in found), None)
+        if value is None:
+            raise ValueError(f"the state has no {port.role} {port.fqn}")
+        check_tensor(port, value, f"{port.role} {port.fqn}")
+        state[port.fqn] = value.detach()
+    return state
+
+
+def check_tensor(port: Port, value: Any, where: str) -> None:
+    """Raises ValueError unless a value has the port's shape and dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
+    if tuple(value.shape) != port.shape or value.dtype != port.dtype:
+        raise ValueError(
+            f"{where}: the program was captured for {port.dtype} {list(port.shape)}, "
+            f"this is {value.dtype} {list(value.shape)}"
+        )
+
+
+def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, torch.Tensor]:
+    """The batch ports' tensors of one microbatch, checked.
+
+    A microbatch is a mapping from names, or what the step was captured with: its tensors in
+    their order (a tuple of the arguments, or a single argument).
+    """
+    ports = program.ports(Role.BATCH)
+    if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
+        values = [microbatch[port.fqn] for port in ports]
+    else:
+        values = [v for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor)]
+        if len(values) != len(ports):
+            names = [port.fqn for port in ports]
+            raise ValueError(
+                f"microbatch {index} has {len(values)} tensors, the program takes {names}; "
+                "pass a dict from names if the step does not use all of them"
+            )
+    for port, value in zip(ports, values, strict=True):
+        check_tensor(port, value, f"microbatch {index}, input {port.fqn}")
+    return {port.name: value for port, value in zip(ports, values, strict=True)}
+
+
+def loss_tangent(port: Port, microbatches: int) -> torch.Tensor:
+    """The gradient that `(loss / microbatches).backward()` sends into the loss."""
+    return torch.ones(port.shape, dtype=port.dtype, device=port.device) / microbatches
+
+
+def mean_loss(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each divided by their number, then added in index order."""
+    return add([loss / len(losses) for loss in losses])
+
+
+def step_inputs(
+    program: Program,
+    batch: Mapping[str, torch.Tensor],
+    index: int,
+    microbatches: int,
+    seed: int,
+    tangents: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The values of all ports of one microbatch but the state, by port name."""
+    values = dict(batch)
+    for port in program.ports(Role.SEED):
+        values[port.name] = torch.tensor(mix(seed, index))
+    for port in program.ports(Role.TANGENT):
+        if port.fqn == "loss":
+            values[port.name] = loss_tangent(port, microbatches)
+        elif tangents is None or port.fqn not in tangents:
+            raise ValueError(
+                f"microbatch {index}: the loss is outside, so pass a tangent of {port.fqn}"
+            )
+        else:
+            check_tensor(port, tangents[port.fqn], f"microbatch {index}, tangent of {port.fqn}")
+            values[port.name] = tangents[port.fqn]
+    return values
+
+
+def evaluate(
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    *,
+    seed: int = 0,
+    tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+) -> Result:
+    """One training step, in one process, whatever the level of the program.
+
+    `state` maps canonical names to tensors and is not changed; `tangents` gives, per
+    microbatch, the gradient of each output where the loss is outside. Buffers are updated in
+    microbatch order. With replicas the microbatches are dealt to them in equal, contiguous
+    parts; each takes a step of its own from the same buffers, loss and gradients are averaged
+    in replica order, and the buffers are those of the first replica. Raises ValueError when
+    shapes, dtypes or counts do not fit.
+    """
+    count = len(microbatches)
+    if count == 0 or count % program.replicas:
+        raise ValueError(
+            f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
+        )
+    each = count // program.replicas
+    parts = [
+        _one_pipeline(program, state, microbatches, tangents, seed, range(start, start + each))
+        for start in range(0, count, each)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return Result(
+        loss=None if parts[0].loss is None else mean([part.loss for part in parts]),  # type: ignore[misc]
+        outputs=tuple(output for part in parts for output in part.outputs),
+        gradients={
+            name: mean([part.gradients[name] for part in parts]) for name in parts[0].gradients
+        },
+        buffers=parts[0].buffers,
+        batch_gradients=tuple(grads for part in parts for grads in part.batch_gradients),
+    )
+
+
+def add(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, added in order."""
+    return functools.reduce(torch.add, values)
+
+
+def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Added in order, then divided by their number."""
+    return add(values) / len(values)
+
+
+def _one_pipeline(
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    tangents: Sequence[Mapping[str, torch.Tensor]] | None,
+    seed: int,
+    mine: range,
+) -> Result:
+    held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
+    slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
+    losses, outputs, batch_gradients = [], [], []
+    sums: dict[str, torch.Tensor] = {}
+    updated: dict[str, torch.Tensor] = {}
+    for index in mine:
+        batch = named_batch(program, microbatches[index], index)
+        given = tangents[index] if tangents is not None else None
+        values = held | step_inputs(program, batch, index, len(mine), seed, given)
+        with torch.no_grad():
+            results = program.module(*(values[port.name] for port in program.inputs))
+        outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
+        batch_gradients.append(
+            {port.fqn: results[port.name] for port in program.ports(Role.BATCH_GRADIENT)}
+        )
+        losses += [results[port.name] for port in program.ports(Role.LOSS)]
+        for port in program.ports(Role.BUFFER_UPDATE):
+            held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
+        for port in program.ports(Role.GRADIENT):
+            before = sums.get(port.name)
+            value = results[port.name]
+            sums[port.name] = value if before is None else before + value
+    gradients: dict[str, torch.Tensor] = {}
+    for port in program.ports(Role.GRADIENT):
+        part = sums[port.name]
+        gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
+    return Result(
+        loss=mean_loss(losses) if losses else None,
+        outputs=tuple(outputs),
+        gradients=gradients,
+        buffers=updated,
+        batch_gradients=tuple(batch_gradients),
+    )

@@ -1,0 +1,62 @@
+"""What a user may ask of the backend, checked before anything runs."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+
+from pfeife.plan import Machine
+
+
+def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """Options of `torch.compile(step, backend="pfeife", options={...})`.
+
+    microbatches: into how many equal parts the batch of a call is cut.
+    stages: how many stages; one a rank unless given.
+    schedule: the name of a policy, such as "1f1b" or "gpipe".
+    split_at: cuts by hand, {"blocks.4": "begin"}.
+    replicas: pipelines that share the microbatches and average their gradients.
+    costs: "estimate", or "measure" by running every cluster on this machine.
+    machine: what to estimate for; this machine's kind unless given.
+    memory_limit: bytes a rank may use.
+    loss: which result of the step is the loss, where several could be.
+    reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    """
+
+    microbatches: int = attrs.field(default=1, validator=_count)
+    stages: int | None = attrs.field(default=None, validator=_count)
+    schedule: str = "1f1b"
+    split_at: Mapping[str, str] | None = None
+    replicas: int = attrs.field(default=1, validator=_count)
+    costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
+    machine: Machine | None = None
+    memory_limit: int | None = attrs.field(default=None, validator=_count)
+    loss: int | None = None
+    reduce: Mapping[int, str] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.microbatches % self.replicas:
+            raise ValueError(
+                f"options microbatches={self.microbatches} and replicas={self.replicas}: "
+                "every replica takes the same number of microbatches"
+            )
+        if self.costs not in ("estimate", "measure"):
+            raise ValueError(f"option costs={self.costs!r}: must be 'estimate' or 'measure'")
+        wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
+        if wrong:
+            raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """Options from a mapping. Raises ValueError for a name that is none, or a wrong value."""
+    known = [field.name for field in attrs.fields(Options)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; there are {known}")
+    return Options(**given)

@@ -1,0 +1,20 @@
+"""Passes: each a factory that binds its options and returns a function of a program."""
+
+from pfeife.passes.annotate import annotate
+from pfeife.passes.compose import compose, record
+from pfeife.passes.dp_wrap import dp_wrap
+from pfeife.passes.fuse import fuse
+from pfeife.passes.partition import partition
+from pfeife.passes.send_recv import insert_send_recv
+from pfeife.passes.split_backward import split_backward
+
+__all__ = [
+    "annotate",
+    "compose",
+    "dp_wrap",
+    "fuse",
+    "insert_send_recv",
+    "partition",
+    "record",
+    "split_backward",
+]

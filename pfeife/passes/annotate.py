@@ -1,0 +1,21 @@
+"""Writes costs onto the calls of a program."""
+
+from collections.abc import Callable
+
+import attrs
+
+from pfeife.plan import Costs
+from pfeife.program import Program
+
+
+def annotate(costs: Costs) -> Callable[[Program], Program]:
+    """A pass that gives every call its seconds. Raises ValueError if a call has no cost."""
+
+    def run(program: Program) -> Program:
+        missing = [call.node for call in program.calls if call.node not in costs.seconds]
+        if missing:
+            raise ValueError(f"the costs ({costs.source}) know nothing of {missing}")
+        calls = tuple(attrs.evolve(c, seconds=costs.seconds[c.node]) for c in program.calls)
+        return attrs.evolve(program, calls=calls)
+
+    return run

@@ -1,0 +1,34 @@
+"""Data parallelism: several pipelines that average their gradients."""
+
+from collections.abc import Callable
+
+import attrs
+
+from pfeife.passes.send_recv import reduction_of
+from pfeife.plan import Mesh
+from pfeife.program import Program, Role, holders
+
+
+def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
+    """A pass that spreads a step's microbatches over the mesh's replicas.
+
+    Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
+    schedule runs after the last weight gradient. This re-associates the sum over microbatches.
+    Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already.
+    """
+
+    def run(program: Program) -> Program:
+        ranks = 1 + max((call.rank or 0 for call in program.calls), default=0)
+        if ranks != mesh.ranks or program.replicas != 1:
+            raise ValueError(
+                f"the pipeline has {ranks} ranks and {program.replicas} replicas, "
+                f"the mesh has {mesh.ranks} ranks to a pipeline"
+            )
+        if mesh.replicas == 1:
+            return program
+        trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
+        found = holders(program)
+        reductions = tuple(reduction_of(name, found[name], mesh.replicas) for name in trained)
+        return attrs.evolve(program, replicas=mesh.replicas, reductions=reductions)
+
+    return run

@@ -1,0 +1,167 @@
+"""Forward nodes into clusters along the model's own structure, each with its backward nodes."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Literal
+
+from torch import fx
+
+from pfeife import _torch
+from pfeife.boundary import is_boundary
+from pfeife.outline import Group, inline, is_view, outline, viewed
+from pfeife.program import Kind, Program, Role, is_source, node_bytes
+
+Pass = Callable[[Program], Program]
+Side = Literal["begin", "end"]
+
+
+def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
+    """A pass from a flat program to a graph of cluster calls.
+
+    Every cluster holds one heavy operation (one with a FLOP formula, or one that reads a
+    parameter of two or more dimensions) and what is cheap around it. Between two heavy
+    operations the border lies where the fewest bytes cross; among equals, where the most
+    modules are left. There is always a border before a `stage_boundary` and at the begin or end
+    of the modules that `boundaries` names. Backward nodes belong to the cluster of the forward
+    node that they differentiate. Raises ValueError for a module that computes nothing.
+    """
+
+    def run(program: Program) -> Program:
+        flat, _ = inline(program)
+        forward, backward = _halves(flat)
+        matrices = {p.name for p in flat.ports(Role.PARAMETER) if len(p.shape) > 1}
+        starts = _starts(forward, matrices, boundaries or {})
+        clusters: dict[fx.Node, int] = {}
+        for position, node in enumerate(forward):
+            clusters[node] = sum(start <= position for start in starts) - 1
+        groups = {node.name: Group(unit, Kind.FORWARD) for node, unit in clusters.items()}
+        for node, unit in _backward_clusters(backward, clusters).items():
+            groups[node.name] = Group(unit, Kind.BACKWARD)
+        return outline(flat, groups, word="cluster")
+
+    return run
+
+
+def _halves(flat: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Forward nodes and backward nodes: those are tagged so, or depend on a tangent."""
+    tangents = {port.name for port in flat.ports(Role.TANGENT)}
+    late = {node for node in flat.module.graph.nodes if node.name in tangents}
+    forward, backward = [], []
+    for node in flat.module.graph.nodes:
+        if is_source(node) or node.op == "output":
+            continue
+        tagged = node.meta.get("partitioner_tag") == "is_backward"
+        if tagged or any(source in late for source in node.all_input_nodes):
+            late.add(node)
+            backward.append(node)
+        else:
+            forward.append(node)
+    return forward, backward
+
+
+def _starts(
+    forward: list[fx.Node], matrices: set[str], boundaries: Mapping[str, Side]
+) -> list[int]:
+    """Positions in the forward order at which a cluster begins, the first being 0."""
+    if not forward:
+        return [0]
+    crossing = _crossing_bytes(forward)
+    forced = {_module_border(forward, path, side) for path, side in boundaries.items()}
+    forced |= {i for i, node in enumerate(forward) if is_boundary(node)}
+    heavy = [i for i, node in enumerate(forward) if _is_heavy(node, matrices)]
+
+    def dislike(position: int) -> tuple[int, int, int]:
+        shared = _shared_depth(forward[position - 1], forward[position])
+        return (crossing[position], shared, -position)
+
+    starts = {0} | (forced - {len(forward)})
+    for first, second in pairwise(heavy):
+        between = [i for i in range(first + 1, second + 1) if _may_begin(forward[i])]
+        if between and not any(first < i <= second for i in forced):
+            starts.add(min(between, key=dislike))
+    return sorted(starts)
+
+
+def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:
+    """Whether a node is worth a cluster of its own."""
+    if getattr(node.target, "overloadpacket", None) in _torch.flop_formulas():
+        return True
+    return not is_view(node) and any(
+        viewed(source).name in matrices for source in node.all_input_nodes
+    )
+
+
+def _may_begin(node: fx.Node) -> bool:
+    """Parts of a tuple stay with the operation that made the tuple."""
+    return not (
+        node.all_input_nodes and isinstance(node.all_input_nodes[0].meta.get("val"), tuple | list)
+    )
+
+
+def _crossing_bytes(forward: list[fx.Node]) -> list[int]:
+    """For each position the bytes of values made before it and read from it on, by forwards."""
+    position = {node: i for i, node in enumerate(forward)}
+    change = [0] * (len(forward) + 1)
+    for i, node in enumerate(forward):
+        last = max((position[user] for user in node.users if user in position), default=i)
+        change[i + 1] += node_bytes(node)
+        change[last + 1] -= node_bytes(node)
+    crossing, total = [], 0
+    for difference in change:
+        total += difference
+        crossing.append(total)
+    return crossing
+
+
+def _shared_depth(before: fx.Node, after: fx.Node) -> int:
+    """How many enclosing modules two nodes have in common."""
+    first, second = module_path(before).split("."), module_path(after).split(".")
+    depth = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        depth += 1
+    return depth
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that a node was captured in, "" for the outermost."""
+    return str(node.meta.get("module_path") or "")
+
+
+def _module_border(forward: list[fx.Node], path: str, side: Side) -> int:
+    if side not in ("begin", "end"):
+        raise ValueError(f"split at {path}: {side!r} is neither 'begin' nor 'end'")
+    inside = [
+        i
+        for i, node in enumerate(forward)
+        if module_path(node) == path or module_path(node).startswith(f"{path}.")
+    ]
+    if not inside:
+        known = sorted({module_path(node) for node in forward} - {""})
+        raise ValueError(
+            f"split at {path}: no module of that name computes anything; there are {known}"
+        )
+    return inside[0] if side == "begin" else inside[-1] + 1
+
+
+def _backward_clusters(
+    backward: list[fx.Node], clusters: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """The cluster of every backward node, never later than those whose gradients it reads."""
+    origin: dict[int, int] = {}
+    for node, unit in clusters.items():
+        origin.setdefault(node.meta.get("seq_nr", -1), unit)
+    last = max(clusters.values(), default=0)
+    found: dict[fx.Node, int] = {}
+    for node in reversed(backward):
+        if node.meta.get("is_gradient_acc"):  # a sum has no origin: it is made where its terms are
+            found[node] = last
+            continue
+        readers = [found[user] for user in node.users if user in found]
+        by_origin = origin.get(node.meta.get("seq_nr", -1))
+        found[node] = by_origin if by_origin is not None else max(readers, default=last)
+    for node in backward:
+        sources = [found[source] for source in node.all_input_nodes if source in found]
+        found[node] = min([found[node], *sources])
+    return found

@@ -1,0 +1,128 @@
+"""Clusters into stages: the bodies that a pipeline runs."""
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.outline import Group, inline, outline, viewed
+from pfeife.plan import Plan
+from pfeife.program import Port, Program, Role, is_source, returned, source_line
+
+
+def partition(plan: Plan) -> Callable[[Program], Program]:
+    """A pass from cluster calls to stage calls, each placed on its rank.
+
+    Any value may cross any stages. Values that the plan names as duplicated, and views of
+    inputs, are computed by every stage that reads them. A gradient that several stages add to
+    becomes one gradient port a stage, so that the parts are summed once a step (this
+    re-associates that sum). Raises ValueError if the plan is for another program, if a value
+    would flow backwards, or if a buffer that is updated is used by two stages.
+    """
+
+    def run(program: Program) -> Program:
+        if len(plan.stage_of_cluster) != program.units:
+            raise ValueError(
+                f"the plan is for {len(plan.stage_of_cluster)} clusters, "
+                f"this program has {program.units}"
+            )
+        flat, clusters = inline(program)
+        groups = {
+            name: Group(plan.stage_of_cluster[group.unit], group.kind)
+            for name, group in clusters.items()
+        }
+        _check_buffers(flat, groups)
+        flat, groups = _separate_sums(flat, groups)
+        staged = outline(flat, groups, {*plan.duplicated, *views_of_inputs(flat)})
+        return attrs.evolve(
+            staged, calls=tuple(_placed(call, program, plan) for call in staged.calls)
+        )
+
+    return run
+
+
+def _placed(call, program: Program, plan: Plan):
+    seconds = [
+        c.seconds
+        for c in program.calls
+        if (c.kind, plan.stage_of_cluster[c.unit]) == (call.kind, call.unit)
+    ]
+    known = [s for s in seconds if s is not None]
+    total = sum(known) if len(known) == len(seconds) else None
+    return attrs.evolve(call, rank=plan.stage_ranks[call.unit], seconds=total)
+
+
+def views_of_inputs(flat: Program) -> set[str]:
+    """Nodes that only look at an input: nothing is gained by passing them on."""
+    return {
+        node.name
+        for node in flat.module.graph.nodes
+        if not is_source(node) and is_source(viewed(node))
+    }
+
+
+def _check_buffers(flat: Program, groups: Mapping[str, Group]) -> None:
+    updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
+    slots = {port.name: port for port in flat.ports(Role.BUFFER) if port.fqn in updated}
+    for node in flat.module.graph.nodes:
+        if node.name not in slots:
+            continue
+        readers = {groups[user.name].unit: user for user in node.users if user.name in groups}
+        if len(readers) > 1:
+            places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(readers.items()))
+            raise ValueError(
+                f"buffer {slots[node.name].fqn} is updated and used by several stages: {places}; "
+                "move the cut so that one stage has them all"
+            )
+
+
+def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program, dict[str, Group]]:
+    """One gradient port for each stage that adds to a gradient, and the groups of the result."""
+    graph, new_groups = fx.Graph(), dict(groups)
+    here: dict[fx.Node, fx.Node] = {}
+    for node in flat.module.graph.nodes:
+        if node.op != "output":
+            here[node] = graph.node_copy(node, here.__getitem__)
+    outputs: list[Port] = []
+    results: dict[str, fx.Node] = {}
+    for port, node in zip(
+        flat.outputs,
+        returned(flat.module).values(),
+        strict=True,
+    ):
+        parts: dict[int, list[fx.Node]] = {}
+        if port.role == Role.GRADIENT:
+            for leaf in _addends(node):
+                if leaf.name in groups:
+                    parts.setdefault(groups[leaf.name].unit, []).append(leaf)
+        if len(parts) < 2:
+            outputs.append(port)
+            results[port.name] = here[node]
+            continue
+        for stage, leaves in sorted(parts.items(), reverse=True):
+            total = here[leaves[0]]
+            for leaf in leaves[1:]:
+                added = graph.call_function(torch.ops.aten.add.Tensor, (total, here[leaf]))
+                added.meta = dict(node.meta)
+                new_groups[added.name] = min(
+                    (groups[x.name] for x in leaves), key=lambda group: -group.order[0]
+                )
+                total = added
+            part = attrs.evolve(port, name=f"{port.name}_stage_{stage}")
+            outputs.append(part)
+            results[part.name] = total
+    graph.output(results)
+    graph.eliminate_dead_code()
+    names = {node.name for node in graph.nodes}
+    module = fx.GraphModule(flat.module, graph)
+    kept = {name: group for name, group in new_groups.items() if name in names}
+    return attrs.evolve(flat, module=module, outputs=tuple(outputs)), kept
+
+
+def _addends(node: fx.Node) -> list[fx.Node]:
+    """What a gradient is the sum of, where its partial sums serve nothing else."""
+    is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(node.users) == 1
+    if not is_sum or not all(isinstance(value, fx.Node) for value in node.args):
+        return [node]
+    return [leaf for value in node.args for leaf in _addends(value)]  # type: ignore[arg-type]

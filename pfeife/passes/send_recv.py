@@ -1,0 +1,137 @@
+"""Sends and receives for everything that crosses ranks."""
+
+import operator
+from collections.abc import Callable
+
+import attrs
+from torch import fx
+
+from pfeife.program import (
+    Call,
+    Kind,
+    Program,
+    Reduction,
+    Role,
+    call_of,
+    holders,
+    is_source,
+    receive,
+    send,
+)
+
+
+def insert_send_recv() -> Callable[[Program], Program]:
+    """A pass that gives every value that crosses ranks a send, a receive and a fresh name.
+
+    Afterwards each call reads only values that its own rank defined or received. What one call
+    makes goes to each reading rank once, in one message, however many calls read it there.
+    Gradients that several ranks hold parts of get a `Reduction`. Raises ValueError if a call
+    has no rank.
+    """
+
+    def run(program: Program) -> Program:
+        unplaced = [call.node for call in program.calls if call.rank is None]
+        if unplaced:
+            raise ValueError(f"{unplaced} have no rank; partition the program first")
+        module = fx.GraphModule(program.module, _Sender(program).graph())
+        return attrs.evolve(program, module=module, reductions=_shared_gradients(program))
+
+    return run
+
+
+class _Sender:
+    def __init__(self, program: Program):
+        self.program = program
+        self.calls = {call.node: call for call in program.calls}
+        self.new = fx.Graph()
+        self.here: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.waiting: dict[tuple[str, int], tuple[fx.Node, list[fx.Node]]] = {}
+
+    def graph(self) -> fx.Graph:
+        nodes = list(self.program.module.graph.nodes)
+        home: dict[fx.Node, Call | None] = {}
+        crossing: dict[fx.Node, dict[int, list[fx.Node]]] = {}
+        for node in nodes:  # who reads what on which other rank
+            home[node] = self._home(node, home)
+            reader = self.calls.get(node.name)
+            for value in node.all_input_nodes if reader and node.op == "call_module" else ():
+                maker = home[value]
+                assert reader is not None and reader.rank is not None
+                if maker is not None and maker.rank != reader.rank:
+                    values = crossing.setdefault(call_of(value), {}).setdefault(reader.rank, [])
+                    values.extend([value] if value not in values else [])
+        for index, node in enumerate(nodes):
+            if node.op == "output":
+                results = {n: self._at(v, home[v]) for n, v in node.args[0].items()}
+                self.new.output(results)
+            elif node.op == "call_module":
+                self._call(node, home)
+            else:
+                rank = home[node].rank if home[node] else None  # type: ignore[union-attr]
+                copied = self.new.node_copy(node, lambda v, rank=rank: self._local(v, rank))  # type: ignore[misc]
+                self.here[node, rank] = copied
+            last = index + 1 == len(nodes) or nodes[index + 1].target is not operator.getitem
+            if last and (maker := home[node]) is not None and node.op != "output":
+                self._send(call_of(node), crossing.pop(call_of(node), {}), maker)
+        return self.new
+
+    def _home(self, node: fx.Node, home: dict[fx.Node, Call | None]) -> Call | None:
+        if is_source(node) or node.op == "output":
+            return None
+        return self.calls.get(node.name) or home[node.all_input_nodes[0]]
+
+    def _at(self, value: fx.Node, maker: Call | None) -> fx.Node:
+        return self.here[value, maker.rank if maker else None]
+
+    def _local(self, value: fx.Node, rank: int | None) -> fx.Node:
+        """A value on a rank; inputs are everywhere."""
+        return self.here.get((value, rank)) or self.here[value, None]
+
+    def _call(self, node: fx.Node, home: dict[fx.Node, Call | None]) -> None:
+        call = self.calls[node.name]
+        assert call.rank is not None
+        for value in node.all_input_nodes:
+            maker = home[value]
+            if maker is not None and (value, call.rank) not in self.here:
+                self._receive(call_of(value).name, call.rank)
+        copied = self.new.node_copy(node, lambda value: self._local(value, call.rank))
+        assert copied.name == node.name
+        self.here[node, call.rank] = copied
+
+    def _send(self, call: fx.Node, readers: dict[int, list[fx.Node]], maker: Call) -> None:
+        for rank, values in readers.items():
+            message = tuple(self.here[value, maker.rank] for value in values)
+            name = f"send_{call.name}_to_{rank}"
+            sent = self.new.create_node(
+                "call_function", send, (message, maker.rank, rank), name=name
+            )
+            self.waiting[call.name, rank] = (sent, values)
+
+    def _receive(self, call: str, rank: int) -> None:
+        sent, values = self.waiting.pop((call, rank))
+        received = self.new.create_node(
+            "call_function",
+            receive,
+            (sent, sent.args[1], rank),
+            name=f"receive_{call}_on_{rank}",
+        )
+        for index, value in enumerate(values):
+            copy = self.new.create_node(
+                "call_function", operator.getitem, (received, index), name=f"{value.name}_on_{rank}"
+            )
+            copy.meta = dict(value.meta)
+            self.here[value, rank] = copy
+
+
+def _shared_gradients(program: Program) -> tuple[Reduction, ...]:
+    trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
+    found = holders(program)
+    reductions = [reduction_of(name, found[name]) for name in trained]
+    return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
+
+
+def reduction_of(name: str, calls: set[Call], replicas: int = 1) -> Reduction:
+    """The reduction of one gradient over all ranks whose calls use the parameter."""
+    ranks = tuple(sorted({call.rank for call in calls if call.rank is not None}))
+    late = {call.unit for call in calls if call.kind != Kind.FORWARD}
+    return Reduction(name, ranks, tuple(sorted(late)), replicas)

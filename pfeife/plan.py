@@ -1,0 +1,229 @@
+"""Decisions as plain data: costs, machine, actions, schedule, plan. All go to JSON and back."""
+
+import csv
+import io
+import re
+from enum import StrEnum
+
+import attrs
+
+from pfeife.program import Kind
+
+
+def _positive(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not value > 0:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must be positive, not {value}"
+        )
+
+
+@attrs.frozen
+class Machine:
+    """What one rank has: rates are sustained, not peak.
+
+    `flops` in operations per second, `memory_bandwidth` and `link_bandwidth` in bytes per
+    second, `link_latency` and `launch_seconds` (of one operation) in seconds, `memory` in bytes.
+    """
+
+    name: str
+    flops: float = attrs.field(validator=_positive)
+    memory_bandwidth: float = attrs.field(validator=_positive)
+    memory: int = attrs.field(validator=_positive)
+    link_bandwidth: float = attrs.field(validator=_positive)
+    link_latency: float = 0.0
+    launch_seconds: float = 0.0
+
+    def transfer_seconds(self, size: int) -> float:
+        return self.link_latency + size / self.link_bandwidth
+
+
+@attrs.frozen
+class Costs:
+    """Seconds of one microbatch in every call of a program, by the name of the call's node."""
+
+    source: str
+    seconds: dict[str, float]
+
+
+class Do(StrEnum):
+    """What an action does, in the words of torch.distributed.pipelining's CSV."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    @property
+    def kind(self) -> Kind | None:
+        """The call that an action of computation runs; None for the others."""
+        return _KINDS.get(self.value)
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+# Which stage the other end of a transfer is, seen from this one, in a chain of stages.
+_NEIGHBOUR = {Do.SEND_F: 1, Do.RECV_F: -1, Do.SEND_B: -1, Do.RECV_B: 1}
+
+
+@attrs.frozen
+class Action:
+    """One thing that a rank does for one stage and one microbatch (None: once a step).
+
+    A send's `stage` is the one that made the values and its `peer` the first stage of the other
+    rank that reads them; a receive's are the other way round. In the text form the peer is
+    left out where it is the neighbour, so that chains of stages read as torch writes them.
+    A reduction's `stage` is the first stage that has a part in the gradients.
+    """
+
+    stage: int
+    do: Do
+    microbatch: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        neighbour = self.stage + _NEIGHBOUR.get(self.do, 0)
+        peer = "" if self.peer in (None, neighbour) else f"@{self.peer}"
+        return f"{self.stage}{self.do}{'' if self.microbatch is None else self.microbatch}{peer}"
+
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)(?:@(\d+))?")
+
+
+def parse_action(text: str) -> Action:
+    """Reads what `str(action)` wrote, which torch's own text is a part of."""
+    found = _ACTION.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
+    stage, do, microbatch, peer = found.groups()
+    other = int(peer) if peer else None
+    if other is None and do in _NEIGHBOUR:
+        other = int(stage) + _NEIGHBOUR[Do(do)]
+    return Action(int(stage), Do(do), int(microbatch) if microbatch else None, other)
+
+
+SENDS = {Do.SEND_F: Do.RECV_F, Do.SEND_B: Do.RECV_B}
+RECEIVES = frozenset(SENDS.values())
+
+
+def received_as(sent: Action) -> Action:
+    """The receive that belongs to a send."""
+    assert sent.peer is not None
+    return Action(sent.peer, SENDS[sent.do], sent.microbatch, sent.stage)
+
+
+@attrs.frozen
+class Schedule:
+    """Per rank the actions in their order."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def microbatches(self) -> int:
+        indices = [a.microbatch for rank in self.ranks for a in rank if a.microbatch is not None]
+        return 1 + max(indices, default=-1)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((action.stage for rank in self.ranks for action in rank), default=-1)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage. Raises ValueError if a stage is computed on two, or nowhere."""
+        found: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.do.kind and found.setdefault(action.stage, rank) != rank:
+                    raise ValueError(
+                        f"stage {action.stage} runs on ranks {found[action.stage]} and {rank}"
+                    )
+        missing = sorted(set(range(self.stages)) - set(found))
+        if missing:
+            raise ValueError(f"stages {missing} run on no rank")
+        return tuple(found[stage] for stage in range(self.stages))
+
+    def computing(self) -> "Schedule":
+        """Without the actions that `lower` puts in."""
+        return Schedule(tuple(tuple(a for a in rank if a.do.kind) for rank in self.ranks))
+
+    def to_csv(self) -> str:
+        """A row a rank, a cell an action, as torch.distributed.pipelining writes it."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(map(str, rank) for rank in self.ranks)
+        return text.getvalue()
+
+    @staticmethod
+    def from_csv(text: str) -> "Schedule":
+        """Reads a CSV of this class or of torch's; empty cells are left out."""
+        rows = csv.reader(io.StringIO(text))
+        return Schedule(tuple(tuple(parse_action(c) for c in row if c.strip()) for row in rows))
+
+
+@attrs.frozen
+class Event:
+    """One action of one rank with its start and end, in seconds since the step began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Timeline:
+    """What ran when, predicted or measured."""
+
+    events: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the step's begin to the end of the last action."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they compute nothing."""
+        ranks = {event.rank for event in self.events}
+        busy = sum(event.end - event.start for event in self.events if event.action.do.kind)
+        return 1 - busy / (len(ranks) * self.seconds) if self.seconds else 0.0
+
+
+@attrs.frozen
+class Plan:
+    """Where to cut, where to run, and in which order.
+
+    `stage_of_cluster` has a stage for every cluster; the stages' ranks are those of the
+    schedule. Values of the nodes named in `duplicated` are computed by every stage that reads
+    them instead of sent. `stage_seconds` (forward and backward of one microbatch) and
+    `step_seconds` are what the planner expects, None if it knew no costs.
+    """
+
+    stage_of_cluster: tuple[int, ...]
+    schedule: Schedule
+    duplicated: tuple[str, ...] = ()
+    stage_seconds: tuple[float, ...] | None = None
+    step_seconds: float | None = None
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(self.stage_of_cluster)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return self.schedule.stage_ranks
+
+
+@attrs.frozen
+class Mesh:
+    """`replicas` pipelines of `ranks` ranks each; pipeline r has the global ranks from
+    r * ranks on, so that neighbours in a pipeline are neighbours in the world."""
+
+    ranks: int = attrs.field(validator=_positive)
+    replicas: int = attrs.field(default=1, validator=_positive)
+
+    @property
+    def size(self) -> int:
+        return self.ranks * self.replicas

@@ -1,0 +1,362 @@
+"""The one value that flows through Pfeife: a frozen `Program` around an fx graph that runs.
+
+At every level (flat aten graph, cluster calls, stage calls, stage calls with sends and
+receives) the graph takes one microbatch: its placeholders are the input ports, and it returns a
+dict from the names of the output ports to tensors.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import attrs
+import networkx as nx
+import torch
+from torch import fx
+
+
+class Role(StrEnum):
+    """What a port is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor that the step closes over and nobody trains
+    BATCH = "batch"
+    SEED = "seed"  # int64 scalar, one per microbatch, from which random operations draw
+    TANGENT = "tangent"  # the gradient that arrives at an output
+    LOSS = "loss"
+    OUTPUT = "output"
+    BUFFER_UPDATE = "buffer_update"
+    GRADIENT = "gradient"  # of a parameter: summed over microbatches
+    BATCH_GRADIENT = "batch_gradient"  # of a batch input: one per microbatch
+
+
+INPUT_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.BATCH, Role.SEED, Role.TANGENT)
+STATE_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+
+
+class Kind(StrEnum):
+    """What a call computes, in the letters of torch.distributed.pipelining's schedules."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+
+
+@attrs.frozen
+class Port:
+    """One named input or output of a program.
+
+    `names` are fully qualified names, the canonical one first and the aliases of a tied
+    parameter after it. An output's `names` are those of the input that it belongs to: the
+    parameter of a gradient, the buffer of an update, the output of a tangent. Several gradient
+    ports may share their names: the gradient is their sum in the order of the ports.
+    `batch_dim` is the dimension along which microbatches are cut or joined, None where there
+    is none or nobody said.
+    """
+
+    name: str
+    role: Role
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    batch_dim: int | None = None
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        dims = "x".join(map(str, self.shape)) or "scalar"
+        tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
+        return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}"
+
+
+@attrs.frozen
+class Call:
+    """One call of a body in the graph: its node, what it computes, for which cluster or stage.
+
+    `rank` is None before a plan has placed the stages, `seconds` before `annotate`.
+    """
+
+    node: str
+    kind: Kind
+    unit: int
+    rank: int | None = None
+    seconds: float | None = None
+
+
+@attrs.frozen
+class Reduction:
+    """Once a step, after the last gradient: what becomes of one parameter's gradient.
+
+    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
+    averaged over `replicas` pipelines in their order.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    replicas: int = 1
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """A graph module of one microbatch with its ports; see the module's docstring.
+
+    `calls` says what each call_module node is (empty for a flat graph), `reductions` what
+    happens to gradients once a step, and `replicas` over how many pipelines the microbatches
+    are spread.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    calls: tuple[Call, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    replicas: int = 1
+
+    def ports(self, *roles: Role) -> tuple[Port, ...]:
+        return tuple(port for port in (*self.inputs, *self.outputs) if port.role in roles)
+
+    def call(self, kind: Kind, unit: int) -> Call:
+        for call in self.calls:
+            if (call.kind, call.unit) == (kind, unit):
+                return call
+        raise KeyError(f"no call {unit}{kind} in this program")
+
+    @property
+    def units(self) -> int:
+        """How many clusters or stages the program is made of."""
+        return 1 + max((call.unit for call in self.calls), default=-1)
+
+    def body(self, call: Call) -> fx.GraphModule:
+        """The graph module that a call runs."""
+        node = find_node(self.module, call.node)
+        body = self.module.get_submodule(str(node.target))
+        assert isinstance(body, fx.GraphModule)
+        return body
+
+    def call_graph(self) -> nx.DiGraph:
+        """The calls and what flows between them.
+
+        Nodes are the names of call nodes with the attribute `call`; edges have `values` (names)
+        and `bytes`.
+        """
+        graph = nx.DiGraph()
+        graph.add_nodes_from((call.node, {"call": call}) for call in self.calls)
+        producer: dict[fx.Node, str] = {}
+        for node in self.module.graph.nodes:
+            if node.op == "call_module":
+                producer[node] = node.name
+                for source in node.all_input_nodes:
+                    if source in producer:
+                        edge = (producer[source], node.name)
+                        before = graph.get_edge_data(*edge, {"values": (), "bytes": 0})
+                        values = (*before["values"], source.name)
+                        bytes_ = before["bytes"] + node_bytes(source)
+                        graph.add_edge(*edge, values=values, bytes=bytes_)
+            elif node.op == "call_function" and node.all_input_nodes:
+                first = node.all_input_nodes[0]
+                if first in producer:
+                    producer[node] = producer[first]
+        return graph
+
+    def __str__(self) -> str:
+        lines = [f"# {port}" for port in self.inputs]
+        lines += [f"# -> {port}" for port in self.outputs]
+        lines += [f"# {reduction}" for reduction in self.reductions]
+        return "\n".join([*lines, self.module.print_readable(print_output=False)])
+
+
+def find_node(module: fx.GraphModule, name: str) -> fx.Node:
+    for node in module.graph.nodes:
+        if node.name == name:
+            return node
+    raise KeyError(f"no node {name} in the graph")
+
+
+def output_node(module: fx.GraphModule) -> fx.Node:
+    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
+
+
+def returned(module: fx.GraphModule) -> Any:
+    """What a graph returns: a dict of nodes for a program, a tuple of nodes for a body."""
+    return output_node(module).args[0]
+
+
+def is_source(node: fx.Node) -> bool:
+    """Whether a node brings a value into the graph rather than computing one."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def value_of(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that stands for a node's value; None where it is not one tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of a node's value, without what it shares with others."""
+    value = value_of(node)
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the user's model that a node comes from, or the node itself."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    places = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return places[-1] if places else f"node {node.name}"
+
+
+def send(values: tuple, source: int, destination: int) -> tuple:
+    """Marks that rank `source` sends `values` as one message to rank `destination`."""
+    return values
+
+
+def receive(message: tuple, source: int, destination: int) -> tuple:
+    """Marks that rank `destination` receives a message of rank `source`: fresh copies."""
+    return message
+
+
+def call_of(value: fx.Node) -> fx.Node:
+    """The call node that makes a value of a graph of calls, or the node itself."""
+    while value.op != "call_module" and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+    return value
+
+
+def holders(program: Program) -> dict[str, set[Call]]:
+    """For every parameter the calls that read it or make a part of its gradient."""
+    names = {port.name: port.fqn for port in program.ports(Role.PARAMETER, Role.GRADIENT)}
+    calls = {call.node: call for call in program.calls}
+    found: dict[str, set[Call]] = {}
+    for node in program.module.graph.nodes:
+        if node.name in names:
+            users = [calls[user.name] for user in node.users if user.name in calls]
+            found.setdefault(names[node.name], set()).update(users)
+    for name, value in returned(program.module).items():
+        if name in names and call_of(value).name in calls:
+            found.setdefault(names[name], set()).add(calls[call_of(value).name])
+    return found
+
+
+@attrs.frozen
+class Message:
+    """Values that one call's rank sends to another rank, together.
+
+    `reader` is the first stage of the destination that reads them; `values` are the names at
+    the source, `copies` those at the destination.
+    """
+
+    sender: Call
+    reader: int
+    source: int
+    destination: int
+    node: str
+    values: tuple[str, ...]
+    copies: tuple[str, ...]
+    bytes: int
+
+
+def messages(program: Program) -> tuple[Message, ...]:
+    """All messages of a program with sends and receives, in the order of the sends."""
+    calls = {call.node: call for call in program.calls}
+    found = []
+    for node in program.module.graph.nodes:
+        if node.target is not send:
+            continue
+        values, source, destination = node.args
+        (received,) = node.users
+        copies = sorted(received.users, key=lambda copy: copy.args[1])
+        readers = [calls[user.name] for copy in copies for user in copy.users if user.name in calls]
+        found.append(
+            Message(
+                sender=calls[values[0].args[0].name],
+                reader=min(readers, key=lambda call: list(calls).index(call.node)).unit,
+                source=source,
+                destination=destination,
+                node=node.name,
+                values=tuple(value.name for value in values),
+                copies=tuple(copy.name for copy in copies),
+                bytes=sum(node_bytes(value) for value in values),
+            )
+        )
+    return tuple(found)
+
+
+def verify(program: Program) -> Program:
+    """Returns the program if it is well formed, else raises ValueError with all that is wrong.
+
+    Well formed: the graph and every body pass fx's own lint; placeholders are exactly the
+    input ports and the returned dict has exactly the output ports; no body keeps parameters or
+    buffers of its own; calls name call_module nodes, each node once; and after the ranks are
+    known and messages inserted, every call reads only what its own rank defined or received.
+    """
+    problems = list(_problems(program))
+    if problems:
+        raise ValueError("the program is not well formed: " + "; ".join(problems))
+    return program
+
+
+def _problems(program: Program) -> Iterator[str]:
+    graph = program.module.graph
+    graph.lint()
+    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if placeholders != [port.name for port in program.inputs]:
+        yield f"placeholders {placeholders} are not the input ports"
+    results = returned(program.module)
+    if not isinstance(results, dict) or list(results) != [port.name for port in program.outputs]:
+        yield "the graph does not return a dict of the output ports"
+    for port in program.inputs:
+        if port.role not in INPUT_ROLES:
+            yield f"input {port.name} has the role {port.role}"
+    for name, count in Counter(p.name for p in (*program.inputs, *program.outputs)).items():
+        if count > 1:
+            yield f"{count} ports are called {name}"
+    bodies = [node for node in graph.nodes if node.op == "call_module"]
+    if sorted(node.name for node in bodies) != sorted(call.node for call in program.calls):
+        yield "the calls are not the call_module nodes of the graph"
+    for node in bodies:
+        body = program.module.get_submodule(str(node.target))
+        if not isinstance(body, fx.GraphModule):
+            yield f"{node.name} calls {type(body).__name__}, not a graph module"
+            continue
+        body.graph.lint()
+        held = [name for name, _ in (*body.named_parameters(), *body.named_buffers())]
+        if held:
+            yield f"the body of {node.name} keeps {held[0]} for itself"
+    if any(node.target is send for node in graph.nodes):
+        yield from _misplaced_reads(program)
+
+
+def _misplaced_reads(program: Program) -> Iterator[str]:
+    ranks = {call.node: call.rank for call in program.calls}
+    home: dict[fx.Node, int | None] = {}
+    for node in program.module.graph.nodes:
+        if is_source(node):
+            home[node] = None  # state and batches are everywhere
+        elif node.target is receive:
+            home[node] = node.args[2]
+        elif node.target is send:
+            home[node] = node.args[1]
+        elif node.op == "call_module":
+            home[node] = ranks.get(node.name)
+        elif node.op != "output":
+            home[node] = next((home[source] for source in node.all_input_nodes), None)
+        if node.op == "output" or node.target is receive:
+            continue
+        for source in node.all_input_nodes:
+            if home[source] is not None and home[source] != home[node]:
+                yield (
+                    f"{node.name} on rank {home[node]} reads {source.name}, "
+                    f"which lives on rank {home[source]}"
+                )

@@ -1,0 +1,259 @@
+"""A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
+
+import atexit
+import hashlib
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pfeife.evaluate import Result, State, mean
+from pfeife.plan import Mesh, Schedule
+from pfeife.program import Port, Program, Reduction, Role
+from pfeife.runtime.interpret import RankRunner, Step, Tensors, microbatch_inputs, owner
+
+AHEAD = 2  # messages of a channel whose receives are posted before they are asked for
+
+
+class DistributedTransport:
+    """One rank of one pipeline of a mesh, over the default process group.
+
+    Building one is collective: every rank of the world must do it with the same program.
+    """
+
+    def __init__(self, mesh: Mesh, reductions: Sequence[Reduction], device: torch.device):
+        world = dist.get_world_size()
+        if mesh.size != world:
+            raise ValueError(
+                f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
+                f"{world} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
+            )
+        self.mesh, self.device = mesh, device
+        self.replica, self.rank = divmod(dist.get_rank(), mesh.ranks)
+        self.offset = self.replica * mesh.ranks
+        self.groups = self._groups(reductions)
+        self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
+        self.announced: dict[int, deque[Tensors]] = {}
+        self.leaving: deque[tuple[list[dist.Work], Tensors]] = deque()
+
+    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
+        """A process group for every set of ranks that reduces together, made in one order."""
+        wanted: dict[tuple[int, ...], None] = {}
+        for reduction in reductions:
+            for replica in range(self.mesh.replicas):
+                wanted[self._members(reduction, replica)] = None
+        return {members: dist.new_group(list(members)) for members in wanted if len(members) > 1}
+
+    def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
+        replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
+        return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
+
+    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
+        self.announced.setdefault(source, deque()).extend(shapes)
+        self._post(source)
+
+    def _post(self, source: int) -> None:
+        waiting = self.waiting.setdefault(source, deque())
+        announced = self.announced[source]
+        while announced and len(waiting) < AHEAD:
+            shapes = announced.popleft()
+            buffers = tuple(torch.empty_like(one, device=self.device) for one in map(_real, shapes))
+            works = [dist.irecv(_flat(one), self.offset + source) for one in buffers]
+            waiting.append((buffers, works))  # type: ignore[arg-type]
+
+    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+        laid_out = tuple(_like(value, shape) for value, shape in zip(values, shapes, strict=True))
+        works = [dist.isend(_flat(value), self.offset + destination) for value in laid_out]
+        self.leaving.append((works, laid_out))  # type: ignore[arg-type]
+        while self.leaving and all(work.is_completed() for work in self.leaving[0][0]):
+            self.leaving.popleft()
+
+    def receive(self, source: int) -> Tensors:
+        buffers, works = self.waiting[source].popleft()
+        for work in works:
+            work.wait()
+        self._post(source)
+        return buffers
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """Sums by all-reduce (its order of additions is the backend's), then averages."""
+        group = self.groups.get(self._members(reduction, self.replica))
+        total = part.clone(memory_format=torch.contiguous_format)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total / reduction.replicas if reduction.replicas > 1 else total
+
+    def finish(self) -> None:
+        while self.leaving:
+            for work in self.leaving.popleft()[0]:
+                work.wait()
+
+
+def _real(shape: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the shape and strides that a fake one would have as a dense copy."""
+    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="meta")
+
+
+def _like(value: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    """The value in the layout that the receiver has prepared, copied only if it differs."""
+    strides = torch.empty_like(_real(shape)).stride()
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one contiguous dimension."""
+    return value.as_strided((value.numel(),), (1,))
+
+
+class DistributedPipeline:
+    """This process's rank of a program and its lowered schedule.
+
+    Building one is collective. A step returns the loss and the outputs on every rank, and the
+    gradients and buffers of this rank's stages.
+    """
+
+    def __init__(self, program: Program, schedule: Schedule, device: torch.device | None = None):
+        self.program = program
+        self.device = device or torch.device("cpu")
+        mesh = Mesh(len(schedule.ranks), program.replicas)
+        self.transport = DistributedTransport(mesh, program.reductions, self.device)
+        self.runner = RankRunner(program, schedule, self.transport.rank, self.transport)
+        self.microbatches = schedule.microbatches * program.replicas
+
+    def start(
+        self,
+        state: State,
+        microbatches: Sequence[Any],
+        *,
+        seed: int = 0,
+        tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    ) -> "DistributedStep":
+        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
+        if len(microbatches) != self.microbatches:
+            raise ValueError(
+                f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
+            )
+        inputs = microbatch_inputs(
+            self.program, microbatches, seed, tangents, self.transport.replica
+        )
+        return DistributedStep(self, self.runner.start(state, inputs))
+
+    def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
+        """One step: the same arguments as `evaluate`."""
+        step = self.start(state, microbatches, **options)
+        step.run()
+        return step.result()
+
+
+class DistributedStep:
+    """One rank's step, which may be run in parts."""
+
+    def __init__(self, pipeline: DistributedPipeline, step: Step):
+        self.pipeline, self.step = pipeline, step
+
+    def run(self, *, forward: bool = True, backward: bool = True) -> None:
+        """Runs the forward actions, the backward actions, or all."""
+        runner = self.pipeline.runner
+        border = runner.backward_begin
+        runner.run(self.step, 0 if forward else border, None if backward else border)
+        if backward:
+            self.pipeline.transport.finish()
+
+    def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """The gradients of the outputs, per microbatch by port name, before the backward."""
+        each = len(self.step.values)
+        start = self.pipeline.transport.replica * each
+        for values, given in zip(self.step.values, tangents[start : start + each], strict=True):
+            values.update(given)
+
+    def result(self, *, outputs: bool = True) -> Result:
+        """Loss and outputs of the whole step, gradients and buffers of this rank; without
+        `outputs` those that every rank has got already are left out."""
+        mine = self.pipeline.runner.result(self.step)
+        return Result(
+            loss=self._loss(mine),
+            outputs=self._shared(mine.outputs, Role.OUTPUT) if outputs else (),
+            gradients=mine.gradients,
+            buffers=mine.buffers,
+            batch_gradients=self._shared(mine.batch_gradients, Role.BATCH_GRADIENT),
+        )
+
+    def _loss(self, mine: Result) -> torch.Tensor | None:
+        """The mean of the replicas' losses, in their order."""
+        ports = self.pipeline.program.ports(Role.LOSS)
+        if not ports:
+            return None
+        replicas = self.pipeline.program.replicas
+        losses = [self._broadcast(ports[0], mine.loss, replica) for replica in range(replicas)]
+        return mean(losses) if replicas > 1 else losses[0]
+
+    def _shared(self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role) -> tuple:
+        """Every microbatch's values of a role, from the ranks that made them to all."""
+        return tuple(
+            {
+                port.fqn: self._broadcast(port, found.get(port.fqn), replica)
+                for port in self.pipeline.program.ports(role)
+            }
+            for replica in range(self.pipeline.program.replicas)
+            for found in mine
+        )
+
+    def _broadcast(self, port: Port, value: torch.Tensor | None, replica: int) -> torch.Tensor:
+        transport = self.pipeline.transport
+        source = replica * transport.mesh.ranks + owner(self.pipeline.program, port)
+        if dist.get_rank() == source:
+            assert value is not None
+            shared = value.contiguous()
+        else:
+            shared = torch.empty(port.shape, dtype=port.dtype, device=self.pipeline.device)
+        dist.broadcast(shared, source)
+        return shared
+
+
+def from_rank_zero(text: str, device: torch.device) -> str:
+    """Rank 0's text, on every rank (collective)."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()], device=device)
+    dist.broadcast(size, 0)
+    shared = (
+        data if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
+    dist.broadcast(shared, 0)
+    return bytes(shared.tolist()).decode()
+
+
+def check_agreement(text: str, what: str, device: torch.device) -> None:
+    """Raises ValueError on every rank unless all ranks give the same text (collective)."""
+    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), device=device)
+    found = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, digest)
+    others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
+    if others:
+        raise ValueError(
+            f"{what}: ranks {others} have another one than rank 0; every rank must run the same "
+            "script with the same shapes and options"
+        )
+
+
+def join_world(device: torch.device) -> bool:
+    """Whether this process is one of several; initialises the default process group if torchrun
+    started it and nobody has done so."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(leave_world)
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def leave_world() -> None:
+    """Ends the default process group if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

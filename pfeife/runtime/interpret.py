@@ -1,0 +1,359 @@
+"""The loop and the table: one rank's schedule, whatever the transport."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.evaluate import Result, State, mean_loss, named_batch, step_inputs
+from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.program import (
+    STATE_ROLES,
+    Call,
+    Kind,
+    Message,
+    Port,
+    Program,
+    Reduction,
+    Role,
+    find_node,
+    messages,
+    returned,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Transport(Protocol):
+    """What carries values between ranks. Ranks are those of one pipeline."""
+
+    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
+        """Announces the messages of a channel in their order, by fake tensors."""
+
+    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+        """Sends one message; returns before it has arrived."""
+
+    def receive(self, source: int) -> Tensors:
+        """The next message of the channel."""
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """The reduced gradient, of this rank's part and the others'."""
+
+    def finish(self) -> None:
+        """Waits until everything that was sent has left."""
+
+
+@attrs.define(eq=False)
+class Step:
+    """What one rank knows during a step. `values` has one mapping a microbatch."""
+
+    values: list[dict[str, torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+    microbatches: int
+    sums: dict[str, torch.Tensor] = attrs.Factory(dict)
+    results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
+    gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
+
+
+Handler = Callable[[Step, int | None], None]
+
+
+class RankRunner:
+    """Runs one rank's part of a lowered schedule.
+
+    Every action is bound to a handler once; a step is a loop over them. Values are dropped
+    after their last use. Gradients are added up in the order of the schedule, which is that of
+    the microbatches.
+    """
+
+    def __init__(self, program: Program, schedule: Schedule, rank: int, transport: Transport):
+        self.program, self.rank, self.transport = program, rank, transport
+        self.actions = schedule.ranks[rank]
+        self.microbatches = schedule.microbatches
+        self.messages = messages(program)
+        self.outputs = _outputs_by_node(program)
+        self.buffers = _updated_buffers(program)
+        table: dict[Action, tuple[Handler, tuple[str, ...]]] = {}
+        self.steps: list[tuple[Action, Handler]] = []
+        reads: list[tuple[str, ...]] = []
+        for action in self.actions:
+            key = attrs.evolve(action, microbatch=None)
+            if key not in table:
+                table[key] = self._bind(key)
+            handler, names = table[key]
+            self.steps.append((action, handler))
+            reads.append(names)
+        self.drops = self._last_uses(reads)
+        self.expected = self._expected()
+        self.backward_begin = next(
+            (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
+        )
+
+    def start(self, state: State, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Step:
+        """A step on this rank: `state` by canonical names, `inputs` per microbatch by port."""
+        held = {
+            port.name: state[port.fqn]
+            for port in self.program.ports(*STATE_ROLES)
+            if port.fqn in state
+        }
+        for source, shapes in self.expected.items():
+            self.transport.expect(source, shapes)
+        return Step(
+            values=[held | dict(given) for given in inputs],
+            buffers={name: held[name] for name in self.buffers if name in held},
+            microbatches=len(inputs),
+            results=[{} for _ in inputs],
+        )
+
+    def run(self, step: Step, begin: int = 0, end: int | None = None) -> Step:
+        """The actions from `begin` to `end`, both indices into the rank's schedule."""
+        with torch.no_grad():
+            for index in range(begin, len(self.steps) if end is None else end):
+                action, handler = self.steps[index]
+                try:
+                    handler(step, action.microbatch)
+                except Exception as error:
+                    error.add_note(f"on rank {self.rank}, in action {action} of the schedule")
+                    raise
+                for name in self.drops[index]:
+                    step.values[action.microbatch].pop(name, None)  # type: ignore[index]
+        return step
+
+    def _bind(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
+        """The handler of an action of any microbatch, and the values that it reads."""
+        kind = action.do.kind
+        if kind is not None:
+            calls = [
+                c for c in self.program.calls if c.unit == action.stage and c.kind in _kinds(kind)
+            ]
+            bound = [self._compute(call) for call in calls]
+            names = tuple(name for _, reads in bound for name in reads)
+            return _in_turn([handler for handler, _ in bound]), names
+        if action.do == Do.REDUCE_GRAD:
+            return self._reduce(action.stage), ()
+        return self._transfer(action)
+
+    def _compute(self, call: Call) -> tuple[Handler, tuple[str, ...]]:
+        node = find_node(self.program.module, call.node)
+        body = self.program.body(call).forward
+        reads = tuple(argument.name for argument in node.all_input_nodes)
+        slots: list[tuple[str, Any]] = [
+            (user.name, user.args[1]) for user in node.users if user.target is operator.getitem
+        ]
+        outputs = [(port, name) for name, _ in slots for port in self.outputs.get(name, ())]
+        buffers = [n for n in reads if n in self.buffers] if call.kind == Kind.FORWARD else []
+
+        def compute(step: Step, microbatch: int | None) -> None:
+            assert microbatch is not None
+            values = step.values[microbatch]
+            for name in buffers:
+                values[name] = step.buffers[name]
+            results = body(*[values[name] for name in reads])
+            for name, index in slots:
+                values[name] = results[index]
+            for port, name in outputs:
+                self._output(step, microbatch, port, values[name])
+
+        return compute, (*reads, *(name for name, _ in slots))
+
+    def _output(self, step: Step, microbatch: int, port: Port, value: torch.Tensor) -> None:
+        if port.role == Role.GRADIENT:
+            before = step.sums.get(port.name)
+            step.sums[port.name] = value if before is None else before + value
+        elif port.role == Role.BUFFER_UPDATE:
+            slot = next(name for name, fqn in self.buffers.items() if fqn == port.fqn)
+            step.buffers[slot] = value
+        else:
+            step.results[microbatch][port.name] = value
+
+    def _reduce(self, bucket: int) -> Handler:
+        mine = [
+            r for r in self.program.reductions if r.stages[0] == bucket and self.rank in r.ranks
+        ]
+
+        def reduce(step: Step, _: int | None) -> None:
+            local = self._local_gradients(step)
+            for reduction in mine:
+                part = local.get(reduction.name)
+                if part is None:  # read here, but without influence on the loss
+                    part = self._zeros(reduction.name)
+                step.gradients[reduction.name] = self.transport.reduce(reduction, part)
+
+        return reduce
+
+    def _zeros(self, name: str) -> torch.Tensor:
+        port = next(port for port in self.program.ports(Role.GRADIENT) if port.fqn == name)
+        return torch.zeros(port.shape, dtype=port.dtype, device=port.device)
+
+    def _local_gradients(self, step: Step) -> dict[str, torch.Tensor]:
+        """The sums of this rank by canonical names, several ports of one name in their order."""
+        gradients: dict[str, torch.Tensor] = {}
+        for port in self.program.ports(Role.GRADIENT):
+            part = step.sums.get(port.name)
+            if part is not None:
+                before = gradients.get(port.fqn)
+                gradients[port.fqn] = part if before is None else before + part
+        return gradients
+
+    def _transfer(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
+        message = self._message(action)
+        shapes = self._shapes(message)
+        transport = self.transport
+        if action.do in SENDS:
+
+            def send(step: Step, microbatch: int | None) -> None:
+                values = step.values[microbatch]  # type: ignore[index]
+                transport.send(
+                    message.destination, tuple(values[n] for n in message.values), shapes
+                )
+
+            return send, message.values
+
+        def receive(step: Step, microbatch: int | None) -> None:
+            arrived = transport.receive(message.source)
+            step.values[microbatch].update(zip(message.copies, arrived, strict=True))  # type: ignore[index]
+
+        return receive, message.copies
+
+    def _message(self, action: Action) -> Message:
+        sending = action.do in SENDS
+        ends = (action.stage, action.peer) if sending else (action.peer, action.stage)
+        forward = action.do in (Do.SEND_F, Do.RECV_F)
+        for message in self.messages:
+            same = (message.sender.unit, message.reader) == ends
+            if same and (message.sender.kind == Kind.FORWARD) == forward:
+                return message
+        raise ValueError(f"rank {self.rank}: the program has no message for the action {action}")
+
+    def _shapes(self, message: Message) -> Tensors:
+        nodes = [find_node(self.program.module, name) for name in message.values]
+        return tuple(node.meta["val"] for node in nodes)
+
+    def _expected(self) -> dict[int, list[Tensors]]:
+        expected: dict[int, list[Tensors]] = {}
+        for action in self.actions:
+            if action.do in RECEIVES:
+                message = self._message(action)
+                expected.setdefault(message.source, []).append(self._shapes(message))
+        return expected
+
+    def _last_uses(self, reads: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """For every action the values of its microbatch that nothing uses after it."""
+        kept = {port.name for port in self.program.ports(*STATE_ROLES)}
+        last: dict[tuple[int | None, str], int] = {}
+        for index, (action, names) in enumerate(zip(self.actions, reads, strict=True)):
+            last.update({(action.microbatch, name): index for name in names if name not in kept})
+        drops: list[list[str]] = [[] for _ in self.actions]
+        for (_, name), index in last.items():
+            drops[index].append(name)
+        return [tuple(names) for names in drops]
+
+    def result(self, step: Step) -> Result:
+        """What this rank knows of the step's result once its schedule has run."""
+        program = self.program
+        losses = [
+            results[port.name]
+            for results in step.results
+            for port in program.ports(Role.LOSS)
+            if port.name in results
+        ]
+
+        def by_name(role: Role) -> tuple[dict[str, torch.Tensor], ...]:
+            ports = program.ports(role)
+            return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)
+
+        updated = {
+            port.fqn: step.buffers[slot]
+            for port in program.ports(Role.BUFFER_UPDATE)
+            for slot, fqn in self.buffers.items()
+            if fqn == port.fqn and self.computes(port)
+        }
+        return Result(
+            loss=mean_loss(losses) if losses else None,
+            outputs=by_name(Role.OUTPUT),
+            gradients=self._local_gradients(step) | step.gradients,
+            buffers=updated,
+            batch_gradients=by_name(Role.BATCH_GRADIENT),
+        )
+
+    def computes(self, port: Port) -> bool:
+        """Whether this rank makes the value of an output port."""
+        return owner(self.program, port) == self.rank
+
+
+_BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)
+
+
+def _kinds(kind: Kind) -> tuple[Kind, ...]:
+    """What an action runs: a whole backward may be there in its two parts."""
+    if kind == Kind.BACKWARD:
+        return (Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
+    return (kind,)
+
+
+def _in_turn(handlers: list[Handler]) -> Handler:
+    if len(handlers) == 1:
+        return handlers[0]
+
+    def run(step: Step, microbatch: int | None) -> None:
+        for handler in handlers:
+            handler(step, microbatch)
+
+    return run
+
+
+def _outputs_by_node(program: Program) -> dict[str, list[Port]]:
+    results = returned(program.module)
+    found: dict[str, list[Port]] = {}
+    for port in program.outputs:
+        node = results[port.name]
+        assert isinstance(node, fx.Node)
+        found.setdefault(node.name, []).append(port)
+    return found
+
+
+def _updated_buffers(program: Program) -> dict[str, str]:
+    """Buffer ports that a step updates, by port name, with their canonical names."""
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    return {port.name: port.fqn for port in program.ports(Role.BUFFER) if port.fqn in updated}
+
+
+def owner(program: Program, port: Port) -> int:
+    """The rank that makes an output's value; rank 0 for one that is an input handed through."""
+    results = returned(program.module)
+    node = results[port.name]
+    calls = {call.node: call for call in program.calls}
+    while isinstance(node, fx.Node) and node.name not in calls and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    call = calls.get(node.name) if isinstance(node, fx.Node) else None
+    return call.rank or 0 if call else 0
+
+
+def microbatch_inputs(
+    program: Program,
+    microbatches: Sequence[object],
+    seed: int,
+    tangents: Sequence[Mapping[str, torch.Tensor]] | None,
+    replica: int = 0,
+) -> list[dict[str, torch.Tensor]]:
+    """The checked inputs of one replica's microbatches, by port name."""
+    count = len(microbatches)
+    if count == 0 or count % program.replicas:
+        raise ValueError(
+            f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
+        )
+    each = count // program.replicas
+    return [
+        step_inputs(
+            program,
+            named_batch(program, microbatches[index], index),
+            index,
+            each,
+            seed,
+            tangents[index] if tangents is not None else None,
+        )
+        for index in range(replica * each, (replica + 1) * each)
+    ]

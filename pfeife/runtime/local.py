@@ -1,0 +1,231 @@
+"""All ranks in one process: a thread for each, queues between them."""
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfeife.evaluate import Result, State, add, mean
+from pfeife.plan import Schedule
+from pfeife.program import Program, Reduction
+from pfeife.runtime.interpret import RankRunner, Step, Tensors, microbatch_inputs
+
+
+class Aborted(RuntimeError):
+    """Another rank failed, so this one stops."""
+
+
+class LocalWorld:
+    """What the threads of one step share. `failed` ends every wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.channels: dict[tuple[int, int], deque[Tensors]] = {}
+        self.parts: dict[str, dict[int, torch.Tensor]] = {}
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.failed = False
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class LocalTransport:
+    """One rank's end of a local world; `offset` is the first rank of its pipeline."""
+
+    def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
+        self.world, self.rank, self.offset, self.device = world, rank, offset, device
+
+    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
+        pass
+
+    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+        channel = (self.offset + self.rank, self.offset + destination)
+        with self.world.changed:
+            self.world.channels.setdefault(channel, deque()).append(values)
+            self.world.changed.notify_all()
+
+    def receive(self, source: int) -> Tensors:
+        channel = (self.offset + source, self.offset + self.rank)
+        with self.world.changed:
+            queue = self.world.channels.setdefault(channel, deque())
+            self.world.changed.wait_for(lambda: queue or self.world.failed)
+            if self.world.failed:
+                raise Aborted(f"rank {self.rank} stops: another rank failed")
+            values = queue.popleft()
+        if self.device is None:
+            return values
+        return tuple(value.to(self.device, non_blocking=True) for value in values)
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs."""
+        whole = reduction.replicas * len(reduction.ranks)
+        name = reduction.name if reduction.replicas > 1 else f"{self.offset}:{reduction.name}"
+        with self.world.changed:
+            parts = self.world.parts.setdefault(name, {})
+            parts[self.offset + self.rank] = part
+            if len(parts) == whole:
+                self.world.reduced[name] = _combined(parts, whole // reduction.replicas)
+                self.world.changed.notify_all()
+            self.world.changed.wait_for(lambda: name in self.world.reduced or self.world.failed)
+            if self.world.failed:
+                raise Aborted(f"rank {self.rank} stops: another rank failed")
+            total = self.world.reduced[name]
+        return total if self.device is None else total.to(self.device)
+
+    def finish(self) -> None:
+        pass
+
+
+def _combined(parts: Mapping[int, torch.Tensor], ranks: int) -> torch.Tensor:
+    ordered = [parts[rank] for rank in sorted(parts)]
+    ordered = [part.to(ordered[0].device) for part in ordered]
+    sums = [add(ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)]
+    return mean(sums) if len(sums) > 1 else sums[0]
+
+
+class LocalPipeline:
+    """A program and its lowered schedule, run by one thread a rank in this process.
+
+    `devices` gives every rank a device; without them everything stays where it is.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        devices: Sequence[torch.device] | None = None,
+    ):
+        ranks = len(schedule.ranks)
+        if devices is not None and len(devices) != ranks:
+            raise ValueError(f"{len(devices)} devices for {ranks} ranks")
+        self.program, self.schedule, self.devices = program, schedule, devices
+
+    def start(
+        self,
+        state: State,
+        microbatches: Sequence[Any],
+        *,
+        seed: int = 0,
+        tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    ) -> "LocalStep":
+        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
+        each = self.schedule.microbatches * self.program.replicas
+        if len(microbatches) != each:
+            raise ValueError(f"{len(microbatches)} microbatches, the schedule is for {each}")
+        inputs = [
+            microbatch_inputs(self.program, microbatches, seed, tangents, replica)
+            for replica in range(self.program.replicas)
+        ]
+        return LocalStep(self, state, inputs)
+
+    def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
+        """One step: the same arguments and result as `evaluate`."""
+        step = self.start(state, microbatches, **options)
+        step.run()
+        return step.result()
+
+
+class LocalStep:
+    """One step of a `LocalPipeline`, which may be run in parts."""
+
+    def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
+        world = LocalWorld()
+        self.world = world
+        self.runners: list[tuple[RankRunner, Step]] = []
+        self.devices: list[torch.device | None] = []
+        ranks = len(pipeline.schedule.ranks)
+        for replica, given in enumerate(inputs):
+            for rank in range(ranks):
+                device = pipeline.devices[rank] if pipeline.devices else None
+                self.devices.append(device)
+                transport = LocalTransport(world, rank, replica * ranks, device)
+                runner = RankRunner(pipeline.program, pipeline.schedule, rank, transport)
+                self.runners.append(
+                    (
+                        runner,
+                        runner.start(_moved(state, device), [_moved(g, device) for g in given]),
+                    )
+                )
+        self.replicas = len(inputs)
+
+    def run(self, *, forward: bool = True, backward: bool = True) -> None:
+        """Runs the forward actions, the backward actions, or all. The first failure is raised
+        with its own traceback, after every thread has ended."""
+        errors: list[BaseException] = []
+
+        def work(runner: RankRunner, step: Step) -> None:
+            try:
+                border = runner.backward_begin
+                begin, end = (0 if forward else border), (None if backward else border)
+                runner.run(step, begin, end)
+            except BaseException as error:
+                errors.append(error)
+                self.world.fail()
+
+        threads = [
+            threading.Thread(
+                target=work, args=pair, name=f"pfeife rank {pair[0].rank}", daemon=True
+            )
+            for pair in self.runners
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first = next((error for error in errors if not isinstance(error, Aborted)), None)
+        if first is not None or errors:
+            raise first or errors[0]
+
+    def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """The gradients of the outputs, per microbatch by port name, before the backward."""
+        each = len(tangents) // self.replicas
+        ranks = len(self.runners) // self.replicas
+        for index, (_, step) in enumerate(self.runners):
+            start = index // ranks * each
+            for values, given in zip(step.values, tangents[start : start + each], strict=True):
+                values.update(_moved(given, self.devices[index]))
+
+    def result(self, *, outputs: bool = True) -> Result:
+        """The result of all ranks together, replicas joined as `evaluate` joins them."""
+        ranks = len(self.runners) // self.replicas
+        pipelines = []
+        for start in range(0, len(self.runners), ranks):
+            parts = [runner.result(step) for runner, step in self.runners[start : start + ranks]]
+            pipelines.append(_joined(parts))
+        if len(pipelines) == 1:
+            return pipelines[0]
+        losses = [part.loss for part in pipelines if part.loss is not None]
+        return Result(
+            loss=mean(losses) if losses else None,
+            outputs=tuple(output for part in pipelines for output in part.outputs),
+            gradients=pipelines[0].gradients,
+            buffers=pipelines[0].buffers,
+            batch_gradients=tuple(g for part in pipelines for g in part.batch_gradients),
+        )
+
+
+def _moved(values: Mapping[str, torch.Tensor], device: torch.device | None) -> dict:
+    return dict(values) if device is None else {n: v.to(device) for n, v in values.items()}
+
+
+def _joined(parts: Sequence[Result]) -> Result:
+    """One pipeline's ranks: every value is there once, shared gradients are the same on each."""
+    gradients: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for part in parts:
+        gradients |= {n: g for n, g in part.gradients.items() if n not in gradients}
+        buffers |= part.buffers
+    losses = [part.loss for part in parts if part.loss is not None]
+    merge = [
+        {k: v for d in same for k, v in d.items()}
+        for same in zip(*(p.outputs for p in parts), strict=True)
+    ]
+    batch = [
+        {k: v for d in same for k, v in d.items()}
+        for same in zip(*(p.batch_gradients for p in parts), strict=True)
+    ]
+    return Result(losses[0] if losses else None, tuple(merge), gradients, buffers, tuple(batch))
