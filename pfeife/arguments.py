@@ -41,8 +41,7 @@ def describe(module: fx.GraphModule, examples: Iterable[Any]) -> list[Argument]:
         if not isinstance(example, torch.Tensor):
             arguments.append(Argument(node.name, None, (), example))
             continue
-        trained = slot == "_parameters" or isinstance(example, nn.Parameter)
-        if trained or (not path and example.requires_grad):
+        if slot == "_parameters" or isinstance(example, nn.Parameter):
             role = Role.PARAMETER
         else:
             role = Role.BUFFER if slot == "_buffers" else Role.CONSTANT

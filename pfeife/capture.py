@@ -123,19 +123,21 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
                 f"result {index} of the step is {value!r}, which is not a tensor that the graph "
                 "computes; return tensors only"
             )
-    losses = [i for i, value in enumerate(results) if value.requires_grad and value.dim() == 0]
+    trains = any(value.requires_grad for value in results)
+    scalars = [i for i, v in enumerate(results) if v.dim() == 0 and v.dtype.is_floating_point]
+    losses = [i for i in scalars if results[i].requires_grad or not trains]
     if loss is not None:
         if loss not in losses:
             raise ValueError(
                 f"loss={loss}: result {loss} is no differentiable scalar; those are {losses}"
             )
         return loss
-    if len(losses) > 1:
+    if len(losses) > 1 and trains:
         raise ValueError(
             f"results {losses} are all differentiable scalars; say which is the loss with "
             f"loss={losses[0]}, and detach or add up the others"
         )
-    return losses[0] if losses else None
+    return losses[0] if len(losses) == 1 else None
 
 
 def trace(
@@ -149,6 +151,12 @@ def trace(
     `result_dims` says for every result along which dimension microbatches are joined.
     """
     at = find_loss(module, loss)
+    arguments = [  # a tensor from outside of any module is trained if it asks for gradients
+        attrs.evolve(a, role=Role.PARAMETER)
+        if a.role == Role.CONSTANT and a.example.requires_grad
+        else a
+        for a in arguments
+    ]
     wrapper = _Joint(module, arguments, at)
     rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in rest))

@@ -62,15 +62,15 @@ class _Inliner:
         self.values: dict[fx.Node, Any] = {}  # a node, or a tuple of them for a call
 
     def add(self, node: fx.Node) -> None:
-        first = node.all_input_nodes[0] if node.all_input_nodes else None
+        read = [self.values[source] for source in node.all_input_nodes]
         if node.op == "call_module":
             self._call(node)
-        elif node.target is operator.getitem and isinstance(self.values.get(first), tuple):
-            self.values[node] = self.values[first][node.args[1]]
+        elif node.target is operator.getitem and isinstance(read[0], tuple):
+            self.values[node] = read[0][node.args[1]]  # type: ignore[index]
         elif node.target is receive:
-            self.values[node] = self.values[first]
+            self.values[node] = read[0]
         elif node.target is send:
-            self.values[node] = tuple(self.values[value] for value in node.all_input_nodes)
+            self.values[node] = tuple(read)
         else:
             self._copy(node)
 

@@ -1,12 +1,14 @@
 """Frozen attrs data to JSON and back, exactly and strictly."""
 
 import json
+import math
 import os
 import tempfile
 import types
 import typing
 from enum import Enum
 from pathlib import Path
+from reprlib import repr as short  # a damaged file of 64 MiB makes no message of 64 MiB
 from typing import Any
 
 import attrs
@@ -24,8 +26,8 @@ def to_json(value: Any) -> str:
 def from_json(cls: type[T], text: str) -> T:
     """The value that `to_json` wrote. Raises ValueError for anything that does not fit."""
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        data = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{cls.__name__}: this is not JSON: {error}") from None
     return typing.cast(T, _typed(data, cls, cls.__name__))
 
@@ -69,6 +71,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has a field twice: {short([key for key, _ in pairs])}")
+    return found
+
+
 def _typed(data: Any, kind: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -78,7 +87,7 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
         return _typed(data, kind, where)
     if origin is tuple:
         if not isinstance(data, list):
-            raise ValueError(f"{where}: expected a list, got {data!r}")
+            raise ValueError(f"{where}: expected a list, got {short(data)}")
         if arguments[-1] is not Ellipsis and len(data) != len(arguments):
             raise ValueError(f"{where}: expected {len(arguments)} items, got {len(data)}")
         kinds = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else arguments
@@ -87,7 +96,7 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
         )
     if origin is dict:
         if not isinstance(data, dict):
-            raise ValueError(f"{where}: expected an object, got {data!r}")
+            raise ValueError(f"{where}: expected an object, got {short(data)}")
         return {key: _typed(item, arguments[1], f"{where}.{key}") for key, item in data.items()}
     if attrs.has(kind):
         return _object(data, kind, where)
@@ -95,23 +104,35 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
         try:
             return kind(data)
         except ValueError:
-            raise ValueError(f"{where}: {data!r} is none of {[m.value for m in kind]}") from None
-    if kind is float and type(data) is int:
-        return float(data)
+            raise ValueError(
+                f"{where}: {short(data)} is none of {[m.value for m in kind]}"
+            ) from None
+    if kind is float:
+        return _finite(data, where)
     if type(data) is not kind:
-        raise ValueError(f"{where}: expected {kind.__name__}, got {data!r}")
+        raise ValueError(f"{where}: expected {kind.__name__}, got {short(data)}")
     return data
+
+
+def _finite(data: Any, where: str) -> float:
+    try:
+        number = float(data) if type(data) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: expected a finite float, got {short(data)}")
+    return number
 
 
 def _object(data: Any, kind: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object, got {data!r}")
+        raise ValueError(f"{where}: expected an object, got {short(data)}")
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in attrs.fields(kind)}
     unknown = sorted(set(data) - set(fields))
     missing = sorted(n for n, f in fields.items() if n not in data and f.default is attrs.NOTHING)
     if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {unknown}, missing fields {missing}")
+        raise ValueError(f"{where}: unknown fields {short(unknown)}, missing fields {missing}")
     try:
         return kind(**{n: _typed(item, hints[n], f"{where}.{n}") for n, item in data.items()})
     except TypeError as error:

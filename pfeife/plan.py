@@ -17,6 +17,13 @@ def _positive(instance: object, attribute: attrs.Attribute, value: float) -> Non
         )
 
 
+def _not_negative(instance: object, attribute: attrs.Attribute, value: float | None) -> None:
+    if value is not None and not value >= 0:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must not be negative, but is {value}"
+        )
+
+
 @attrs.frozen
 class Machine:
     """What one rank has: rates are sustained, not peak.
@@ -30,8 +37,8 @@ class Machine:
     memory_bandwidth: float = attrs.field(validator=_positive)
     memory: int = attrs.field(validator=_positive)
     link_bandwidth: float = attrs.field(validator=_positive)
-    link_latency: float = 0.0
-    launch_seconds: float = 0.0
+    link_latency: float = attrs.field(default=0.0, validator=_not_negative)
+    launch_seconds: float = attrs.field(default=0.0, validator=_not_negative)
 
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
@@ -79,10 +86,10 @@ class Action:
     A reduction's `stage` is the first stage that has a part in the gradients.
     """
 
-    stage: int
+    stage: int = attrs.field(validator=_not_negative)
     do: Do
-    microbatch: int | None = None
-    peer: int | None = None
+    microbatch: int | None = attrs.field(default=None, validator=_not_negative)
+    peer: int | None = attrs.field(default=None, validator=_not_negative)
 
     def __str__(self) -> str:
         neighbour = self.stage + _NEIGHBOUR.get(self.do, 0)
@@ -90,13 +97,15 @@ class Action:
         return f"{self.stage}{self.do}{'' if self.microbatch is None else self.microbatch}{peer}"
 
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)(?:@(\d+))?")
+_ACTION = re.compile(
+    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)(?:@(\d+))?", re.ASCII
+)
 
 
 def parse_action(text: str) -> Action:
     """Reads what `str(action)` wrote, which torch's own text is a part of."""
     found = _ACTION.fullmatch(text.strip())
-    if not found:
+    if not found or (found[4] and found[2] not in _NEIGHBOUR):
         raise ValueError(f"{text!r} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
     stage, do, microbatch, peer = found.groups()
     other = int(peer) if peer else None
@@ -140,9 +149,9 @@ class Schedule:
                     raise ValueError(
                         f"stage {action.stage} runs on ranks {found[action.stage]} and {rank}"
                     )
-        missing = sorted(set(range(self.stages)) - set(found))
-        if missing:
-            raise ValueError(f"stages {missing} run on no rank")
+        if len(found) < self.stages:
+            missing = next(stage for stage in range(self.stages) if stage not in found)
+            raise ValueError(f"stage {missing} runs on no rank")
         return tuple(found[stage] for stage in range(self.stages))
 
     def computing(self) -> "Schedule":
@@ -158,7 +167,10 @@ class Schedule:
     @staticmethod
     def from_csv(text: str) -> "Schedule":
         """Reads a CSV of this class or of torch's; empty cells are left out."""
-        rows = csv.reader(io.StringIO(text))
+        try:
+            rows = list(csv.reader(io.StringIO(text)))
+        except csv.Error as error:
+            raise ValueError(f"this is not CSV: {error}") from None
         return Schedule(tuple(tuple(parse_action(c) for c in row if c.strip()) for row in rows))
 
 

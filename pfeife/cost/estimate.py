@@ -10,6 +10,7 @@ from pfeife import _torch
 from pfeife.outline import is_view
 from pfeife.plan import Costs, Machine
 from pfeife.program import Program
+from pfeife.seeding import seeded
 
 
 def estimate(program: Program, machine: Machine) -> Costs:
@@ -27,7 +28,7 @@ def estimate(program: Program, machine: Machine) -> Costs:
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of one node; views and what is no operation take none."""
-    if node.op != "call_function" or is_view(node) or not hasattr(node.target, "_schema"):
+    if node.op != "call_function" or is_view(node) or not hasattr(_operation(node)[0], "_schema"):
         return 0.0
     moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     moved += _bytes(node.meta.get("val"))
@@ -37,15 +38,21 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
 
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node, 0 for those without a formula."""
-    formula = _torch.flop_formulas().get(getattr(node.target, "overloadpacket", None))
+    operation, arguments = _operation(node)
+    formula = _torch.flop_formulas().get(getattr(operation, "overloadpacket", None))
     if formula is None:
         return 0
 
     def value(argument: Any) -> Any:
         return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
-    args, kwargs = pytree.tree_map(value, (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map(value, (arguments, node.kwargs))
     return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def _operation(node: fx.Node) -> tuple[Any, tuple]:
+    """What a node runs, and on which arguments; a seeded operation is seen through."""
+    return (node.args[0], node.args[3:]) if node.target is seeded else (node.target, node.args)
 
 
 def _bytes(value: Any) -> int:

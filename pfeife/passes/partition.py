@@ -65,12 +65,15 @@ def views_of_inputs(flat: Program) -> set[str]:
 def _check_buffers(flat: Program, groups: Mapping[str, Group]) -> None:
     updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
     slots = {port.name: port for port in flat.ports(Role.BUFFER) if port.fqn in updated}
+    results = returned(flat.module)
+    made = {p.fqn: results[p.name] for p in flat.ports(Role.BUFFER_UPDATE)}
     for node in flat.module.graph.nodes:
         if node.name not in slots:
             continue
-        readers = {groups[user.name].unit: user for user in node.users if user.name in groups}
-        if len(readers) > 1:
-            places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(readers.items()))
+        involved = [made[slots[node.name].fqn], *node.users]
+        stages = {groups[one.name].unit: one for one in involved if one.name in groups}
+        if len(stages) > 1:
+            places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(stages.items()))
             raise ValueError(
                 f"buffer {slots[node.name].fqn} is updated and used by several stages: {places}; "
                 "move the cut so that one stage has them all"

@@ -156,9 +156,13 @@ class LocalStep:
         """Runs the forward actions, the backward actions, or all. The first failure is raised
         with its own traceback, after every thread has ended."""
         errors: list[BaseException] = []
+        kernel_threads = torch.get_num_threads()
 
         def work(runner: RankRunner, step: Step) -> None:
             try:
+                # A new thread starts from the machine's default, and some kernels (oneDNN's
+                # convolutions) give other bits with another number of threads.
+                torch.set_num_threads(kernel_threads)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
                 runner.run(step, begin, end)

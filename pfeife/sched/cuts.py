@@ -1,6 +1,7 @@
 """Where to cut: by dynamic programming, by module names, or by markers in the model."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import attrs
@@ -13,9 +14,11 @@ from pfeife.program import (
     Kind,
     Program,
     Role,
+    call_of,
     holders,
     is_source,
     node_bytes,
+    returned,
     source_line,
 )
 from pfeife.seeding import seeded
@@ -84,13 +87,20 @@ def _flows(program: Program, calls: Mapping):
 
 def _blocked(program: Program, calls: Mapping) -> frozenset[int]:
     updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
-    names = {port.name for port in program.ports(Role.BUFFER) if port.fqn in updated}
+    names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
+    results = returned(program.module)
+    made = {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE)}
     blocked: set[int] = set()
     for node in program.module.graph.nodes:
         if node.name in names:
-            units = [calls[user.name].unit for user in node.users if user.name in calls]
+            involved = [call_of(made[names[node.name]]), *node.users]
+            units = [calls[one.name].unit for one in involved if one.name in calls]
             blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
     return frozenset(blocked)
+
+
+# What is best for the stages so far by the cluster they end before, and where the last begins.
+_Row = dict[int, tuple[float, int]]
 
 
 def balanced(
@@ -103,11 +113,11 @@ def balanced(
 ) -> tuple[int, ...]:
     """The stage of every cluster, contiguous, such that the slowest stage is as fast as can be.
 
-    Dynamic programming over (stages so far, clusters so far). A stage's seconds are its
-    computation and the transfer over its first border; its bytes are parameters, their
-    gradients, and what `in_flight[stage]` microbatches save. Among equals the sum of squares of
-    the stages' seconds is smaller. Raises ValueError if there are more stages than clusters, or
-    none of the cuts fits `memory_limit` bytes.
+    Dynamic programming over (stages so far, clusters so far), twice: for the slowest stage, then
+    for the least sum of squares of the stages' seconds among the cuts that are no slower. A
+    stage's seconds are its computation and the transfer over its first border; its bytes are
+    parameters, their gradients, and what `in_flight[stage]` microbatches save. Raises ValueError
+    if there are more stages than clusters, or none of the cuts fits `memory_limit` bytes.
     """
     count = len(clusters.seconds)
     if stages > count:
@@ -127,29 +137,34 @@ def balanced(
         transfer = machine.transfer_seconds(clusters.crossing[first]) if first else 0.0
         return time[end] - time[first] + transfer
 
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for stage in range(stages):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(stage + 1, count - (stages - 1 - stage) + 1):
-            for first, (slowest, squares, _) in best[-1].items():
-                seconds = stage_seconds(stage, first, end) if first < end else None
-                if seconds is not None:
-                    candidate = (max(slowest, seconds), squares + seconds**2, first)
-                    row[end] = min(row.get(end, candidate), candidate)
-        best.append(row)
-    if count not in best[-1]:
-        smallest = 2 * max(clusters.parameters) + max(clusters.saved)
+    def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
+        rows: list[_Row] = [{0: (0.0, 0)}]
+        for stage in range(stages):
+            row: _Row = {}
+            for end in range(stage + 1, count - (stages - 1 - stage) + 1):
+                for first, (before, _) in rows[-1].items():
+                    seconds = stage_seconds(stage, first, end) if first < end else None
+                    if seconds is not None and seconds <= most:
+                        candidate = (join(before, seconds), first)
+                        row[end] = min(row.get(end, candidate), candidate)
+            rows.append(row)
+        return rows
+
+    slowest = best(max, math.inf)[-1].get(count)
+    if slowest is None:
+        sizes = zip(clusters.parameters, clusters.saved, strict=True)
+        smallest = max(2 * parameters + saved for parameters, saved in sizes)
         raise ValueError(
             f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone "
             f"takes {smallest}); use more stages, smaller microbatches or a larger limit"
         )
-    return _traced(best, count)
+    return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
 
 
-def _traced(best: list[dict[int, tuple[float, float, int]]], end: int) -> tuple[int, ...]:
+def _traced(rows: list[_Row], end: int) -> tuple[int, ...]:
     stage_of: list[int] = []
-    for stage in range(len(best) - 1, 0, -1):
-        first = best[stage][end][2]
+    for stage in range(len(rows) - 1, 0, -1):
+        first = rows[stage][end][1]
         stage_of = [stage - 1] * (end - first) + stage_of
         end = first
     return tuple(stage_of)

@@ -99,7 +99,7 @@ def insert_actions(
     A send follows the computation of its values; a receive precedes the first computation that
     reads them, and on every channel (pair of ranks) receives come in the order of the sends.
     Reductions follow the last gradient of their rank, the last stage's first, in one order on
-    all ranks.
+    all ranks; those of several ranks follow all computation.
     """
     sent = [_with_sends(actions, transfers) for actions in schedule.ranks]
     home = schedule.stage_ranks
@@ -154,11 +154,14 @@ def _with_reductions(
     result, position = list(actions), 0
     mine = {r.stages[0] for r in reductions if rank in r.ranks}
     for bucket in sorted(mine, reverse=True):
-        stages = {stage for r in reductions if r.stages[0] == bucket for stage in r.stages}
+        together = [r for r in reductions if r.stages[0] == bucket]
+        # Ranks wait for one another here, so none may still owe another one a gradient.
+        shared = any(len(r.ranks) > 1 for r in together)
+        stages = {stage for r in together for stage in r.stages}
         ends = [
             index + 1
             for index, action in enumerate(result)
-            if action.do in _BACKWARDS and action.stage in stages
+            if action.do in _BACKWARDS and (shared or action.stage in stages)
         ]
         position = max([position, *ends])
         while position < len(result) and result[position].do in SENDS:

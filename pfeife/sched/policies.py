@@ -68,6 +68,8 @@ def _placed(
     ranks = range(stages) if ranks is None else ranks
     if len(ranks) != stages:
         raise ValueError(f"{len(ranks)} placements for {stages} stages")
+    if not stages or min(ranks) < 0:
+        raise ValueError(f"stages on ranks {list(ranks)}: there is a stage, and ranks begin at 0")
     return Schedule(
         tuple(
             tuple(actions({stage for stage, at in enumerate(ranks) if at == rank}))

@@ -1,6 +1,7 @@
 """Proof before running: a schedule computes everything once, in order, and cannot deadlock."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.sched.lower import chain, insert_actions
@@ -12,48 +13,73 @@ def verify_schedule(schedule: Schedule, *, in_flight: int | None = None) -> Sche
     Checked: every stage computes every microbatch once, microbatches of a stage in ascending
     order; backward after forward, weight- after input-backward; at most `in_flight` microbatches
     between forward and last backward on a stage; reductions after the last gradient; sends
-    match receives on every channel (pair of ranks) in order; no deadlock (a send does not
-    block). A schedule of computations alone is taken to be one of a chain of stages.
+    after the computation of what they send; sends match receives on every channel (pair of
+    ranks) in order; nothing twice; no deadlock (a send does not block, a
+    reduction waits for all ranks that have it). A schedule of computations alone is taken to be
+    one of a chain of stages.
     """
-    _check_counts(schedule)
+    home = schedule.stage_ranks
+    _check_counts(schedule, home)
     for rank, actions in enumerate(schedule.ranks):
-        _check_rank(rank, actions, in_flight)
-    lowered = any(action.do in SENDS for actions in schedule.ranks for action in actions)
+        _check_rank(rank, actions, home, in_flight)
+    lowered = any(a.do in SENDS or a.do in RECEIVES for rank in schedule.ranks for a in rank)
+    if not lowered:
+        for rank, actions in enumerate(schedule.ranks):
+            _check_chain(rank, actions, home)
     _check_progress(schedule if lowered else insert_actions(schedule.computing(), chain(schedule)))
     return schedule
 
 
+_MAKERS = {
+    Do.SEND_F: (Do.FORWARD,),
+    Do.SEND_B: (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD),
+}
+
+
 def _around(actions: tuple[Action, ...], index: int) -> str:
-    near = actions[max(0, index - 2) : index + 3]
-    return " ".join(f"[{a}]" if a is actions[index] else str(a) for a in near)
+    first = max(0, index - 2)
+    near = enumerate(actions[first : index + 3], first)
+    return " ".join(f"[{a}]" if at == index else str(a) for at, a in near)
 
 
-def _check_counts(schedule: Schedule) -> None:
-    counts = Counter(a for actions in schedule.ranks for a in actions if a.do.kind)
-    twice = [str(action) for action, count in counts.items() if count > 1]
-    if twice:
-        raise ValueError(f"scheduled more than once: {', '.join(twice)}")
-    schedule.stage_ranks  # noqa: B018  raises if a stage is split or missing
-    backwards = any(a.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD) for a in counts)
-    for stage in range(schedule.stages):
-        for k in range(schedule.microbatches):
-            done = {a.do for a in counts if (a.stage, a.microbatch) == (stage, k)}
-            whole = {Do.FORWARD, Do.BACKWARD}, {Do.FORWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD}
-            if done not in ([*whole] if backwards else [{Do.FORWARD}]):
-                found = ", ".join(sorted(done)) or "nothing"
+def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
+    done: dict[tuple[int, int | None], set[Do]] = defaultdict(set)
+    for action in (a for actions in schedule.computing().ranks for a in actions):
+        done[action.stage, action.microbatch].add(action.do)
+    whole = [{Do.FORWARD, Do.BACKWARD}, {Do.FORWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD}]
+    if all(found == {Do.FORWARD} for found in done.values()):
+        whole = [{Do.FORWARD}]
+    microbatches = schedule.microbatches
+    for stage, rank in enumerate(home):
+        for k in range(microbatches):
+            if done[stage, k] not in whole:
+                found = ", ".join(f"{stage}{do}{k}" for do in sorted(done[stage, k])) or "nothing"
                 raise ValueError(
-                    f"stage {stage}, microbatch {k}: {found} is scheduled; expected F and B, or "
-                    "F, I and W (or F alone everywhere)"
+                    f"rank {rank}, stage {stage}, microbatch {k}: {found} is scheduled; expected "
+                    "F and B, or F, I and W (or F alone everywhere)"
                 )
 
 
-def _check_rank(rank: int, actions: tuple[Action, ...], in_flight: int | None) -> None:
+def _check_rank(
+    rank: int, actions: tuple[Action, ...], home: Sequence[int], in_flight: int | None
+) -> None:
+    seen: set[Action] = set()
     done: set[tuple[int, Do, int | None]] = set()
     latest: dict[tuple[int, Do], int] = {}
     flying: Counter[int] = Counter()
     for index, action in enumerate(actions):
         where = f"rank {rank}: {_around(actions, index)}"
         stage, do, k = action.stage, action.do, action.microbatch
+        if do == Do.REDUCE_GRAD and k is not None:
+            raise ValueError(f"{where}: a reduction is of all microbatches")
+        if action in seen:
+            raise ValueError(f"{where}: scheduled more than once")
+        seen.add(action)
+        if do in SENDS or do in RECEIVES:
+            _check_transfer(where, rank, action, home)
+        makers = _MAKERS.get(do)
+        if makers and not any((stage, maker, k) in done for maker in makers):
+            raise ValueError(f"{where}: a send comes after the computation of what it sends")
         if do.kind:
             before = latest.get((stage, do), -1)
             if k is None or k <= before:
@@ -71,11 +97,37 @@ def _check_rank(rank: int, actions: tuple[Action, ...], in_flight: int | None) -
         done.add((stage, do, k))
 
 
+def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) -> None:
+    """What neighbouring stages of one rank hand each other, without a transfer."""
+    done: set[tuple[int, bool, int | None]] = set()
+    for index, action in enumerate(actions):
+        if action.do not in (Do.FORWARD, Do.BACKWARD, Do.INPUT_BACKWARD):
+            continue
+        stage, forward, k = action.stage, action.do == Do.FORWARD, action.microbatch
+        source = stage - 1 if forward else stage + 1
+        here = 0 <= source < len(home) and home[source] == rank
+        if here and (source, forward, k) not in done:
+            where = f"rank {rank}: {_around(actions, index)}"
+            raise ValueError(f"{where}: stage {source} of the same rank comes before")
+        done.add((stage, forward, k))
+
+
+def _check_transfer(where: str, rank: int, action: Action, home: Sequence[int]) -> None:
+    if home[action.stage] != rank:
+        raise ValueError(f"{where}: stage {action.stage} runs on rank {home[action.stage]}")
+    if action.microbatch is None:
+        raise ValueError(f"{where}: a transfer is of one microbatch")
+    if action.peer is None or action.peer >= len(home) or home[action.peer] == rank:
+        raise ValueError(f"{where}: stage {action.peer} at the other end runs on no other rank")
+
+
 def _check_progress(schedule: Schedule) -> None:
     """Runs all ranks against one another, messages in order on every channel."""
     home = schedule.stage_ranks
     channels: dict[tuple[int, int], deque[Action]] = {}
     position = [0] * len(schedule.ranks)
+    awaited = Counter(a for rank in schedule.ranks for a in rank if a.do == Do.REDUCE_GRAD)
+    arrived: dict[Action, set[int]] = defaultdict(set)
 
     def advance(rank: int, action: Action) -> bool:
         """Does an action if it can be done now."""
@@ -94,6 +146,9 @@ def _check_progress(schedule: Schedule) -> None:
                     f"{waiting[0]} first: {_around(schedule.ranks[rank], position[rank])}"
                 )
             waiting.popleft()
+        elif action.do == Do.REDUCE_GRAD:
+            arrived[action].add(rank)
+            return len(arrived[action]) == awaited[action]
         return True
 
     moved = True
@@ -110,6 +165,10 @@ def _check_progress(schedule: Schedule) -> None:
     ]
     if stuck:
         raise ValueError("the schedule deadlocks: " + "; ".join(stuck))
-    lost = [str(action) for waiting in channels.values() for action in waiting]
+    lost = [
+        f"rank {to} has no {action} for what rank {source} sends"
+        for (source, to), waiting in channels.items()
+        for action in waiting
+    ]
     if lost:
-        raise ValueError(f"sent but never received: {', '.join(lost)}")
+        raise ValueError("sent but never received: " + "; ".join(lost))

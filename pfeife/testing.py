@@ -1,0 +1,208 @@
+"""For those who write passes: random programs and plans, and what every pass must keep.
+
+Needs hypothesis (the extra `dev`).
+"""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from pfeife.evaluate import Result, State, evaluate, mean_loss
+from pfeife.passes import partition
+from pfeife.passes.compose import Pass
+from pfeife.plan import Plan
+from pfeife.program import Program, Role, verify
+from pfeife.sched import clusters_of, policy
+
+
+def fingerprint(program: Program) -> str:
+    """The text of a program and of every body it calls, and of its ports, calls, reductions."""
+    bodies = [str(program.body(call).graph) for call in program.calls]
+    rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
+    return "\n".join([str(program.module.graph), *bodies, *map(str, rest)])
+
+
+def check_pass(
+    one: Pass,
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    *,
+    rounding: Collection[str] | None = (),
+) -> Program:
+    """Asserts what every pass keeps, and returns its output.
+
+    The input is unchanged; the output is well formed and evaluates to what the input evaluates
+    to, bit for bit but for the gradients named in `rounding` (None: for nothing); a second run
+    gives the same text.
+    """
+    before = fingerprint(program)
+    result = one(program)
+    assert fingerprint(program) == before, "the pass edited its input"
+    verify(result)
+    assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
+    assert_same(
+        evaluate(program, state, microbatches), evaluate(result, state, microbatches), rounding
+    )
+    return result
+
+
+def assert_same(one: Result, other: Result, rounding: Collection[str] | None = ()) -> None:
+    """Asserts that two results are the same bits, but for gradients named in `rounding`, which
+    agree to within rounding; None lets the loss and every gradient differ by rounding."""
+    assert set(one.gradients) == set(other.gradients), "other parameters have gradients"
+    assert set(one.buffers) == set(other.buffers), "other buffers are updated"
+    pairs = [(name, one.gradients[name], other.gradients[name]) for name in one.gradients]
+    pairs += [(name, one.buffers[name], other.buffers[name]) for name in one.buffers]
+    if one.loss is not None or other.loss is not None:
+        assert one.loss is not None and other.loss is not None, "one has a loss"
+        pairs.append(("loss", one.loss, other.loss))
+    for index, (first, second) in enumerate(zip(one.outputs, other.outputs, strict=True)):
+        assert set(first) == set(second), "other outputs"
+        pairs += [(f"{name} of microbatch {index}", first[name], second[name]) for name in first]
+    for name, first_value, second_value in pairs:
+        close = rounding is None or name in rounding
+        _assert_tensor(name, first_value, second_value, close)
+
+
+def _assert_tensor(name: str, one: torch.Tensor, other: torch.Tensor, close: bool) -> None:
+    assert one.shape == other.shape and one.dtype == other.dtype, f"{name} has another form"
+    if close and one.dtype.is_floating_point:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+    else:
+        same = torch.equal(_bits(one), _bits(other))
+        assert same, f"{name} differs by up to {(one - other).abs().max().item()}"
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def eager_accumulation(
+    step: Callable[..., torch.Tensor], model: nn.Module, microbatches: Sequence[tuple]
+) -> Result:
+    """What plain PyTorch gives for a step: `(loss / microbatches).backward()` for each in order.
+
+    The model's gradients and buffers are put back afterwards.
+    """
+    before = copy.deepcopy(model.state_dict())
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for microbatch in microbatches:
+        loss = step(*microbatch)
+        losses.append(loss.detach())
+        (loss / len(microbatches)).backward()
+    changed = {
+        name: value.clone()
+        for name, value in model.named_buffers()
+        if name in before and not torch.equal(value, before[name])
+    }
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.load_state_dict(before)
+    for parameter, gradient in kept.items():
+        parameter.grad = gradient
+    return Result(mean_loss(losses), tuple({} for _ in losses), gradients, changed)
+
+
+@attrs.frozen
+class Layer:
+    """One operation of a `RandomNet`: what it is and which earlier values it reads."""
+
+    operation: str
+    first: int
+    second: int
+
+
+OPERATIONS = ("linear", "tied", "relu", "add", "mul", "norm", "batch_norm", "swap", "halves")
+
+
+class RandomNet(nn.Module):
+    """A net of drawn operations on values of one shape; the last ones are summed up.
+
+    "tied" uses the weight of the net's first "linear" again, transposed.
+    """
+
+    width = 4
+
+    def __init__(self, layers: Sequence[Layer]):
+        super().__init__()
+        self.layers = tuple(layers)
+        self.shared = nn.Linear(self.width, self.width)
+        made = {"linear": nn.Linear, "norm": nn.LayerNorm, "batch_norm": nn.BatchNorm1d}
+        self.modules_of = nn.ModuleDict()
+        for index, layer in enumerate(layers):
+            if layer.operation in made:
+                sizes = (self.width,) * (2 if layer.operation == "linear" else 1)
+                self.modules_of[str(index)] = made[layer.operation](*sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x]
+        for index, layer in enumerate(self.layers):
+            one, other = values[layer.first], values[layer.second]
+            values.append(self._apply(index, layer.operation, one, other))
+        return self.shared(values[-1]) + values[len(values) // 2]
+
+    def _apply(
+        self, index: int, operation: str, one: torch.Tensor, other: torch.Tensor
+    ) -> torch.Tensor:
+        if str(index) in self.modules_of:
+            return self.modules_of[str(index)](one)
+        if operation == "tied":
+            return one @ self.shared.weight
+        if operation == "relu":
+            return one.relu()
+        if operation == "add":
+            return one + other
+        if operation == "mul":
+            return one * other.tanh()
+        if operation == "swap":
+            return one.flip(1)
+        left, right = one.chunk(2, dim=1)
+        return torch.cat([right, left + other[:, :2]], dim=1)
+
+
+@st.composite
+def nets(draw: st.DrawFn, largest: int = 8) -> RandomNet:
+    """Random nets, skip connections, tied weights and updated buffers included."""
+    count = draw(st.integers(2, largest))
+    layers = [
+        Layer(
+            draw(st.sampled_from(OPERATIONS)),
+            draw(st.integers(max(0, index - 2), index)),
+            draw(st.integers(0, index)),
+        )
+        for index in range(count)
+    ]
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    return RandomNet(layers)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    program: Program,
+    microbatches: int,
+    largest: int = 4,
+    names: Sequence[str] = ("gpipe", "1f1b"),
+) -> Plan:
+    """Random plans of a fused and annotated program: cuts, placement and policy."""
+    blocked = clusters_of(program).blocked
+    borders = [border for border in range(1, program.units) if border not in blocked]
+    cuts = draw(st.sets(st.sampled_from(borders), max_size=largest - 1)) if borders else set()
+    stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(program.units))
+    ranks = draw(st.integers(1, len(cuts) + 1))
+    placed = tuple(stage % ranks for stage in range(len(cuts) + 1))
+    order = policy(draw(st.sampled_from(names)))(len(cuts) + 1, microbatches, placed)
+    return Plan(stage_of, order)
+
+
+def tied_across(plan: Plan, program: Program) -> set[str]:
+    """The parameters whose gradient a plan sums over stages: it may differ by rounding."""
+    names = [port.fqn for port in partition(plan)(program).ports(Role.GRADIENT)]
+    return {name for name in names if names.count(name) > 1}

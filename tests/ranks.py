@@ -1,0 +1,162 @@
+"""What one rank does in the distributed tests: torchrun starts it, the tests read its report.
+
+Every check compares with plain PyTorch, run by the rank itself, bit for bit.
+"""
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import CASES, EQUAL_TO_EAGER, case
+
+import pfeife
+from pfeife.runtime.distributed import join_world
+from pfeife.testing import assert_same, eager_accumulation
+
+
+def check_step(name: str, stages: int, schedule: str, replicas: int = 1, rounding=()) -> None:
+    """Loss everywhere, this rank's gradients and buffers, as eager accumulation has them."""
+    one = case(name)
+    microbatches = [one.batch(2, seed) for seed in range(4)]
+    expected = eager_accumulation(one.step, one.model, microbatches)
+    step = pfeife.compile(
+        one.step, microbatches=4, stages=stages, schedule=schedule, replicas=replicas
+    )
+    batch = tuple(torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    before = {n: b.clone() for n, b in one.model.named_buffers()}
+    loss = step(*batch)
+    loss.backward()
+    gradients = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    buffers = {n: b for n, b in one.model.named_buffers() if not torch.equal(b, before[n])}
+    assert gradients, "every rank has gradients of its own"
+    mine = pfeife.Result(
+        expected.loss if replicas == 1 else loss.detach(),
+        expected.outputs,
+        {n: expected.gradients[n] for n in gradients},
+        {n: expected.buffers[n] for n in buffers},
+    )
+    found = pfeife.Result(loss.detach(), expected.outputs, gradients, buffers)
+    if replicas > 1:
+        torch.testing.assert_close(loss.detach(), expected.loss)
+    assert_same(mine, found, one.tied if rounding == () else rounding)
+    share(f"{name} {stages} {schedule}", set(gradients), set(expected.gradients))
+    share(f"{name} {stages} {schedule}", set(buffers), set(expected.buffers))
+
+
+def share(what: str, mine: set[str], whole: set[str]) -> None:
+    """All ranks together have everything."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sorted(mine))
+    missing = whole - {name for names in found for name in names}
+    assert not missing, f"{what}: no rank has {missing}"
+
+
+def check_loop() -> None:
+    """A whole training loop with the loss inside: losses equal those of one device."""
+    one = case("GPT")
+    other = CASES["GPT"](copy.deepcopy(one.model))
+    step = pfeife.compile(one.step, microbatches=4)
+    optimizers = [torch.optim.Adam(c.model.parameters(), lr=0.01) for c in (one, other)]
+    for seed in range(4):
+        batch = one.batch(8, seed)
+        loss = step(*batch)
+        loss.backward()
+        total = torch.tensor(0.0)
+        for part in zip(*(x.chunk(4) for x in batch), strict=True):
+            alone = other.step(*part) / 4
+            alone.backward()
+            total = total + alone.detach()
+        assert torch.equal(loss, total), f"step {seed}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_loss_outside() -> None:
+    """The model alone is compiled: every rank gets the outputs, gradients are handed back."""
+    one = case("GPT")
+    model = pfeife.compile(one.model, microbatches=2)
+    tokens, targets = one.batch(4)
+    logits = model(tokens)
+    expected = torch.cat([one.model(part) for part in tokens.chunk(2)]).detach()
+    assert torch.equal(logits, expected)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    for parameter in one.model.parameters():
+        parameter.grad = None
+    leaf = expected.clone().requires_grad_()
+    F.cross_entropy(leaf.flatten(0, 1), targets.flatten()).backward()
+    for part, gradient in zip(tokens.chunk(2), leaf.grad.chunk(2), strict=True):
+        one.model(part).backward(gradient)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, one.model.get_parameter(name).grad), name
+
+
+def check_refusals() -> None:
+    """Wrong wishes end on every rank, before anything is sent."""
+    one = case("GPT")
+    world = dist.get_world_size()
+    for options, message in (
+        ({"stages": world - 1}, "every rank needs a stage"),
+        ({"microbatches": 2, "replicas": 2, "stages": world}, ""),
+        ({"microbatches": 3}, "does not divide"),
+    ):
+        torch._dynamo.reset()
+        try:
+            pfeife.compile(one.step, **options)(*one.batch(4))
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            assert not message, f"{options} was not refused"
+    torch._dynamo.reset()
+    rows = 4 if dist.get_rank() == 0 else 8
+    try:
+        pfeife.compile(one.step, microbatches=2)(*one.batch(rows))
+    except ValueError as error:
+        assert "another one than rank 0" in str(error)
+    else:
+        raise AssertionError("ranks with other batches were not refused")
+
+
+def checks(world: int) -> dict:
+    """What is run in a world of this size, by name."""
+    plans = [(2, 1), (3, 1), (4, 1), (1, 2)] if world == 2 else [(4, 1), (2, 2)]
+    found = {}
+    for name in EQUAL_TO_EAGER:
+        for stages, replicas in plans:
+            if replicas > 1 and name == "BatchNormNet":
+                continue  # replicas keep the statistics of their own microbatches
+            for schedule in ("gpipe", "1f1b"):
+                rounding = () if replicas == 1 else None
+                arguments = (name, stages, schedule, replicas, rounding)
+                found[f"{name}, {stages} stages, {schedule}, {replicas} replicas"] = (
+                    lambda arguments=arguments: check_step(*arguments)
+                )
+    if world == 2:
+        found |= {
+            "loop": check_loop,
+            "loss outside": check_loss_outside,
+            "refusals": check_refusals,
+        }
+    return found
+
+
+def main(report: Path) -> None:
+    torch.set_num_threads(1)
+    join_world(torch.device("cpu"))
+    done = []
+    for name, check in checks(int(os.environ["WORLD_SIZE"])).items():
+        torch._dynamo.reset()
+        print(name, flush=True)
+        check()
+        done.append(name)
+    (report / f"rank{os.environ['RANK']}.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

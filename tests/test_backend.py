@@ -1,0 +1,292 @@
+"""An unchanged training loop: the same losses, gradients and buffers as plain accumulation."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, EQUAL_TO_EAGER, case
+from torch import nn
+
+import pfeife
+from pfeife.testing import assert_same, eager_accumulation
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def train(step, model, batches, call):
+    """Losses of a loop with AdamW and clipping, built before the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(call(step, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses
+
+
+def accumulated(count):
+    def call(step, batch):
+        total = None
+        for microbatch in zip(*(x.chunk(count) for x in batch), strict=True):
+            loss = step(*microbatch) / count
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total
+
+    return call
+
+
+def whole(step, batch):
+    loss = step(*batch)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("name", EQUAL_TO_EAGER)
+@pytest.mark.parametrize("way", ["compile", "dynamic"])
+def test_a_loop_of_steps_is_the_same(name, way):
+    one = case(name)
+    other = CASES[name](copy.deepcopy(one.model))
+    options = {"microbatches": 3, "stages": 3}
+    if way == "compile":
+        step = pfeife.compile(one.step, **options)
+    else:
+        step = torch.compile(one.step, backend="pfeife", options=options, dynamic=True)
+    batches = [one.batch(6, seed) for seed in range(3)]
+    ours = train(step, one.model, batches, whole)
+    theirs = train(other.step, other.model, batches, accumulated(3))
+    if one.tied:
+        torch.testing.assert_close(ours, theirs)
+        return
+    assert ours == theirs
+    for key, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[key]), key
+
+
+def test_the_loss_outside_fills_and_drains():
+    one = case("GPT")
+    model = pfeife.compile(one.model, microbatches=2, stages=2)
+    tokens, targets = one.batch(4)
+    logits = model(tokens)
+    seen = logits.detach().clone().requires_grad_()
+    loss = F.cross_entropy(seen.flatten(0, 1), targets.flatten())
+    loss.backward()
+    logits.backward(seen.grad)
+    with pytest.raises(RuntimeError, match="a second time"):
+        logits.backward(seen.grad)
+    ours = {n: p.grad for n, p in one.model.named_parameters()}
+    other = CASES["GPT"](copy.deepcopy(one.model)).model
+    other.zero_grad()
+    for rows, gradient in zip(tokens.chunk(2), seen.grad.chunk(2), strict=True):
+        other(rows).backward(gradient)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter.grad, ours[name]), name
+
+
+def test_the_default_backend():
+    one = case("UNet")
+    reference = eager_accumulation(one.step, one.model, [one.batch(2)])
+    torch.compiler.set_default_backend(pfeife.backend(stages=2))
+    try:
+        loss = torch.compile(one.step)(*one.batch(2))
+    finally:
+        torch.compiler.set_default_backend("inductor")
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    for name, parameter in one.model.named_parameters():
+        assert torch.equal(parameter.grad, reference.gradients[name])
+
+
+def test_the_gradient_is_scaled_by_what_arrives():
+    one = case("GPT")
+    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    batch = one.batch(4)
+    step(*batch).backward()
+    once = {n: p.grad.clone() for n, p in one.model.named_parameters()}
+    one.model.zero_grad()
+    (4 * step(*batch)).backward()
+    for name, parameter in one.model.named_parameters():
+        assert torch.equal(parameter.grad, 4 * once[name]), name
+
+
+def test_other_results_are_joined():
+    one = case("BatchNormNet")
+
+    def step(x, kinds):
+        logits = one.model(x)
+        right = (logits.argmax(-1) == kinds).float().mean()
+        return F.cross_entropy(logits, kinds), logits, right
+
+    x, kinds = one.batch(6)
+    loss, logits, right = pfeife.compile(step, microbatches=3, stages=2, reduce={2: "mean"})(
+        x, kinds
+    )
+    assert loss.requires_grad and not logits.requires_grad
+    torch.manual_seed(0)
+    parts = [(x.chunk(3)[i], kinds.chunk(3)[i]) for i in range(3)]
+    expected = [step(*part) for part in parts]
+    assert torch.equal(logits, torch.cat([e[1] for e in expected]))
+    torch.testing.assert_close(right, (logits.argmax(-1) == kinds).float().mean())
+
+
+def test_without_gradients_only_forwards_run():
+    one = case("BatchNormNet")
+    one.model.eval()
+    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    batch = one.batch(4)
+    with torch.no_grad():
+        loss = step(*batch)
+        halves = [one.step(*part) / 2 for part in zip(*(x.chunk(2) for x in batch), strict=True)]
+    assert torch.equal(loss, halves[0] + halves[1])
+    (compiled,) = step.backend.compiled
+    assert {str(a.do) for rank in compiled.schedule.ranks for a in rank} <= {
+        "F",
+        "SEND_F",
+        "RECV_F",
+    }
+
+
+def test_in_dims_say_where_the_batch_is():
+    model = nn.Linear(3, 3)
+
+    def step(columns, weights, scale):
+        return (model(columns.t()) * weights).square().mean() * scale
+
+    columns, weights, scale = torch.randn(3, 4), torch.randn(4, 1), torch.tensor(2.0)
+    compiled = pfeife.compile(step, in_dims=(1, 0, None), microbatches=2)
+    halves = list(zip(columns.chunk(2, 1), weights.chunk(2), strict=True))
+    expected = eager_accumulation(step, model, [(a, b, scale) for a, b in halves])
+    loss = compiled(columns, weights, scale)
+    loss.backward()
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(model.weight.grad, expected.gradients["weight"])
+
+
+def test_gradients_of_batch_inputs():
+    model = nn.Linear(3, 3)
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def step(x):
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(x).backward()
+    found, x.grad = x.grad, None
+    sum(step(part) / 2 for part in x.chunk(2)).backward()
+    assert torch.equal(found, x.grad)
+
+
+def test_draws_do_not_depend_on_stages_or_schedule():
+    results = []
+    for stages, schedule in ((1, "gpipe"), (2, "gpipe"), (3, "1f1b"), (4, "1f1b")):
+        torch._dynamo.reset()
+        one = case("DropoutNet")
+        batch = one.batch(4)
+        torch.manual_seed(5)
+        step = pfeife.compile(one.step, microbatches=2, stages=stages, schedule=schedule)
+        loss = step(*batch)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in one.model.parameters())])
+        again = step(*batch)
+        assert not torch.equal(loss, again), "every step draws anew"
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_sizes_may_change():
+    one = case("GPT")
+    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    for rows in (4, 6, 8, 4):
+        batch = one.batch(rows)
+        parts = list(zip(*(x.chunk(2) for x in batch), strict=True))
+        assert torch.equal(step(*batch), eager_accumulation(one.step, one.model, parts).loss)
+    assert len(step.backend.compiled) == 3
+
+
+def refused(step, *batch, **options):
+    return pytest.raises(ValueError, match=options.pop("match")), lambda: pfeife.compile(
+        step, **options
+    )(*batch)
+
+
+def test_what_cannot_be_is_said_before_anything_runs():
+    one = case("GPT")
+    batch = one.batch(6)
+    wrong = [
+        ({"microbatch": 2}, r"unknown options \['microbatch'\]"),
+        ({"microbatches": 0}, "microbatches=0: must be a positive integer"),
+        ({"microbatches": 4}, r"6 rows does not divide into 4 microbatches; pass microbatches=3"),
+        ({"microbatches": 2, "stages": 99}, r"only \d+ clusters"),
+        ({"schedule": "zigzag"}, "schedule='zigzag' is not known"),
+        ({"microbatches": 3, "replicas": 2}, "every replica takes the same number"),
+        ({"costs": "guess"}, "must be 'estimate' or 'measure'"),
+        ({"split_at": {"nothing": "begin"}}, "no module of that name"),
+        ({"loss": 1}, "loss=1: result 1 is no differentiable scalar"),
+    ]
+    before = copy.deepcopy(one.model.state_dict())
+    for options, message in wrong:
+        torch._dynamo.reset()
+        with pytest.raises(ValueError, match=message):
+            pfeife.compile(one.step, **options)(*batch)
+    assert all(torch.equal(v, before[k]) for k, v in one.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+
+
+def test_a_specialised_graph_is_refused():
+    one = case("GPT")
+    with pytest.raises(ValueError, match="specialised to this batch"):
+        torch.compile(one.step, backend="pfeife", options={"microbatches": 2}, dynamic=False)(
+            *one.batch(4)
+        )
+
+    def odd(x):
+        return one.model(x).mean() if x.shape[0] > 3 else one.model(x).sum()
+
+    tokens, _ = one.batch(4)
+    with pytest.raises(ValueError, match="depends on the batch size"):
+        pfeife.compile(odd, microbatches=2)(tokens)
+
+
+def test_results_that_nobody_can_join_are_refused():
+    one = case("GPT")
+
+    def step(tokens, targets):
+        loss = one.step(tokens, targets)
+        return loss, loss.detach() * 2
+
+    with pytest.raises(ValueError, match=r"no batch dimension.*reduce=\{1"):
+        pfeife.compile(step, microbatches=2)(*one.batch(4))
+
+    def two(tokens, targets):
+        loss = one.step(tokens, targets)
+        return loss, loss * 2
+
+    with pytest.raises(ValueError, match="say which is the loss"):
+        pfeife.compile(two, microbatches=2)(*one.batch(4))
+
+
+def test_a_failure_of_a_stage_is_raised_with_its_place():
+    one = case("GPT")
+    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    tokens, targets = one.batch(4)
+    with pytest.raises(IndexError) as caught:
+        step(tokens + 100, targets)
+    assert "on rank 0, in action 0F0" in caught.value.__notes__[0]
+    assert step(tokens, targets).isfinite(), "the step works again afterwards"
+
+
+def test_replicas_average():
+    one = case("UNet")
+    batch = one.batch(8)
+    parts = list(zip(*(x.chunk(4) for x in batch), strict=True))
+    expected = eager_accumulation(one.step, one.model, parts)
+    loss = pfeife.compile(one.step, microbatches=4, stages=2, replicas=2)(*batch)
+    loss.backward()
+    found = pfeife.Result(
+        loss.detach(), ({},) * 4, {n: p.grad for n, p in one.model.named_parameters()}, {}
+    )
+    assert_same(expected, found, rounding=None)

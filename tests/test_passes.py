@@ -1,0 +1,194 @@
+"""Every pass keeps what a program means, on programs that nobody has thought of."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, EQUAL_TO_EAGER, case
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import CPU_CORE, estimate, measure
+from pfeife.runtime import LocalPipeline
+from pfeife.testing import (
+    assert_same,
+    check_pass,
+    eager_accumulation,
+    nets,
+    plans,
+    tied_across,
+)
+
+
+def clusters(program: pfeife.Program) -> pfeife.Program:
+    fused = pfeife.fuse()(program)
+    return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+
+
+@functools.cache
+def captured(name: str):
+    one = case(name)
+    microbatches = [one.batch(2, seed) for seed in range(4)]
+    program = pfeife.capture(one.step, *microbatches[0])
+    state = {n: v.clone() for n, v in pfeife.state_of(program, one.model).items()}
+    return one, program, state, microbatches
+
+
+def lowered(plan: pfeife.Plan, program: pfeife.Program) -> pfeife.Schedule:
+    return sched.verify_schedule(sched.lower(plan.schedule, program))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
+    one, program, state, microbatches = captured(name)
+    flat = pfeife.evaluate(program, state, microbatches)
+    if name in EQUAL_TO_EAGER:
+        assert_same(eager_accumulation(one.step, one.model, microbatches), flat)
+    fused = clusters(program)
+    plan = sched.plan(
+        fused, machine=CPU_CORE, microbatches=len(microbatches), stages=stages, schedule=policy
+    )
+    passes = [pfeife.partition(plan), pfeife.split_backward(), pfeife.insert_send_recv()]
+    for recorded in pfeife.record(fused, *passes):
+        assert_same(flat, pfeife.evaluate(recorded.program, state, microbatches), one.tied)
+    for ranks_program in (
+        recorded.program,
+        pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused),
+    ):
+        pipeline = LocalPipeline(ranks_program, lowered(plan, ranks_program))
+        assert_same(flat, pipeline(state, microbatches), one.tied)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_random_programs(data):
+    net = data.draw(nets())
+    microbatches = [(torch.randn(3, 4),) for _ in range(data.draw(st.integers(1, 4)))]
+
+    def step(x):
+        return net(x).square().mean()
+
+    program = pfeife.capture(step, *microbatches[0])
+    state = {n: v.clone() for n, v in pfeife.state_of(program, net).items()}
+    check = functools.partial(check_pass, state=state, microbatches=microbatches)
+    assert_same(
+        eager_accumulation(step, net, microbatches),
+        pfeife.evaluate(program, state, microbatches),
+    )
+    fused = check(pfeife.fuse(), program)
+    fused = check(pfeife.annotate(estimate(fused, CPU_CORE)), fused)
+    plan = data.draw(plans(fused, len(microbatches)))
+    tied = tied_across(plan, fused)
+    staged = check(pfeife.partition(plan), fused, rounding=tied)
+    if data.draw(st.booleans()):
+        staged = check(pfeife.split_backward(), staged)
+    sent = check(pfeife.insert_send_recv(), staged)
+    pipeline = LocalPipeline(sent, lowered(plan, sent))
+    # Parts of one sum may be added in another order on ranks with several stages.
+    assert_same(pfeife.evaluate(sent, state, microbatches), pipeline(state, microbatches), tied)
+    if len(microbatches) % 2 == 0:
+        half = data.draw(plans(fused, len(microbatches) // 2))
+        mesh = pfeife.Mesh(len(half.schedule.ranks), 2)
+        sent = pfeife.compose(pfeife.partition(half), pfeife.insert_send_recv())(fused)
+        # Averaging over replicas adds the microbatches in another order; a batch norm's buffers
+        # are those of the first replica's microbatches, which evaluate of the input cannot know.
+        if not program.ports(pfeife.Role.BUFFER_UPDATE):
+            check(pfeife.dp_wrap(mesh), sent, rounding=None)
+        replicated = pfeife.dp_wrap(mesh)(sent)
+        pipeline = LocalPipeline(replicated, lowered(half, replicated))
+        assert_same(
+            pfeife.evaluate(replicated, state, microbatches),
+            pipeline(state, microbatches),
+            rounding=tied_across(half, fused),
+        )
+
+
+def test_boundaries_by_name_and_by_marker():
+    one, program, _, _ = captured("GPT")
+    points = {"blocks.1": "begin", "blocks.2": "end"}
+    fused = pfeife.fuse(boundaries=points)(program)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, split=points)
+    staged = pfeife.partition(plan)(fused)
+    homes = {
+        port.fqn: {call.unit for call in calls}
+        for port in program.ports(pfeife.Role.PARAMETER)
+        for calls in [pfeife.program.holders(staged)[port.fqn]]
+    }
+    assert {name: stages for name, stages in homes.items() if name.startswith("blocks.0")} == {
+        name: {0} for name in homes if name.startswith("blocks.0")
+    }
+    assert homes["blocks.1.qkv.weight"] == homes["blocks.2.out.weight"] == {1}
+    assert homes["head.weight"] == {2}
+
+    def marked(tokens, targets):
+        x = one.model.embed(tokens)
+        x = pfeife.stage_boundary(x)
+        return torch.nn.functional.cross_entropy(one.model.head(x).flatten(0, 1), targets.flatten())
+
+    fused = clusters(pfeife.capture(marked, *one.batch(2)))
+    assert sched.marked(fused) == (0, 1)
+
+
+def test_wrong_wishes_are_refused():
+    _, program, _, _ = captured("GPT")
+    with pytest.raises(ValueError, match="no module of that name"):
+        pfeife.fuse(boundaries={"blocks.9": "begin"})(program)
+    fused = clusters(program)
+    plan = functools.partial(sched.plan, fused, machine=CPU_CORE, microbatches=2)
+    with pytest.raises(ValueError, match=r"only .* clusters"):
+        plan(stages=1000)
+    with pytest.raises(ValueError, match="not known; there are"):
+        plan(stages=2, schedule="2f2b")
+    with pytest.raises(ValueError, match="fits 10 bytes"):
+        plan(stages=2, memory_limit=10)
+    with pytest.raises(ValueError, match="give fuse the same boundaries"):
+        plan(split={"blocks.1.mlp.2": "begin"})
+    other = sched.plan(clusters(captured("UNet")[1]), machine=CPU_CORE, microbatches=2, stages=2)
+    with pytest.raises(ValueError, match="the plan is for"):
+        pfeife.partition(other)(fused)
+
+
+def test_masks_are_computed_where_they_are_read():
+    _, program, _, _ = captured("GPT")
+    points = {"blocks.1": "begin", "blocks.2": "begin"}
+    fused = pfeife.fuse(boundaries=points)(program)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, split=points)
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    crossing = pfeife.program.messages(sent)
+    shapes = [
+        tuple(pfeife.program.find_node(sent.module, name).meta["val"].shape)
+        for message in crossing
+        for name in message.values
+    ]
+    assert plan.duplicated and (8, 8) not in shapes
+    assert shapes == [(2, 8, 16)] * len(shapes), "one activation or gradient a border"
+
+
+def test_a_buffer_of_two_stages_is_refused():
+    norm = torch.nn.BatchNorm1d(4)
+    lin = torch.nn.Linear(4, 4)
+
+    def step(x):
+        return lin(norm(pfeife.stage_boundary(lin(norm(x))))).square().mean()
+
+    fused = clusters(pfeife.capture(step, torch.randn(3, 4)))
+    assert fused.units == 2
+    order = sched.gpipe(2, 1)
+    with pytest.raises(
+        ValueError, match=r"num_batches_tracked is updated and used by several stages"
+    ):
+        pfeife.partition(pfeife.Plan((0, 1), order))(fused)
+    assert sched.clusters_of(fused).blocked == {1}
+
+
+def test_measured_costs_plan_too():
+    _, program, _, _ = captured("UNet")
+    fused = pfeife.fuse()(program)
+    fused = pfeife.annotate(measure(fused, repeats=2))(fused)
+    assert sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2).stages == 2
