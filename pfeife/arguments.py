@@ -14,13 +14,17 @@ from pfeife.program import Role
 
 @attrs.frozen(eq=False)
 class Argument:
-    """What one placeholder of Dynamo's graph is; `example` is a fake tensor or a size."""
+    """What one placeholder of Dynamo's graph is; `example` is a fake tensor or a size.
+
+    Ports come in the order of `position` first, then in that of Dynamo's placeholders.
+    """
 
     name: str
     role: Role | None
     names: tuple[str, ...]
     example: Any
     batch_dim: int | None = None
+    position: int = 0
 
 
 def describe(module: fx.GraphModule, examples: Iterable[Any]) -> list[Argument]:

@@ -81,6 +81,8 @@ class Backend:
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
         schedule = verify_schedule(lower(plan.schedule, program))
+        if many:
+            check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
         pipeline = (
             DistributedPipeline(program, schedule, device)
             if many

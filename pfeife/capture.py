@@ -43,8 +43,9 @@ def capture(
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         arguments = describe(module, examples)
+        places = {id(leaf): index for index, leaf in enumerate(batch)}
         inputs = [
-            attrs.evolve(a, role=Role.BATCH) if any(e is b for b in batch) else a
+            attrs.evolve(a, role=Role.BATCH, position=places[id(e)]) if id(e) in places else a
             for a, e in zip(arguments, examples, strict=True)
         ]
         found.append(trace(module, inputs, loss))
@@ -95,13 +96,13 @@ class _Joint(nn.Module):
                 self.register_buffer(argument.name, argument.example)
 
     def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rest = iter(batch)
+        rest = {a.name: v for a, v in zip(_rest(self.arguments), batch, strict=True)}
         values = [
             argument.example
             if argument.role is None
+            else rest[argument.name]
+            if argument.name in rest
             else getattr(self, argument.name)
-            if argument.role in (Role.PARAMETER, Role.BUFFER)
-            else next(rest)
             for argument in self.arguments
         ]
         with torch.fx.traceback.preserve_node_meta():
@@ -109,6 +110,12 @@ class _Joint(nn.Module):
         if self.loss is None:
             return tuple(results)
         return tuple(r if i == self.loss else r.detach() for i, r in enumerate(results))
+
+
+def _rest(arguments: Sequence[Argument]) -> list[Argument]:
+    """The arguments that are no state of modules, in the order of their ports."""
+    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+    return sorted(rest, key=lambda argument: argument.position)
 
 
 def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
@@ -158,8 +165,7 @@ def trace(
         for a in arguments
     ]
     wrapper = _Joint(module, arguments, at)
-    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
-    joint = _torch.joint_graph(wrapper, tuple(a.example for a in rest))
+    joint = _torch.joint_graph(wrapper, tuple(a.example for a in _rest(arguments)))
     count = len(returned(module))
     return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
 
@@ -180,7 +186,7 @@ class _Porter:
         joint.graph.eliminate_dead_code()
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
         self.by_name = {argument.name: argument for argument in arguments}
-        self.rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+        self.rest = _rest(arguments)
         self.arguments = arguments
         self.graph = fx.Graph()
         self.inputs: list[Port] = []

@@ -4,6 +4,7 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 """
 
 import copy
+import faulthandler
 import json
 import os
 import sys
@@ -147,12 +148,12 @@ def checks(world: int) -> dict:
 
 
 def main(report: Path) -> None:
+    faulthandler.dump_traceback_later(200, exit=True)  # a hang shows where
     torch.set_num_threads(1)
     join_world(torch.device("cpu"))
     done = []
     for name, check in checks(int(os.environ["WORLD_SIZE"])).items():
         torch._dynamo.reset()
-        print(name, flush=True)
         check()
         done.append(name)
     (report / f"rank{os.environ['RANK']}.json").write_text(json.dumps(done))

@@ -122,7 +122,8 @@ def balanced(
     count = len(clusters.seconds)
     if stages > count:
         raise ValueError(
-            f"{stages} stages, but the program has only {count} clusters to cut between"
+            f"{stages} stages, but the program has only {count} clusters to cut between "
+            "(if Dynamo broke the step into several graphs, TORCH_LOGS=graph_breaks says where)"
         )
     limit = machine.memory if memory_limit is None else memory_limit
     time, held, kept = (

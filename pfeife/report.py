@@ -1,0 +1,97 @@
+"""Results as people read them: text tables of plans and timelines."""
+
+from collections.abc import Sequence
+
+from pfeife.cost import stage_memory
+from pfeife.plan import Plan, Timeline
+from pfeife.program import Program, Role, holders, messages
+
+
+def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
+    """Columns under their heads, numbers to the right."""
+    cells = [list(map(str, row)) for row in rows]
+    widths = [max(len(row[i]) for row in [list(head), *cells]) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        fitted = [
+            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        return "  ".join(fitted).rstrip()
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def plan_table(plan: Plan, program: Program) -> str:
+    """A plan's stages: where they run, what they hold, what they cost and send.
+
+    `program` is the partitioned program, with messages where transfers are to be shown.
+    """
+    memory = stage_memory(program)
+    names = {
+        stage: [
+            name for name, calls in holders(program).items() if stage in {c.unit for c in calls}
+        ]
+        for stage in range(plan.stages)
+    }
+    sent = {stage: 0 for stage in range(plan.stages)}
+    for message in messages(program):
+        sent[message.sender.unit] += message.bytes
+    seconds = plan.stage_seconds or (None,) * plan.stages
+    rows = [
+        (
+            stage,
+            plan.stage_ranks[stage],
+            plan.stage_of_cluster.count(stage),
+            _between(names[stage]),
+            size(memory[stage].parameters),
+            size(memory[stage].saved),
+            size(sent[stage]),
+            "" if seconds[stage] is None else f"{1e3 * seconds[stage]:.2f} ms",  # type: ignore[operator]
+        )
+        for stage in range(plan.stages)
+    ]
+    head = ("stage", "rank", "clusters", "parameters", "bytes", "saved/mb", "sent/mb", "time/mb")
+    return table(rows, head)
+
+
+def _between(names: Sequence[str]) -> str:
+    if not names:
+        return "none"
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def timeline_chart(timeline: Timeline, width: int = 80) -> str:
+    """A row a rank: the digit of the microbatch while it computes, upper-case letters for
+    backwards (A is microbatch 0), dots while it waits."""
+    ranks = 1 + max((event.rank for event in timeline.events), default=-1)
+    rows = [["."] * width for _ in range(ranks)]
+    for event in timeline.events:
+        kind = event.action.do.kind
+        if kind is None or event.action.microbatch is None:
+            continue
+        mark = "0123456789" if kind.value == "F" else "ABCDEFGHIJ"
+        first, last = (int(t / timeline.seconds * width) for t in (event.start, event.end))
+        for column in range(first, max(last, first + 1)):
+            rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
+    return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in enumerate(rows))
+
+
+def summary(plan: Plan, program: Program) -> str:
+    """One line: how much is cut into what, and the expected step."""
+    parameters = sum(port.bytes for port in program.ports(Role.PARAMETER))
+    expected = "" if plan.step_seconds is None else f", {1e3 * plan.step_seconds:.1f} ms a step"
+    return (
+        f"{size(parameters)} of parameters, {len(plan.stage_of_cluster)} clusters in "
+        f"{plan.stages} stages on {len(plan.schedule.ranks)} ranks, "
+        f"{plan.schedule.microbatches} microbatches{expected} expected"
+    )

@@ -1,0 +1,158 @@
+"""Capturing: names, tied parameters, batch inputs, and models that were never allocated."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import GPT, case
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pfeife
+from pfeife import Role
+
+
+def names(program, *roles):
+    return {port.fqn: port.names for port in program.ports(*roles)}
+
+
+def test_ports_have_the_names_of_the_model():
+    one = case("BatchNormNet")
+    program = pfeife.capture(one.step, *one.batch(2))
+    assert set(names(program, Role.PARAMETER)) == dict(one.model.named_parameters()).keys()
+    assert set(names(program, Role.GRADIENT)) == dict(one.model.named_parameters()).keys()
+    assert set(names(program, Role.BUFFER_UPDATE)) == dict(one.model.named_buffers()).keys()
+    assert set(names(program, Role.BATCH)) == {"x", "kinds"}
+    assert [port.fqn for port in program.ports(Role.LOSS, Role.OUTPUT)] == ["loss"]
+
+
+def test_tied_parameters_come_once_with_all_names():
+    one = case("TiedGPT")
+    program = pfeife.capture(one.step, *one.batch(2))
+    assert names(program, Role.PARAMETER)["embed.weight"] == ("embed.weight", "head.weight")
+    assert names(program, Role.GRADIENT)["embed.weight"] == ("embed.weight", "head.weight")
+
+
+def test_several_models_in_one_step():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def step(x):
+        return second(first(x)).square().mean()
+
+    program = pfeife.capture(step, torch.randn(2, 3))
+    assert set(names(program, Role.PARAMETER)) == {
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+    }
+
+
+def test_a_module_a_method_and_a_holder_can_be_the_step():
+    class Trainer:
+        def __init__(self):
+            self.model = nn.Linear(3, 2)
+
+        def loss(self, x):
+            return self.model(x).square().mean()
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, batch):
+            return {"loss": self.inner(batch["x"]).square().mean()}
+
+    x = torch.randn(2, 3)
+    assert set(names(pfeife.capture(Trainer().loss, x), Role.PARAMETER)) == {"weight", "bias"}
+    program = pfeife.capture(Loss(), {"x": x})
+    assert set(names(program, Role.PARAMETER)) == {"inner.weight", "inner.bias"}
+    assert set(names(program, Role.BATCH)) == {"batch.x"}
+
+
+def test_only_what_asks_for_gradients_gets_them():
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    scale = torch.tensor([1.0, 2.0, 3.0])
+
+    def step(x, y):
+        return (model(x) * scale * y).sum()
+
+    program = pfeife.capture(step, torch.randn(2, 3), torch.randn(2, 3, requires_grad=True))
+    assert set(names(program, Role.GRADIENT)) == {"weight"}
+    assert set(names(program, Role.BATCH_GRADIENT)) == {"y"}
+    assert set(names(program, Role.CONSTANT)) == {"scale"}
+
+
+def test_other_results_are_outputs_without_tangents():
+    one = case("GPT")
+
+    def step(tokens, targets):
+        logits = one.model(tokens)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
+    program = pfeife.capture(step, *one.batch(2))
+    assert [port.fqn for port in program.ports(Role.TANGENT)] == ["loss"]
+    assert [port.shape for port in program.ports(Role.OUTPUT)] == [(2, 8, 23)]
+
+
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_a_model_too_large_to_allocate(where):
+    """A terabyte of parameters; planning asks for shapes only."""
+    with torch.device("meta") if where == "meta" else FakeTensorMode():
+        model = GPT(width=2**15, depth=32)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+    assert sum(p.numel() for p in model.parameters()) * 4 > 1e12
+
+    def step(tokens):
+        return model(tokens).float().square().mean()
+
+    program = pfeife.capture(step, tokens)
+    fused = pfeife.fuse()(program)
+    machine = pfeife.Machine("big", 1e14, 1e12, 2**43, 1e11)
+    fused = pfeife.annotate(pfeife.cost.estimate(fused, machine))(fused)
+    plan = pfeife.sched.plan(fused, machine=machine, microbatches=4, stages=4)
+    assert pfeife.verify(pfeife.partition(plan)(fused)).units == 4
+
+
+def test_capturing_runs_and_changes_nothing():
+    one = case("BatchNormNet")
+    before = {name: value.clone() for name, value in one.model.state_dict().items()}
+    state = torch.get_rng_state()
+    pfeife.capture(one.step, *one.batch(2))
+    torch.manual_seed(0)
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+    torch.set_rng_state(state)
+
+
+def test_what_is_no_graph_is_said():
+    model = nn.Linear(3, 3)
+
+    def breaks(x):
+        return model(x).sum() if x.sum().item() > 0 else model(-x).sum()
+
+    with pytest.raises(ValueError, match="could not be captured as one graph"):
+        pfeife.capture(breaks, torch.randn(2, 3))
+
+    def changes(x):
+        x.mul_(2)
+        return model(x).sum()
+
+    with pytest.raises(ValueError, match="changes its input x in place"):
+        pfeife.capture(changes, torch.randn(2, 3))
+
+
+def test_state_is_checked():
+    one = case("GPT")
+    program = pfeife.capture(one.step, *one.batch(2))
+    with pytest.raises(ValueError, match=r"the state has no parameter embed.weight"):
+        pfeife.state_of(program, nn.Linear(1, 1))
+    state = pfeife.state_of(program, one.model)
+    with pytest.raises(ValueError, match=r"microbatch 1, input tokens: .* this is torch.int64 \[3"):
+        pfeife.evaluate(program, state, [one.batch(2), one.batch(3)])
+    with pytest.raises(ValueError, match="microbatch 0 has 1 tensors"):
+        pfeife.evaluate(program, state, [one.batch(2)[:1]])
+    with pytest.raises(ValueError, match="0 microbatches"):
+        pfeife.evaluate(program, state, [])

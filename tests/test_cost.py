@@ -1,0 +1,285 @@
+"""Costs: rooflines by hand, measurements that touch nothing, bytes that are counted once."""
+
+import functools
+from collections import Counter
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import GPT, case, gpt
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pfeife
+from pfeife.cost import CPU_CORE, H100, default_machine, estimate, measure, stage_memory
+from pfeife.cost.estimate import node_flops, node_seconds
+from pfeife.cost.measure import fingerprint
+from pfeife.plan import Costs, Machine
+from pfeife.program import Kind
+from pfeife.sched import clusters_of
+
+aten = torch.ops.aten
+# Rates at which a second is easily counted: an operation a second, eight bytes a second.
+SLOW = Machine("slow", flops=1.0, memory_bandwidth=8.0, memory=1, link_bandwidth=1.0)
+
+
+@functools.cache
+def fused(name: str) -> pfeife.Program:
+    one = case(name)
+    return pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
+
+
+def nodes_of(step, *batch: torch.Tensor) -> list[torch.fx.Node]:
+    program = pfeife.fuse()(pfeife.capture(step, *batch))
+    return [node for call in program.calls for node in program.body(call).graph.nodes]
+
+
+def flops_by_operation(nodes: list[torch.fx.Node]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for node in nodes:
+        if node_flops(node):
+            found.setdefault(str(node.target), []).append(node_flops(node))
+    return found
+
+
+@pytest.mark.parametrize("machine", [CPU_CORE, H100])
+@pytest.mark.parametrize("field", ["flops", "memory_bandwidth", "memory", "link_bandwidth"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_rates_are_positive(machine, field, value):
+    with pytest.raises(ValueError, match=rf"Machine\.{field} must be positive, not {value}"):
+        attrs.evolve(machine, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["link_latency", "launch_seconds"])
+@pytest.mark.parametrize("value", [-1e-9, float("nan")])
+def test_delays_are_not_negative(field, value):
+    assert getattr(attrs.evolve(CPU_CORE, **{field: 0}), field) == 0
+    with pytest.raises(ValueError, match=rf"Machine\.{field} must not be negative"):
+        attrs.evolve(CPU_CORE, **{field: value})
+
+
+def test_machines():
+    assert CPU_CORE.transfer_seconds(0) == CPU_CORE.link_latency
+    assert attrs.evolve(SLOW, link_latency=2.0, link_bandwidth=4.0).transfer_seconds(8) == 4.0
+    here = default_machine(torch.device("cpu"))
+    assert here.memory > 2**28 and attrs.evolve(here, memory=CPU_CORE.memory) == CPU_CORE
+    assert default_machine(torch.device("cuda", 3)) == H100
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 6))
+def test_flops_of_a_matmul(m, n, k):
+    """2 m n k forward; the same again for each gradient that is wanted."""
+    weight, other = nn.Parameter(torch.randn(k, n)), nn.Parameter(torch.randn(n, 2))
+
+    def step(x):
+        return (x @ weight @ other).square().sum()
+
+    found = flops_by_operation(nodes_of(step, torch.randn(m, k)))
+    first, second = 2 * m * n * k, 2 * m * 2 * n
+    assert sorted(found.pop("aten.mm.default")) == sorted([first] * 2 + [second] * 3)
+    assert not found, "nothing else has a formula"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_attention_on_the_cpu_has_flops(dropout):
+    """torch's table knows the GPU kernels alone; with dropout the kernel is a random operation."""
+    project = nn.Linear(4, 12)
+
+    def step(x):
+        q, k, v = project(x).view(2, 5, 2, 6).transpose(1, 2).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).square().sum()
+
+    nodes = nodes_of(step, torch.randn(2, 5, 4))
+    products = [aten.mm, aten.addmm, aten.bmm, aten.matmul]
+    attention = [
+        node
+        for node in nodes
+        if node_flops(node) and getattr(node.target, "overloadpacket", None) not in products
+    ]
+    small = 2 * 2 * 2 * (5 * 2 * 5)  # both products of attention, over 2 rows and 2 heads
+    if attention:
+        assert node_flops(attention[0]) == 2 * small
+        assert len(attention) == 2 and node_flops(attention[1]) > 2 * small
+        assert all(node_seconds(node, SLOW) >= node_flops(node) for node in attention)
+    else:  # spelt out as two batched products
+        assert sum(flops_by_operation(nodes)["aten.bmm.default"]) >= 6 * small
+
+
+def test_flops_of_a_convolution():
+    conv = nn.Conv2d(3, 5, 3)
+    found = flops_by_operation(nodes_of(lambda x: conv(x).sum(), torch.randn(2, 3, 6, 6)))
+    assert found["aten.convolution.default"] == [2 * 2 * 16 * 3 * 5 * 9]
+    assert set(found) == {"aten.convolution.default", "aten.convolution_backward.default"}
+
+
+def test_roofline_by_hand():
+    """An operation takes the longer of computing and moving its bytes, and a launch."""
+    weight = nn.Parameter(torch.randn(5, 7))
+    (product,) = (
+        node
+        for node in nodes_of(lambda x: (x @ weight).sum(), torch.randn(3, 5))
+        if node.target == aten.mm.default and node.meta["val"].shape == (3, 7)
+    )
+    moved = 4 * (3 * 5 + 5 * 7 + 3 * 7)
+    assert node_seconds(product, SLOW) == 210
+    assert node_seconds(product, attrs.evolve(SLOW, flops=1e9)) == moved / 8
+    late = attrs.evolve(SLOW, launch_seconds=1.0)
+    assert node_seconds(product, late) == 211
+
+
+@pytest.mark.parametrize("name", ["GPT", "UNet", "DropoutNet"])
+def test_estimates(name):
+    """Every call has seconds, the sum of its nodes'; views and placeholders cost nothing."""
+    program = fused(name)
+    costs = estimate(program, CPU_CORE)
+    assert set(costs.seconds) == {call.node for call in program.calls}
+    assert all(seconds > 0 for seconds in costs.seconds.values())
+    assert costs == estimate(program, CPU_CORE)
+    for call in program.calls:
+        nodes = list(program.body(call).graph.nodes)
+        assert costs.seconds[call.node] == pytest.approx(
+            sum(node_seconds(n, CPU_CORE) for n in nodes)
+        )
+        for node in nodes:
+            free = node.op != "call_function" or node.target in (
+                *(aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int),
+                *(aten.split.Tensor, aten.expand.default, aten.detach.default),
+            )
+            assert not free or node_seconds(node, CPU_CORE) == 0.0, node.format_node()
+
+
+def test_annotate_refuses_unknown_calls():
+    program = fused("DropoutNet")
+    costs = estimate(program, CPU_CORE)
+    assert pfeife.annotate(costs)(program).calls[0].seconds == costs.seconds[program.calls[0].node]
+    with pytest.raises(ValueError, match=r"\(by hand\) know nothing of \['cluster_0_forward', "):
+        pfeife.annotate(Costs("by hand", {}))(program)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **kwargs or {})
+
+
+def products(body: torch.fx.GraphModule) -> int:
+    return sum(node.target in (aten.mm.default, aten.addmm.default) for node in body.graph.nodes)
+
+
+def test_identical_bodies_are_measured_once():
+    """Three equal blocks take the time of one: one warm-up and two runs of each distinct body."""
+    program = fused("GPT")
+    bodies = [program.body(call) for call in program.calls]
+    prints = [fingerprint(body) for body in bodies]
+    distinct = dict(zip(prints, bodies, strict=True))
+    assert len(distinct) < len(bodies)
+    with Counting() as counting:
+        costs = measure(program, repeats=2)
+    ran = counting.counts[aten.mm.default] + counting.counts[aten.addmm.default]
+    assert ran == 3 * sum(products(body) for body in distinct.values())
+    seconds = [costs.seconds[call.node] for call in program.calls]
+    assert all(one > 0 for one in seconds)
+    for key, one in zip(prints, seconds, strict=True):
+        assert one == seconds[prints.index(key)]
+
+
+def distinct_bodies(program: pfeife.Program) -> int:
+    return len({fingerprint(program.body(call)) for call in program.calls})
+
+
+def test_repeated_blocks_have_one_fingerprint():
+    """A deeper model has more calls, but no more to measure; nor has each dropout its own cost."""
+    deep = gpt(GPT(depth=5))
+    deeper = pfeife.fuse()(pfeife.capture(deep.step, *deep.batch(2)))
+    assert len(deeper.calls) > len(fused("GPT").calls)
+    assert distinct_bodies(deeper) == distinct_bodies(fused("GPT"))
+    layers = fused("DropoutNet")  # first, inner (two of them), last; forward and backward
+    assert (len(layers.calls), distinct_bodies(layers)) == (8, 6)
+
+
+def test_what_fingerprints_tell_apart():
+    """Shapes, types, strides and constants decide what a body costs; names do not."""
+
+    def body(x: torch.Tensor, scale: float = 0.5) -> str:
+        weight = nn.Parameter(torch.randn(3, 3, dtype=x.dtype))
+        program = pfeife.fuse()(pfeife.capture(lambda x: (x @ weight * scale).sum(), x))
+        return fingerprint(program.body(program.call(Kind.FORWARD, 0)))
+
+    x = torch.randn(4, 3)
+    assert body(x) == body(torch.zeros(4, 3))
+    others = (body(x[:2]), body(x.double()), body(torch.randn(3, 4).t()), body(x, scale=0.25))
+    assert len({body(x), *others}) == 5
+
+
+@pytest.mark.parametrize("name", ["BatchNormNet", "DropoutNet"])
+def test_measuring_touches_nothing(name):
+    """Parameters, buffers, gradients and the random generator are the user's."""
+    one = case(name)
+    program = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
+    before = {key: value.clone() for key, value in one.model.state_dict().items()}
+    text = [str(program.body(call).graph) for call in program.calls]
+    random = torch.get_rng_state()
+    costs = measure(program, repeats=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+    assert [str(program.body(call).graph) for call in program.calls] == text
+    assert set(costs.seconds) == {call.node for call in program.calls}
+
+
+def staged(name: str, cuts: tuple[int, ...]) -> pfeife.Program:
+    program = pfeife.annotate(estimate(fused(name), CPU_CORE))(fused(name))
+    stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(program.units))
+    order = pfeife.sched.gpipe(len(cuts) + 1, 1)
+    return pfeife.partition(pfeife.Plan(stage_of, order))(program)
+
+
+def test_memory_by_hand():
+    """The product is kept for its square's gradient; the batch is not the stage's."""
+    weight = nn.Parameter(torch.randn(5, 7))
+    program = pfeife.capture(lambda x: (x @ weight).square().sum(), torch.randn(3, 5))
+    (memory,) = stage_memory(pfeife.fuse()(program))
+    assert (memory.parameters, memory.saved) == (4 * 5 * 7, 4 * 3 * 7)
+
+
+def test_memory_by_hand_of_two_stages():
+    """What the later stage keeps of the earlier one's is the later one's; gradients are not kept."""
+    first, second = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 2))
+    program = pfeife.capture(lambda x: (x @ first @ second).square().sum(), torch.randn(3, 5))
+    program = pfeife.fuse()(program)
+    assert program.units == 2
+    before, after = stage_memory(program)
+    assert (before.parameters, before.saved) == (4 * 5 * 7, 0)
+    assert (after.parameters, after.saved) == (4 * 7 * 2, 4 * (3 * 7 + 3 * 2))
+
+
+def test_memory_of_stages():
+    """Every parameter is counted once, a tied one on each of its stages."""
+    memory = stage_memory(staged("DropoutNet", (2,)))
+    assert [stage.parameters for stage in memory] == [4 * 2 * (36 + 6)] * 2
+    assert all(stage.saved > 0 for stage in memory)
+    plain, tied = stage_memory(staged("GPT", (10,))), stage_memory(staged("TiedGPT", (10,)))
+    table = 4 * 23 * 16  # the embedding, in the first stage and, as the head, in the last
+    assert [stage.parameters for stage in tied] == [stage.parameters for stage in plain]
+    everything = sum(p.nbytes for p in case("TiedGPT").model.parameters())
+    assert sum(stage.parameters for stage in tied) == everything + table
+
+
+def test_what_the_planner_knows_of_memory():
+    """Clusters add up to the stage that they become, but for values that stay inside it."""
+    program = pfeife.annotate(estimate(fused("UNet"), CPU_CORE))(fused("UNet"))
+    known, (whole,) = clusters_of(program), stage_memory(staged("UNet", ()))
+    assert sum(known.parameters) == whole.parameters
+    assert sum(known.saved) >= whole.saved > 0
+    assert len(known.crossing) == program.units and known.crossing[0] == 0
+    assert sum(known.seconds) == pytest.approx(sum(estimate(program, CPU_CORE).seconds.values()))

@@ -1,0 +1,181 @@
+"""Bugs that pipelines have had, each put in on purpose: the checks must find every one."""
+
+import attrs
+import pytest
+import torch
+from test_passes import captured, clusters, lowered
+from torch import fx
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import CPU_CORE
+from pfeife.program import find_node, output_node, receive, returned
+from pfeife.runtime import LocalPipeline
+from pfeife.testing import assert_same, check_pass
+
+
+@pytest.fixture(scope="module")
+def sent():
+    """A UNet on three ranks: skip connections make values with readers on several of them."""
+    _, program, state, microbatches = captured("UNet")
+    fused = clusters(program)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=3)
+    program = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    return plan, program, state, microbatches
+
+
+def rebuilt(program: pfeife.Program, change) -> pfeife.Program:
+    """A copy of a program whose graph `change` has edited."""
+    graph = fx.Graph()
+    copies: dict = {}
+    for node in program.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    change(graph)
+    return attrs.evolve(program, module=fx.GraphModule(program.module, graph))
+
+
+def test_a_pass_that_edits_its_input():
+    _, program, state, microbatches = captured("UNet")
+
+    def careless(program):
+        for node in program.module.graph.nodes:
+            if node.op == "call_function":
+                node.meta["seen"] = True
+                with program.module.graph.inserting_after(node):
+                    program.module.graph.call_function(torch.neg, (node,))
+                break
+        return program
+
+    victim = pfeife.passes.fuse()(program)  # a copy of our own to spoil
+    with pytest.raises(AssertionError, match="edited its input"):
+        check_pass(careless, victim, state, microbatches)
+
+
+def test_a_pass_that_changes_the_numbers(sent):
+    _, program, state, microbatches = sent
+
+    def sloppy(program):
+        def drop_one_gradient(graph):
+            results = dict(output_node_of(graph).args[0])
+            name = next(n for n in results if n.startswith("grad_first"))
+            with graph.inserting_before(output_node_of(graph)):
+                results[name] = graph.call_function(torch.mul, (results[name], 2))
+            output_node_of(graph).args = (results,)
+
+        return rebuilt(program, drop_one_gradient)
+
+    with pytest.raises(AssertionError, match=r"first.weight differs by up to"):
+        check_pass(sloppy, program, state, microbatches)
+
+
+def output_node_of(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def test_an_order_that_ignores_dependencies(sent):
+    plan, program, _, _ = sent
+    _, flat, _, _ = captured("UNet")
+    fused = clusters(flat)
+    backwards = pfeife.Plan(plan.stage_of_cluster[::-1], plan.schedule)
+    with pytest.raises(ValueError, match="computes later"):
+        pfeife.partition(backwards)(fused)
+    order = lowered(plan, program)
+    first = order.ranks[0]
+    swapped = (*first[:-2], first[-1], first[-2])
+    early = pfeife.Schedule((tuple(reversed(first)), *order.ranks[1:]))
+    with pytest.raises(ValueError, match=r"rank 0|ascending|after its forward"):
+        sched.verify_schedule(early)
+    assert swapped != first
+
+
+def test_a_transfer_that_reaches_one_reader_only():
+    """The second reader on a rank is left with the value of the rank that made it."""
+    _, flat, state, microbatches = captured("GPT")
+    fused = clusters(flat)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=3)
+    program = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+
+    def forget(graph):
+        by_name = {node.name: node for node in graph.nodes}
+        for message in pfeife.program.messages(program):
+            for value, copy in zip(message.values, message.copies, strict=True):
+                readers = list(by_name[copy].users)
+                if len(readers) > 1:
+                    readers[1].replace_input_with(by_name[copy], by_name[value])
+                    return
+        raise AssertionError("no value has two readers on one rank")
+
+    broken = rebuilt(program, forget)
+    assert_same(  # in one process nobody would notice
+        pfeife.evaluate(program, state, microbatches), pfeife.evaluate(broken, state, microbatches)
+    )
+    with pytest.raises(ValueError, match=r"on rank \d reads .* lives on rank \d"):
+        pfeife.verify(broken)
+
+
+def test_a_receive_that_is_missing_from_the_schedule(sent):
+    plan, program, _, _ = sent
+    order = lowered(plan, program)
+    last = order.ranks[2]
+    gone = next(a for a in last if a.do == "RECV_F")
+    broken = pfeife.Schedule((*order.ranks[:2], tuple(a for a in last if a != gone)))
+    with pytest.raises(ValueError, match=r"sends|never received"):
+        sched.verify_schedule(broken)
+
+
+def test_a_wrong_reduction():
+    _, program, state, microbatches = captured("TiedGPT")
+    fused = clusters(program)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=2)
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    (tied,) = sent.reductions
+    assert tied.name == "embed.weight" and tied.ranks == (0, 1)
+    expected = pfeife.evaluate(program, state, microbatches)
+    right = LocalPipeline(sent, lowered(plan, sent))(state, microbatches)
+    assert_same(expected, right, ("embed.weight",))
+    forgotten = attrs.evolve(sent, reductions=())
+    wrong = LocalPipeline(forgotten, lowered(plan, forgotten))(state, microbatches)
+    with pytest.raises(AssertionError, match=r"embed.weight"):
+        assert_same(expected, wrong, ("embed.weight",))
+    # A sum over replicas instead of their mean.
+    half = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
+    sent = pfeife.compose(pfeife.partition(half), pfeife.insert_send_recv())(fused)
+    averaged = pfeife.dp_wrap(pfeife.Mesh(2, 2))(sent)
+    alone = attrs.evolve(averaged, reductions=averaged.reductions[:-1])
+    assert_same(
+        expected, LocalPipeline(averaged, lowered(half, averaged))(state, microbatches), None
+    )
+    with pytest.raises(AssertionError, match=averaged.reductions[-1].name):
+        result = LocalPipeline(alone, lowered(half, alone))(state, microbatches)
+        assert_same(expected, result, None)
+
+
+def test_a_reduction_before_the_last_gradient(sent):
+    plan, _, _, _ = sent
+    _, program, _, _ = captured("UNet")
+    fused = clusters(program)
+    replicated = pfeife.compose(
+        pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(3, 2))
+    )(fused)
+    order = lowered(plan, replicated)
+    actions = list(order.ranks[1])
+    reduction = next(a for a in actions if a.do == "REDUCE_GRAD")
+    actions.remove(reduction)
+    actions.insert(len(actions) // 2, reduction)
+    broken = pfeife.Schedule((order.ranks[0], tuple(actions), order.ranks[2]))
+    with pytest.raises(ValueError, match="a gradient comes after its reduction"):
+        sched.verify_schedule(broken)
+
+
+def test_malformed_programs_are_named():
+    _, program, _, _ = captured("UNet")
+    with pytest.raises(ValueError, match="are not the input ports"):
+        pfeife.verify(attrs.evolve(program, inputs=program.inputs[1:]))
+    with pytest.raises(ValueError, match="does not return a dict of the output ports"):
+        pfeife.verify(attrs.evolve(program, outputs=program.outputs[1:]))
+    fused = pfeife.fuse()(program)
+    with pytest.raises(ValueError, match="are not the call_module nodes"):
+        pfeife.verify(attrs.evolve(fused, calls=fused.calls[1:]))
+    assert returned(fused.module) and find_node(fused.module, "cluster_0_forward")
+    assert output_node(fused.module) is output_node_of(fused.module.graph)
+    assert receive((1,), 0, 1) == (1,)
