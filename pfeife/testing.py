@@ -145,10 +145,10 @@ class RandomNet(nn.Module):
         values = [x]
         for index, layer in enumerate(self.layers):
             one, other = values[layer.first], values[layer.second]
-            values.append(self._apply(index, layer.operation, one, other))
+            values.append(self._run(index, layer.operation, one, other))
         return self.shared(values[-1]) + values[len(values) // 2]
 
-    def _apply(
+    def _run(
         self, index: int, operation: str, one: torch.Tensor, other: torch.Tensor
     ) -> torch.Tensor:
         if str(index) in self.modules_of:

@@ -253,7 +253,7 @@ def test_memory_by_hand():
 
 
 def test_memory_by_hand_of_two_stages():
-    """What the later stage keeps of the earlier one's is the later one's; gradients are not kept."""
+    """What the later stage keeps of the earlier one's is its own; gradients are not kept."""
     first, second = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 2))
     program = pfeife.capture(lambda x: (x @ first @ second).square().sum(), torch.randn(3, 5))
     program = pfeife.fuse()(program)

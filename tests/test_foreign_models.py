@@ -13,6 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 def language_model(config):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    model.loss_type = "ForCausalLM"  # else transformers warns of it inside of the step
 
     def step(tokens):
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -24,7 +25,7 @@ def gpt2():
     return language_model(
         transformers.GPT2Config(
             vocab_size=50, n_positions=8, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM",
+            embd_pdrop=0.0, attn_pdrop=0.0,
         )
     )  # fmt: skip
 
