@@ -11,6 +11,7 @@ from pfeife.passes import (
     fuse,
     insert_send_recv,
     partition,
+    place,
     record,
     split_backward,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "fuse",
     "insert_send_recv",
     "partition",
+    "place",
     "record",
     "split_backward",
     "stage_boundary",

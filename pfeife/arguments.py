@@ -27,11 +27,13 @@ class Argument:
     position: int = 0
 
 
-def describe(module: fx.GraphModule, examples: Iterable[Any]) -> list[Argument]:
+def describe(
+    module: fx.GraphModule, examples: Iterable[Any], device: torch.device | None = None
+) -> list[Argument]:
     """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
 
     Tensors that are neither parameters nor buffers come out as constants: who knows the batch
-    says which of them are cut into microbatches.
+    says which of them are cut into microbatches. Meta tensors become fake ones on `device`.
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
@@ -53,7 +55,7 @@ def describe(module: fx.GraphModule, examples: Iterable[Any]) -> list[Argument]:
         names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
         names = names or (prefix + path if path else ".".join(words(source)) or node.name,)
         name = _unique(re.sub(r"\W", "_", names[0]), taken)
-        arguments.append(Argument(name, role, names, fake_like(mode, example)))
+        arguments.append(Argument(name, role, names, fake_like(mode, example, device=device)))
     return arguments
 
 
@@ -93,10 +95,15 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def fake_like(
-    mode: Any, tensor: torch.Tensor, shape: tuple[int, ...] | None = None
+    mode: Any,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A tensor without storage, like the given one but perhaps of another (contiguous) shape."""
-    like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    """A tensor without storage, like the given one but perhaps of another (contiguous) shape,
+    and on `device` if that one is on the meta device."""
+    place = device if device and tensor.device.type == "meta" else tensor.device
+    like: dict[str, Any] = {"dtype": tensor.dtype, "device": place}
     with mode:
         fake = (
             torch.empty_strided(tensor.shape, tensor.stride(), **like)

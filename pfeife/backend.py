@@ -14,7 +14,7 @@ from pfeife.call import Compiled, run_step
 from pfeife.cost import default_machine, estimate, measure
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
-from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition
+from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
 from pfeife.plan import Mesh, Plan
 from pfeife.program import Role
 from pfeife.runtime.distributed import (
@@ -57,12 +57,13 @@ class Backend:
         options = self.options
         captured = graph.captured(args, options)
         device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
-        many = join_world(device)
+        world = join_world(device)
+        many = world > 1
         machine = options.machine or default_machine(device)
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
         costs = measure(clusters) if options.costs == "measure" else estimate(clusters, machine)
         clusters = annotate(costs)(clusters)
-        ranks = torch.distributed.get_world_size() // options.replicas if many else None
+        ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         plan = make_plan(
@@ -80,16 +81,32 @@ class Backend:
             plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
+        devices = self._devices(mesh, many)
+        if devices:
+            program = place(devices)(program)
         schedule = verify_schedule(lower(plan.schedule, program))
         if many:
             check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
         pipeline = (
             DistributedPipeline(program, schedule, device)
             if many
-            else LocalPipeline(program, schedule)
+            else LocalPipeline(program, schedule, devices)
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
+        """The device of every rank in this process, None to leave all where it is."""
+        given = self.options.devices
+        if given is None:
+            return None
+        if many or len(given) != mesh.ranks:
+            raise ValueError(
+                f"devices={given}: this is for one process that runs all ranks of a pipeline, "
+                f"one device a rank; there are {mesh.ranks} ranks"
+                + (", a process each" if many else "")
+            )
+        return [torch.device(name) for name in given]
 
 
 def backend(**options: Any) -> Backend:

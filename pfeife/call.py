@@ -49,6 +49,7 @@ class Call:
         self.compiled, self.options, self.slots, self.leaves = compiled, options, slots, leaves
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
+        self.devices = {p.fqn: p.device for p in self.program.inputs}
         self.step: Any = None
         self.finished: Result | None = None
 
@@ -76,7 +77,8 @@ class Call:
         }
         if result.loss is not None:
             joined["loss"] = result.loss
-        return tuple(joined[name] for name in self.compiled.captured.results)
+        places = {port.name: port.device for port in self.program.outputs}
+        return tuple(joined[name].to(places[name]) for name in self.compiled.captured.results)
 
     def _microbatches(self) -> list[dict[str, torch.Tensor]]:
         count = self.options.microbatches
@@ -125,7 +127,8 @@ class Call:
                 parts = [one[name] for one in result.batch_gradients]
                 found.append(torch.cat(parts, dims[name]))
             else:
-                found.append(result.gradients.get(name))
+                gradient = result.gradients.get(name)
+                found.append(gradient if gradient is None else gradient.to(self.devices[name]))
         return found
 
 

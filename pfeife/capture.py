@@ -28,21 +28,27 @@ class Captured:
 
 
 def capture(
-    step: Callable[..., Any], *example_microbatch: Any, loss: int | None = None, **kwargs: Any
+    step: Callable[..., Any],
+    *example_microbatch: Any,
+    loss: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
 ) -> Program:
     """The flat joint graph of a training step on one microbatch.
 
     `step` is a module or any callable that closes over modules; it returns a scalar loss or a
     pytree with the loss in it (`loss` says which of its tensors, where several could be it).
     Without a differentiable scalar every differentiable output gets a tangent port; under
-    `torch.no_grad()` the program has no gradients. Tensors may live on the meta device or be
-    fake: nothing is run or allocated. Raises ValueError when no single graph can be captured.
+    `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
+    device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
+    no single graph can be captured.
     """
     batch = [leaf for leaf in pytree.tree_leaves((example_microbatch, kwargs)) if _is_tensor(leaf)]
     found: list[Captured] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        arguments = describe(module, examples)
+        target = torch.device(device)
+        module, arguments = _off_meta(module, target), describe(module, examples, target)
         places = {id(leaf): index for index, leaf in enumerate(batch)}
         inputs = [
             attrs.evolve(a, role=Role.BATCH, position=places[id(e)]) if id(e) in places else a
@@ -61,6 +67,22 @@ def capture(
     if not found:
         raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
     return found[0].program
+
+
+def _off_meta(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Dynamo's graph with another device wherever it names the meta device."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+
+    def moved(argument: Any) -> Any:
+        meta = isinstance(argument, torch.device) and argument.type == "meta"
+        return device if meta else argument
+
+    for node in module.graph.nodes:
+        copied = here[node] = graph.node_copy(node, here.__getitem__)
+        copied.args = fx.node.map_aggregate(copied.args, moved)
+        copied.kwargs = fx.node.map_aggregate(copied.kwargs, moved)
+    return fx.GraphModule(module, graph)
 
 
 class _Enough(Exception):
@@ -247,10 +269,7 @@ class _Porter:
     def _copy(self, node: fx.Node, roots: tuple[str, ...]) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
         copied.meta["module_path"] = _module_path(node, roots)
-        schema = getattr(node.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema else []
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if node.op == "call_function" and is_random(node.target, given):
+        if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
             operation: Any = node.target
             copied.args = (operation, self.draws, self._seed(), *copied.args)
             copied.target = seeded

@@ -25,6 +25,7 @@ class Options:
     costs: "estimate", or "measure" by running every cluster on this machine.
     machine: what to estimate for; this machine's kind unless given.
     memory_limit: bytes a rank may use.
+    devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     loss: which result of the step is the loss, where several could be.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
     """
@@ -37,6 +38,9 @@ class Options:
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
     machine: Machine | None = None
     memory_limit: int | None = attrs.field(default=None, validator=_count)
+    devices: tuple[str, ...] | None = attrs.field(
+        default=None, converter=lambda given: given if given is None else tuple(given)
+    )
     loss: int | None = None
     reduce: Mapping[int, str] = attrs.field(factory=dict)
 

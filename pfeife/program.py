@@ -6,7 +6,7 @@ dict from the names of the output ports to tensors.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -342,21 +342,25 @@ def _misplaced_reads(program: Program) -> Iterator[str]:
     ranks = {call.node: call.rank for call in program.calls}
     home: dict[fx.Node, int | None] = {}
     for node in program.module.graph.nodes:
-        if is_source(node):
-            home[node] = None  # state and batches are everywhere
-        elif node.target is receive:
-            home[node] = node.args[2]
-        elif node.target is send:
-            home[node] = node.args[1]
-        elif node.op == "call_module":
-            home[node] = ranks.get(node.name)
-        elif node.op != "output":
-            home[node] = next((home[source] for source in node.all_input_nodes), None)
+        home[node] = _home(node, ranks, home)
         if node.op == "output" or node.target is receive:
             continue
         for source in node.all_input_nodes:
-            if home[source] is not None and home[source] != home[node]:
+            if home[source] not in (None, home[node]):
                 yield (
                     f"{node.name} on rank {home[node]} reads {source.name}, "
                     f"which lives on rank {home[source]}"
                 )
+
+
+def _home(
+    node: fx.Node, ranks: Mapping[str, int | None], home: Mapping[fx.Node, int | None]
+) -> int | None:
+    """The rank on which a node's value is; None for inputs, which are everywhere."""
+    if is_source(node) or node.op == "output":
+        return None
+    if node.target in (send, receive):
+        return int(node.args[2 if node.target is receive else 1])  # type: ignore[arg-type]
+    if node.op == "call_module":
+        return ranks.get(node.name)
+    return next((home[source] for source in node.all_input_nodes), None)

@@ -45,11 +45,12 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def is_random(operation: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call of an aten operation draws random numbers.
-
-    `arguments` are the call's arguments by their names in the schema. Attention with a dropout
-    rate of zero draws nothing.
-    """
-    tags = getattr(operation, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and arguments.get("dropout_p", 1) != 0
+def is_random(operation: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an aten operation draws random numbers: attention with a dropout rate of
+    zero does not, though it is marked as random."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    schema = operation._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return given.get("dropout_p", 1) != 0

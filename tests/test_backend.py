@@ -88,6 +88,9 @@ def test_the_loss_outside_fills_and_drains():
         assert torch.equal(parameter.grad, ours[name]), name
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_default_backend"), reason="torch 2.11 has no default backend"
+)
 def test_the_default_backend():
     one = case("UNet")
     reference = eager_accumulation(one.step, one.model, [one.batch(2)])
@@ -104,7 +107,7 @@ def test_the_default_backend():
 
 def test_the_gradient_is_scaled_by_what_arrives():
     one = case("GPT")
-    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    step = pfeife.compile(one.step, microbatches=2, stages=2, devices=["cpu", "cpu"])
     batch = one.batch(4)
     step(*batch).backward()
     once = {n: p.grad.clone() for n, p in one.model.named_parameters()}
@@ -207,12 +210,6 @@ def test_sizes_may_change():
     assert len(step.backend.compiled) == 3
 
 
-def refused(step, *batch, **options):
-    return pytest.raises(ValueError, match=options.pop("match")), lambda: pfeife.compile(
-        step, **options
-    )(*batch)
-
-
 def test_what_cannot_be_is_said_before_anything_runs():
     one = case("GPT")
     batch = one.batch(6)
@@ -223,6 +220,7 @@ def test_what_cannot_be_is_said_before_anything_runs():
         ({"microbatches": 2, "stages": 99}, r"only \d+ clusters"),
         ({"schedule": "zigzag"}, "schedule='zigzag' is not known"),
         ({"microbatches": 3, "replicas": 2}, "every replica takes the same number"),
+        ({"stages": 2, "devices": ["cpu"]}, "one device a rank"),
         ({"costs": "guess"}, "must be 'estimate' or 'measure'"),
         ({"split_at": {"nothing": "begin"}}, "no module of that name"),
         ({"loss": 1}, "loss=1: result 1 is no differentiable scalar"),

@@ -192,3 +192,35 @@ def test_measured_costs_plan_too():
     fused = pfeife.fuse()(program)
     fused = pfeife.annotate(measure(fused, repeats=2))(fused)
     assert sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2).stages == 2
+
+
+def test_captured_on_no_device_and_run_on_one():
+    """A model on the meta device has the graph of the same model on the CPU."""
+    one, program, state, microbatches = captured("GPT")
+    with torch.device("meta"):
+        model = type(one.model)()
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+
+    def step(tokens, targets):
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    found = pfeife.capture(step, tokens, tokens.clone())
+    assert_same(
+        pfeife.evaluate(program, state, microbatches), pfeife.evaluate(found, state, microbatches)
+    )
+
+
+def test_every_rank_makes_its_tensors_on_its_device():
+    _, program, state, microbatches = captured("GPT")
+    fused = clusters(program)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=2)
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    check_pass(pfeife.place(["cpu", "cpu"]), sent, state, microbatches)
+    placed = pfeife.verify(pfeife.place(["cpu", "meta"])(sent))
+    on_meta = {call.rank for call in placed.calls if "device: meta" in str(placed.body(call).graph)}
+    assert on_meta == {1}, "rank 1 computes the mask for itself"
+    pipeline = LocalPipeline(sent, lowered(plan, sent), [torch.device("cpu")] * 2)
+    expected = pfeife.evaluate(program, state, microbatches)
+    assert_same(expected, pipeline(state, microbatches))
+    with pytest.raises(ValueError, match="give every rank a device"):
+        pfeife.place(["cpu"])(sent)

@@ -5,6 +5,7 @@ from pfeife.passes.compose import compose, record
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
 from pfeife.passes.partition import partition
+from pfeife.passes.place import place
 from pfeife.passes.send_recv import insert_send_recv
 from pfeife.passes.split_backward import split_backward
 
@@ -15,6 +16,7 @@ __all__ = [
     "fuse",
     "insert_send_recv",
     "partition",
+    "place",
     "record",
     "split_backward",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -10,6 +10,7 @@ from pfeife import _torch
 from pfeife.boundary import is_boundary
 from pfeife.outline import Group, inline, is_view, outline, viewed
 from pfeife.program import Kind, Program, Role, is_source, node_bytes
+from pfeife.seeding import seeded
 
 Pass = Callable[[Program], Program]
 Side = Literal["begin", "end"]
@@ -84,7 +85,8 @@ def _starts(
 
 def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:
     """Whether a node is worth a cluster of its own."""
-    if getattr(node.target, "overloadpacket", None) in _torch.flop_formulas():
+    operation: Any = node.args[0] if node.target is seeded else node.target
+    if getattr(operation, "overloadpacket", None) in _torch.flop_formulas():
         return True
     return not is_view(node) and any(
         viewed(source).name in matrices for source in node.all_input_nodes

@@ -242,15 +242,15 @@ def check_agreement(text: str, what: str, device: torch.device) -> None:
         )
 
 
-def join_world(device: torch.device) -> bool:
-    """Whether this process is one of several; initialises the default process group if torchrun
-    started it and nobody has done so."""
+def join_world(device: torch.device) -> int:
+    """How many processes this one works with, 1 if it is alone; initialises the default process
+    group if torchrun started several and nobody has done so."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(leave_world)
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def leave_world() -> None:

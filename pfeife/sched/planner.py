@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from pfeife.plan import SENDS, Action, Do, Kind, Machine, Plan, Schedule
 from pfeife.program import Program, Role
-from pfeife.sched.cuts import balanced, borders, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cuts import (
+    Clusters,
+    balanced,
+    borders,
+    cheap_to_recompute,
+    clusters_of,
+    marked,
+    split_at,
+)
 from pfeife.sched.lower import chain, insert_actions
 from pfeife.sched.policies import forward_only, policy
 from pfeife.sched.simulate import simulate
@@ -28,42 +36,24 @@ def plan(
     With `split` (see `split_at`) or `stage_boundary` markers in the model the cuts are those;
     otherwise they minimise the seconds of the slowest stage under `memory_limit` bytes a rank
     (the machine's memory unless given). There are as many ranks as stages unless `ranks` says
-    otherwise; more stages than ranks are dealt to them in turn.
+    otherwise; more stages than ranks are dealt to them in turn and share the limit equally.
     Raises ValueError if the wishes contradict each other or the program.
     """
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
-    by_hand = split_at(program, split) if split else marked(program)
-    manual = split or by_hand[-1] > 0
-    if manual and stages not in (None, by_hand[-1] + 1):
-        raise ValueError(f"stages={stages}, but the cuts by hand make {by_hand[-1] + 1} stages")
-    count = by_hand[-1] + 1 if manual else stages or 1
-    trained = bool(program.ports(Role.TANGENT))
+    by_hand = _cuts_by_hand(program, split, stages)
+    count = by_hand[-1] + 1 if by_hand else stages or 1
     placed = _dealt(count, ranks or count)
+    trained = bool(program.ports(Role.TANGENT))
     order = (policy(schedule) if trained else forward_only)(count, microbatches, placed)
-    stage_of = (
-        by_hand
-        if manual
-        else balanced(
-            clusters,
-            count,
-            machine=machine,
-            in_flight=in_flight(order),
-            memory_limit=memory_limit,
-        )
+    stage_of = by_hand or balanced(
+        clusters,
+        count,
+        machine=machine,
+        in_flight=in_flight(order),
+        memory_limit=(memory_limit or machine.memory) // max(Counter(placed).values()),
     )
     seconds = _stage_seconds(program, stage_of)
-    cuts = borders(stage_of)
-
-    def action_seconds(action: Action) -> float:
-        if action.do in SENDS:
-            assert action.peer is not None
-            both = clusters.crossing[cuts[max(action.stage, action.peer) - 1]]
-            return machine.transfer_seconds(both // 2 if trained else both)
-        kind = action.do.kind
-        return seconds.get((action.stage, kind), 0.0) if kind else 0.0
-
-    lowered = insert_actions(order, chain(order))
     return Plan(
         stage_of_cluster=stage_of,
         schedule=verify_schedule(order),
@@ -71,8 +61,41 @@ def plan(
         stage_seconds=tuple(
             sum(s for (stage, _), s in seconds.items() if stage == one) for one in range(count)
         ),
-        step_seconds=simulate(lowered, action_seconds).seconds,
+        step_seconds=_step_seconds(order, seconds, clusters, stage_of, machine),
     )
+
+
+def _cuts_by_hand(
+    program: Program, split: Mapping[str, str] | None, stages: int | None
+) -> tuple[int, ...] | None:
+    found = split_at(program, split) if split else marked(program)
+    if not split and found[-1] == 0:
+        return None
+    if stages not in (None, found[-1] + 1):
+        raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
+    return found
+
+
+def _step_seconds(
+    order: Schedule,
+    seconds: Mapping[tuple[int, Kind], float],
+    clusters: Clusters,
+    stage_of: Sequence[int],
+    machine: Machine,
+) -> float:
+    """The simulated step, what crosses a border going half forwards and half backwards."""
+    cuts = borders(stage_of)
+    ways = 2 if any(kind != Kind.FORWARD for _, kind in seconds) else 1
+
+    def action_seconds(action: Action) -> float:
+        if action.do in SENDS:
+            assert action.peer is not None
+            crossing = clusters.crossing[cuts[max(action.stage, action.peer) - 1]]
+            return machine.transfer_seconds(crossing // ways)
+        kind = action.do.kind
+        return seconds.get((action.stage, kind), 0.0) if kind else 0.0
+
+    return simulate(insert_actions(order, chain(order)), action_seconds).seconds
 
 
 def _dealt(stages: int, ranks: int) -> tuple[int, ...]:
