@@ -11,15 +11,17 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
+from pfeife.capture import Captured
 from pfeife.cost import default_machine, estimate, measure
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
 from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
 from pfeife.plan import Mesh, Plan
-from pfeife.program import Role
+from pfeife.program import Program, Role, holders
 from pfeife.runtime.distributed import (
     DistributedPipeline,
     check_agreement,
+    differing,
     from_rank_zero,
     join_world,
 )
@@ -31,11 +33,16 @@ log = logging.getLogger("pfeife")
 
 
 class Backend:
-    """A compile backend with its options bound; `compiled` lists what it has built so far."""
+    """A compile backend with its options bound.
+
+    `compiled` lists what it has built so far, `homes` the stages that hold each parameter: with
+    a rank a process, later graphs of the same model (without gradients, say) keep to them.
+    """
 
     def __init__(self, options: Options):
         self.options = options
         self.compiled: list[Compiled] = []
+        self.homes: dict[str, frozenset[int]] = {}
         policy(options.schedule)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
@@ -76,6 +83,7 @@ class Backend:
             schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
             split=options.split_at,
             memory_limit=options.memory_limit,
+            homes=self.homes if many else None,
         )
         if many:
             plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
@@ -87,6 +95,8 @@ class Backend:
         schedule = verify_schedule(lower(plan.schedule, program))
         if many:
             check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
+        if many:
+            self._settle(captured, program, args, device)
         pipeline = (
             DistributedPipeline(program, schedule, device)
             if many
@@ -94,6 +104,29 @@ class Backend:
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _settle(
+        self, captured: Captured, program: Program, args: Sequence[Any], device: torch.device
+    ) -> None:
+        """Notes which stages hold which parameters. Where this is new, every rank must have the
+        same values: else one of them holds stale ones."""
+        slots = dict(zip(captured.arguments, args, strict=True))
+        homes = {
+            name: frozenset(call.unit for call in calls) for name, calls in holders(program).items()
+        }
+        fresh = {
+            port.fqn: slots[port.name]
+            for port in program.ports(Role.PARAMETER)
+            if homes.get(port.fqn) != self.homes.get(port.fqn)
+        }
+        stale = differing(fresh, device)
+        if stale:
+            raise ValueError(
+                f"parameters {stale[:3]} ({len(stale)} in all) are not the same on all ranks. Seed "
+                "every rank alike before the model is made; a model that another compiled step "
+                "has trained in parts runs with that step's pfeife.compile or pfeife.backend object"
+            )
+        self.homes |= homes
 
     def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""

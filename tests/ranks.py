@@ -65,6 +65,10 @@ def check_loop() -> None:
     optimizers = [torch.optim.Adam(c.model.parameters(), lr=0.01) for c in (one, other)]
     for seed in range(4):
         batch = one.batch(8, seed)
+        with torch.no_grad():  # runs with the parameters where training has put them
+            parts = zip(*(x.chunk(4) for x in batch), strict=True)
+            alone = sum(other.step(*part) / 4 for part in parts)
+            assert torch.equal(step(*batch), alone), f"without gradients, before step {seed}"
         loss = step(*batch)
         loss.backward()
         total = torch.tensor(0.0)
@@ -76,6 +80,14 @@ def check_loop() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    try:  # another compiled step does not know where the trained parameters are
+        torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)(
+            *one.batch(8)
+        )
+    except ValueError as error:
+        assert "not the same on all ranks" in str(error)
+    else:
+        raise AssertionError("stale parameters were not refused")
 
 
 def check_loss_outside() -> None:

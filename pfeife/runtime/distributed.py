@@ -242,6 +242,24 @@ def check_agreement(text: str, what: str, device: torch.device) -> None:
         )
 
 
+def differing(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
+    """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
+    sums = [_checksum(tensor) for tensor in tensors.values()]
+    mine = (
+        torch.stack(sums).to(device) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+    )
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
+    return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
+    return data.sum(dtype=torch.int64) * 1_000_003 + odd
+
+
 def join_world(device: torch.device) -> int:
     """How many processes this one works with, 1 if it is alone; initialises the default process
     group if torchrun started several and nobody has done so."""

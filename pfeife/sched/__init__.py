@@ -1,6 +1,6 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data."""
 
-from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow, marked, split_at
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
 from pfeife.sched.planner import in_flight, plan
 from pfeife.sched.policies import forward_only, gpipe, one_f_one_b, policy
@@ -13,6 +13,7 @@ __all__ = [
     "chain",
     "cheap_to_recompute",
     "clusters_of",
+    "follow",
     "forward_only",
     "gpipe",
     "in_flight",

@@ -209,6 +209,33 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     return _stages(starts, program.units)
 
 
+def follow(program: Program, homes: Mapping[str, frozenset[int]]) -> tuple[int, ...]:
+    """The stage of every cluster such that each finds its parameters where they are at home.
+
+    `homes` has the stages that hold a parameter, by canonical name. Clusters without known
+    parameters stay with the one before them. Raises ValueError if that would make values flow
+    backwards.
+    """
+    wanted: dict[int, list[str]] = {}
+    for name, users in holders(program).items():
+        for unit in {call.unit for call in users if call.kind == Kind.FORWARD}:
+            if name in homes:
+                wanted.setdefault(unit, []).append(name)
+    stage_of: list[int] = []
+    for unit in range(program.units):
+        before = stage_of[-1] if stage_of else 0
+        names = wanted.get(unit, [])
+        common = frozenset.intersection(*(homes[name] for name in names)) if names else {before}
+        later = [stage for stage in common if stage >= before]
+        if not later:
+            raise ValueError(
+                f"cluster {unit} needs {', '.join(names)}, which no stage from {before} on holds "
+                "together; compile this step apart from the others, with cuts by hand"
+            )
+        stage_of.append(min(later))
+    return tuple(stage_of)
+
+
 def _stages(starts: set[int], units: int) -> tuple[int, ...]:
     return tuple(accumulate(int(unit in starts) for unit in range(units)))
 

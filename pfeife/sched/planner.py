@@ -11,6 +11,7 @@ from pfeife.sched.cuts import (
     borders,
     cheap_to_recompute,
     clusters_of,
+    follow,
     marked,
     split_at,
 )
@@ -30,18 +31,20 @@ def plan(
     schedule: str = "1f1b",
     split: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
+    homes: Mapping[str, frozenset[int]] | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program.
 
-    With `split` (see `split_at`) or `stage_boundary` markers in the model the cuts are those;
-    otherwise they minimise the seconds of the slowest stage under `memory_limit` bytes a rank
-    (the machine's memory unless given). There are as many ranks as stages unless `ranks` says
-    otherwise; more stages than ranks are dealt to them in turn and share the limit equally.
+    With `homes` (see `follow`), `split` (see `split_at`) or `stage_boundary` markers in the
+    model the cuts are those; otherwise they minimise the seconds of the slowest stage under
+    `memory_limit` bytes a rank (the machine's memory unless given). There are as many ranks as
+    stages unless `ranks` says otherwise; more stages than ranks are dealt to them in turn and
+    share the limit equally.
     Raises ValueError if the wishes contradict each other or the program.
     """
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
-    by_hand = _cuts_by_hand(program, split, stages)
+    by_hand = follow(program, homes) if homes else _cuts_by_hand(program, split, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
     placed = _dealt(count, ranks or count)
     trained = bool(program.ports(Role.TANGENT))
