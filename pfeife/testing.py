@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
@@ -168,16 +169,21 @@ class RandomNet(nn.Module):
 
 
 @st.composite
-def nets(draw: st.DrawFn, largest: int = 8) -> RandomNet:
-    """Random nets, skip connections, tied weights and updated buffers included."""
-    count = draw(st.integers(2, largest))
+def nets(draw: st.DrawFn, largest: int = 8, linear: int = 0) -> RandomNet:
+    """Random nets, skip connections, tied weights and updated buffers included.
+
+    At least `linear` of the operations, of which there are at most `largest` more, are linear
+    layers, so that there is something to cut.
+    """
+    drawn = draw(st.lists(st.sampled_from(OPERATIONS), min_size=2, max_size=largest))
+    operations = draw(st.permutations(["linear"] * linear + drawn))
     layers = [
         Layer(
-            draw(st.sampled_from(OPERATIONS)),
+            operation,
             draw(st.integers(max(0, index - 2), index)),
             draw(st.integers(0, index)),
         )
-        for index in range(count)
+        for index, operation in enumerate(operations)
     ]
     torch.manual_seed(draw(st.integers(0, 1000)))
     return RandomNet(layers)
@@ -189,15 +195,24 @@ def plans(
     program: Program,
     microbatches: int,
     largest: int = 4,
+    ranks: int | None = None,
     names: Sequence[str] = ("gpipe", "1f1b"),
 ) -> Plan:
-    """Random plans of a fused and annotated program: cuts, placement and policy."""
+    """Random plans of a fused and annotated program: cuts, placement and policy.
+
+    At most `largest` stages, on `ranks` ranks or on any number. A program that cannot be cut
+    into enough stages is not drawn.
+    """
     blocked = clusters_of(program).blocked
     borders = [border for border in range(1, program.units) if border not in blocked]
-    cuts = draw(st.sets(st.sampled_from(borders), max_size=largest - 1)) if borders else set()
+    assume(len(borders) >= (ranks or 1) - 1)
+    chosen = st.sets(
+        st.sampled_from(borders or [0]), min_size=(ranks or 1) - 1, max_size=largest - 1
+    )
+    cuts = draw(chosen) if borders else set()
     stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(program.units))
-    ranks = draw(st.integers(1, len(cuts) + 1))
-    placed = tuple(stage % ranks for stage in range(len(cuts) + 1))
+    count = ranks or draw(st.integers(1, len(cuts) + 1))
+    placed = tuple(stage % count for stage in range(len(cuts) + 1))
     order = policy(draw(st.sampled_from(names)))(len(cuts) + 1, microbatches, placed)
     return Plan(stage_of, order)
 

@@ -13,11 +13,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from models import CASES, EQUAL_TO_EAGER, case
 
 import pfeife
-from pfeife.runtime.distributed import join_world
-from pfeife.testing import assert_same, eager_accumulation
+from pfeife import sched
+from pfeife.cost import CPU_CORE, estimate
+from pfeife.runtime.distributed import DistributedPipeline, join_world
+from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 
 def check_step(name: str, stages: int, schedule: str, replicas: int = 1, rounding=()) -> None:
@@ -136,10 +140,41 @@ def check_refusals() -> None:
         raise AssertionError("ranks with other batches were not refused")
 
 
+@settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@given(st.data())
+def check_random(data) -> None:
+    """Random nets and plans, the same on every rank, on as many ranks as there are."""
+    torch._dynamo.reset()
+    net = data.draw(nets(linear=2 * dist.get_world_size()))
+    generator = torch.Generator().manual_seed(0)
+    microbatches = [(torch.randn(3, 4, generator=generator),) for _ in range(3)]
+
+    def step(x):
+        return net(x).square().mean()
+
+    program = pfeife.capture(step, *microbatches[0])
+    state = pfeife.state_of(program, net)
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
+    plan = data.draw(plans(clusters, 3, ranks=dist.get_world_size()))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
+    found = DistributedPipeline(sent, schedule)(state, microbatches)
+    expected = eager_accumulation(step, net, microbatches)
+    mine = pfeife.Result(
+        expected.loss,
+        expected.outputs,
+        {name: expected.gradients[name] for name in found.gradients},
+        {name: expected.buffers[name] for name in found.buffers},
+    )
+    assert_same(mine, found, tied_across(plan, clusters))
+    share("random", set(found.gradients), set(expected.gradients))
+
+
 def checks(world: int) -> dict:
     """What is run in a world of this size, by name."""
     plans = [(2, 1), (3, 1), (4, 1), (1, 2)] if world == 2 else [(4, 1), (2, 2)]
-    found = {}
+    found = {"random programs": check_random}
     for name in EQUAL_TO_EAGER:
         for stages, replicas in plans:
             if replicas > 1 and name == "BatchNormNet":
