@@ -46,10 +46,14 @@ class Machine:
 
 @attrs.frozen
 class Costs:
-    """Seconds of one microbatch in every call of a program, by the name of the call's node."""
+    """Seconds of one microbatch in every call of a program, by the name of the call's node.
+
+    `spread` is the measurements' interquartile range in seconds, empty for estimates.
+    """
 
     source: str
     seconds: dict[str, float]
+    spread: dict[str, float] = attrs.Factory(dict)
 
 
 class Do(StrEnum):

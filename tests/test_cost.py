@@ -283,3 +283,30 @@ def test_what_the_planner_knows_of_memory():
     assert sum(known.saved) >= whole.saved > 0
     assert len(known.crossing) == program.units and known.crossing[0] == 0
     assert sum(known.seconds) == pytest.approx(sum(estimate(program, CPU_CORE).seconds.values()))
+
+
+def test_the_cache_is_used_and_never_trusted(tmp_path):
+    """Measured once for all; whatever happens to the files, it is measured again."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    program = pfeife.fuse()(pfeife.capture(lambda x: model(x).square().sum(), torch.randn(2, 3)))
+    runs = []
+
+    def measured():
+        return measure(program, repeats=2, cache=tmp_path, progress=lambda *n: runs.append(n))
+
+    first = measured()
+    assert runs[-1] == (len(runs), len(runs)) and len(runs) < len(program.calls)
+    assert measured() == first, "the second time comes from the cache"
+    for damage in (b"", b"{", b"[]", b"\xff\xfe", b'{"key": "", "seconds": 1, "spread": 0}'):
+        for path in tmp_path.glob("*.json"):
+            path.write_bytes(damage)
+        again = measured()
+        assert again != first and measured() == again
+    one, other = sorted(tmp_path.glob("*.json"))[:2]
+    one.write_bytes(other.read_bytes())
+    assert measured() != first, "an entry of another body"
+    for path in tmp_path.glob("*.json"):
+        path.write_text(path.read_text().replace('"seconds": ', '"seconds": -'))
+    assert all(seconds > 0 for seconds in measured().seconds.values())
+    more = measure(program, repeats=3, cache=tmp_path)
+    assert more != again, "fewer runs than asked for are not enough"
