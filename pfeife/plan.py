@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from bisect import bisect_right
 from enum import StrEnum
 
 import attrs
@@ -29,7 +30,8 @@ class Machine:
     """What one rank has: rates are sustained, not peak.
 
     `flops` in operations per second, `memory_bandwidth` and `link_bandwidth` in bytes per
-    second, `link_latency` and `launch_seconds` (of one operation) in seconds, `memory` in bytes.
+    second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
+    runtime adds to every action of a schedule) in seconds, `memory` in bytes.
     """
 
     name: str
@@ -39,9 +41,42 @@ class Machine:
     link_bandwidth: float = attrs.field(validator=_positive)
     link_latency: float = attrs.field(default=0.0, validator=_not_negative)
     launch_seconds: float = attrs.field(default=0.0, validator=_not_negative)
+    action_seconds: float = attrs.field(default=0.0, validator=_not_negative)
 
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
+
+
+@attrs.frozen
+class Link:
+    """One direction between two ranks: `seconds[i]` for a message of `sizes[i]` bytes, straight
+    lines between them, the last one going on. `residual` is the fit's largest relative error."""
+
+    source: int
+    destination: int
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    residual: float
+
+    def transfer_seconds(self, size: int) -> float:
+        at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[at - 1], self.sizes[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
+        return self.seconds[at - 1] + slope * (size - low)
+
+
+@attrs.frozen
+class Network:
+    """The links between the ranks of a world."""
+
+    links: tuple[Link, ...]
+
+    def transfer_seconds(self, source: int, destination: int, size: int) -> float:
+        """Raises ValueError for a pair of ranks that was not measured."""
+        for link in self.links:
+            if (link.source, link.destination) == (source, destination):
+                return link.transfer_seconds(size)
+        raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
 
 
 @attrs.frozen
@@ -94,6 +129,11 @@ class Action:
     do: Do
     microbatch: int | None = attrs.field(default=None, validator=_not_negative)
     peer: int | None = attrs.field(default=None, validator=_not_negative)
+
+    def runs(self, kind: Kind) -> bool:
+        """Whether the action runs a call of this kind; a backward may be there in two parts."""
+        own = self.do.kind
+        return own == kind or (own == Kind.BACKWARD and kind != Kind.FORWARD)
 
     def __str__(self) -> str:
         neighbour = self.stage + _NEIGHBOUR.get(self.do, 0)

@@ -1,6 +1,7 @@
 """Costs: rooflines by hand, measurements that touch nothing, bytes that are counted once."""
 
 import functools
+import math
 from collections import Counter
 
 import attrs
@@ -17,8 +18,11 @@ import pfeife
 from pfeife.cost import CPU_CORE, H100, default_machine, estimate, measure, stage_memory
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint
-from pfeife.plan import Costs, Machine
+from pfeife.cost.network import fit
+from pfeife.plan import Costs, Machine, Network
 from pfeife.program import Kind
+from pfeife.runtime import LocalPipeline
+from pfeife.runtime.profile import profile
 from pfeife.sched import clusters_of
 
 aten = torch.ops.aten
@@ -310,3 +314,39 @@ def test_the_cache_is_used_and_never_trusted(tmp_path):
     assert all(seconds > 0 for seconds in measured().seconds.values())
     more = measure(program, repeats=3, cache=tmp_path)
     assert more != again, "fewer runs than asked for are not enough"
+
+
+def test_links_are_fitted():
+    """Through the points where they rise, between and beyond them in straight lines."""
+    link = fit(0, 1, (1000, 10_000), (2e-6, 11e-6))
+    assert link.residual < 1e-6
+    for size, seconds in ((1000, 2e-6), (5500, 6.5e-6), (10_000, 11e-6), (20_000, 21e-6)):
+        assert math.isclose(link.transfer_seconds(size), seconds, rel_tol=1e-6)
+    dented = fit(0, 1, (1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
+    rising = [dented.transfer_seconds(size) for size in (0, 1000, 10_000, 100_000)]
+    assert rising == sorted(rising) and 0.2 < dented.residual < 1
+    with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
+        Network((link,)).transfer_seconds(1, 0, 5)
+
+
+def test_predicted_and_profiled_steps_have_the_same_actions():
+    """One type of timeline: what was to run, and what ran, on the same ranks in the same order."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    microbatches = [(torch.randn(2, 3),) for _ in range(3)]
+    program = pfeife.capture(lambda x: model(x).square().sum(), *microbatches[0])
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
+    plan = pfeife.sched.plan(clusters, machine=CPU_CORE, microbatches=3, stages=2)
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = pfeife.sched.lower(plan.schedule, sent)
+    predicted = pfeife.sched.predict(sent, schedule, CPU_CORE)
+    slow = attrs.evolve(CPU_CORE, action_seconds=1.0, link_latency=10.0)
+    assert pfeife.sched.predict(sent, schedule, slow).seconds > predicted.seconds + 10
+    pipeline = LocalPipeline(sent, schedule)
+    measured = profile(pipeline, pfeife.state_of(program, model), microbatches)
+    for timeline in (predicted, measured):
+        for rank, actions in enumerate(schedule.ranks):
+            events = [event for event in timeline.events if event.rank == rank]
+            assert tuple(event.action for event in events) == actions
+            assert all(event.start <= event.end for event in events)
+    assert 0 < measured.bubble < 1

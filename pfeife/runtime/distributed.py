@@ -13,7 +13,14 @@ import torch.distributed as dist
 from pfeife.evaluate import Result, State, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role
-from pfeife.runtime.interpret import RankRunner, Step, Tensors, microbatch_inputs, owner
+from pfeife.runtime.interpret import (
+    RankRunner,
+    Step,
+    Tensors,
+    Watch,
+    microbatch_inputs,
+    owner,
+)
 
 AHEAD = 2  # messages of a channel whose receives are posted before they are asked for
 
@@ -158,11 +165,14 @@ class DistributedStep:
     def __init__(self, pipeline: DistributedPipeline, step: Step):
         self.pipeline, self.step = pipeline, step
 
-    def run(self, *, forward: bool = True, backward: bool = True) -> None:
-        """Runs the forward actions, the backward actions, or all."""
+    def run(
+        self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
+    ) -> None:
+        """Runs the forward actions, the backward actions, or all; `watch` sees them."""
         runner = self.pipeline.runner
         border = runner.backward_begin
-        runner.run(self.step, 0 if forward else border, None if backward else border)
+        begin, end = (0 if forward else border), (None if backward else border)
+        runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
         if backward:
             self.pipeline.transport.finish()
 
@@ -227,6 +237,21 @@ def from_rank_zero(text: str, device: torch.device) -> str:
     )
     dist.broadcast(shared, 0)
     return bytes(shared.tolist()).decode()
+
+
+def from_all_ranks(text: str, device: torch.device) -> list[str]:
+    """Every rank's text, on every rank (collective)."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
+    return [
+        bytes(one[: int(count)].tolist()).decode() for one, count in zip(found, sizes, strict=True)
+    ]
 
 
 def check_agreement(text: str, what: str, device: torch.device) -> None:

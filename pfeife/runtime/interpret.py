@@ -58,6 +58,8 @@ class Step:
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
 
 
+Observer = Callable[[Action], None]
+Watch = Callable[[int], Observer]  # an observer for a rank
 Handler = Callable[[Step, int | None], None]
 
 
@@ -108,13 +110,24 @@ class RankRunner:
             results=[{} for _ in inputs],
         )
 
-    def run(self, step: Step, begin: int = 0, end: int | None = None) -> Step:
-        """The actions from `begin` to `end`, both indices into the rank's schedule."""
+    def run(
+        self,
+        step: Step,
+        begin: int = 0,
+        end: int | None = None,
+        observe: Observer | None = None,
+    ) -> Step:
+        """The actions from `begin` to `end`, both indices into the rank's schedule.
+
+        `observe` is called after each of them.
+        """
         with torch.no_grad():
             for index in range(begin, len(self.steps) if end is None else end):
                 action, handler = self.steps[index]
                 try:
                     handler(step, action.microbatch)
+                    if observe:
+                        observe(action)
                 except Exception as error:
                     error.add_note(f"on rank {self.rank}, in action {action} of the schedule")
                     raise
@@ -124,10 +137,9 @@ class RankRunner:
 
     def _bind(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
         """The handler of an action of any microbatch, and the values that it reads."""
-        kind = action.do.kind
-        if kind is not None:
+        if action.do.kind:
             calls = [
-                c for c in self.program.calls if c.unit == action.stage and c.kind in _kinds(kind)
+                c for c in self.program.calls if c.unit == action.stage and action.runs(c.kind)
             ]
             bound = [self._compute(call) for call in calls]
             names = tuple(name for _, reads in bound for name in reads)
@@ -285,13 +297,6 @@ class RankRunner:
 
 
 _BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)
-
-
-def _kinds(kind: Kind) -> tuple[Kind, ...]:
-    """What an action runs: a whole backward may be there in its two parts."""
-    if kind == Kind.BACKWARD:
-        return (Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
-    return (kind,)
 
 
 def _in_turn(handlers: list[Handler]) -> Handler:

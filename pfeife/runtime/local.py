@@ -10,7 +10,7 @@ import torch
 from pfeife.evaluate import Result, State, add, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import RankRunner, Step, Tensors, microbatch_inputs
+from pfeife.runtime.interpret import RankRunner, Step, Tensors, Watch, microbatch_inputs
 
 
 class Aborted(RuntimeError):
@@ -152,9 +152,11 @@ class LocalStep:
                 )
         self.replicas = len(inputs)
 
-    def run(self, *, forward: bool = True, backward: bool = True) -> None:
-        """Runs the forward actions, the backward actions, or all. The first failure is raised
-        with its own traceback, after every thread has ended."""
+    def run(
+        self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
+    ) -> None:
+        """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
+        failure is raised with its own traceback, after every thread has ended."""
         errors: list[BaseException] = []
         kernel_threads = torch.get_num_threads()
 
@@ -165,7 +167,7 @@ class LocalStep:
                 torch.set_num_threads(kernel_threads)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, begin, end)
+                runner.run(step, begin, end, watch(runner.rank) if watch else None)
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()

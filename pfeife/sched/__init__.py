@@ -4,6 +4,7 @@ from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow,
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
 from pfeife.sched.planner import in_flight, plan
 from pfeife.sched.policies import forward_only, gpipe, one_f_one_b, policy
+from pfeife.sched.predict import predict
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 
@@ -23,6 +24,7 @@ __all__ = [
     "one_f_one_b",
     "plan",
     "policy",
+    "predict",
     "simulate",
     "split_at",
     "verify_schedule",

@@ -33,19 +33,10 @@ class Transfer:
         return Action(self.peer, do, microbatch, self.stage)
 
     def made_by(self, action: Action) -> bool:
-        kind = action.do.kind
-        if action.stage != self.stage or kind is None:
-            return False
-        kinds = {kind, Kind.INPUT_BACKWARD} if kind == Kind.BACKWARD else {kind}
-        return self.kind in kinds
+        return action.stage == self.stage and action.runs(self.kind)
 
     def read_by(self, action: Action) -> bool:
-        kind = action.do.kind
-        if kind is None:
-            return False
-        split = {Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD}
-        kinds = {kind} | split if kind == Kind.BACKWARD else {kind}
-        return any((action.stage, one) in self.readers for one in kinds)
+        return any(action.stage == stage and action.runs(kind) for stage, kind in self.readers)
 
 
 def transfer_of(program: Program, message: Message) -> Transfer:

@@ -7,14 +7,15 @@ from pfeife.plan import RECEIVES, SENDS, Action, Event, Schedule, Timeline, rece
 Seconds = Callable[[Action], float]
 
 
-def simulate(schedule: Schedule, seconds: Seconds) -> Timeline:
+def simulate(schedule: Schedule, seconds: Seconds, overhead: float = 0.0) -> Timeline:
     """The timeline of a lowered schedule whose every action takes `seconds(action)`.
 
     A rank does one thing at a time. A send costs the rank nothing: its seconds are those of the
     transfer, and a channel (pair of ranks, one direction) carries one transfer at a time. A
-    receive waits for the arrival. Raises ValueError if the schedule deadlocks.
+    receive waits for the arrival. `overhead` seconds of the rank come to every action. Raises
+    ValueError if the schedule deadlocks.
     """
-    run = _Run(schedule, seconds)
+    run = _Run(schedule, seconds, overhead)
     waiting = {rank: iter(actions) for rank, actions in enumerate(schedule.ranks)}
     next_of = {rank: next(actions, None) for rank, actions in waiting.items()}
     moved = True
@@ -32,8 +33,8 @@ def simulate(schedule: Schedule, seconds: Seconds) -> Timeline:
 class _Run:
     """The clocks of ranks and channels while a schedule runs."""
 
-    def __init__(self, schedule: Schedule, seconds: Seconds):
-        self.home, self.seconds = schedule.stage_ranks, seconds
+    def __init__(self, schedule: Schedule, seconds: Seconds, overhead: float):
+        self.home, self.seconds, self.overhead = schedule.stage_ranks, seconds, overhead
         self.clock = [0.0] * len(schedule.ranks)
         self.free: dict[tuple[int, int], float] = {}
         self.arrival: dict[Action, float] = {}
@@ -47,11 +48,12 @@ class _Run:
             channel = (rank, self.home[action.peer])
             arrives = max(start, self.free.get(channel, 0.0)) + self.seconds(action)
             self.free[channel] = self.arrival[received_as(action)] = arrives
+            self.clock[rank] = start + self.overhead
         elif action.do in RECEIVES:
             if action not in self.arrival:
                 return False
-            self.clock[rank] = max(start, self.arrival[action])
+            self.clock[rank] = max(start, self.arrival[action]) + self.overhead
         else:
-            self.clock[rank] = start + self.seconds(action)
+            self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))
         return True
