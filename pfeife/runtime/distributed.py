@@ -131,7 +131,7 @@ class DistributedPipeline:
         self.device = device or torch.device("cpu")
         mesh = Mesh(len(schedule.ranks), program.replicas)
         self.transport = DistributedTransport(mesh, program.reductions, self.device)
-        self.runner = RankRunner(program, schedule, self.transport.rank, self.transport)
+        self.runner = RankRunner(program, schedule, self.transport.rank)
         self.microbatches = schedule.microbatches * program.replicas
 
     def start(
@@ -150,7 +150,7 @@ class DistributedPipeline:
         inputs = microbatch_inputs(
             self.program, microbatches, seed, tangents, self.transport.replica
         )
-        return DistributedStep(self, self.runner.start(state, inputs))
+        return DistributedStep(self, self.runner.start(state, inputs, self.transport))
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""

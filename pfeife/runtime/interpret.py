@@ -50,6 +50,7 @@ class Transport(Protocol):
 class Step:
     """What one rank knows during a step. `values` has one mapping a microbatch."""
 
+    transport: Transport
     values: list[dict[str, torch.Tensor]]
     buffers: dict[str, torch.Tensor]
     microbatches: int
@@ -71,8 +72,8 @@ class RankRunner:
     the microbatches.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, rank: int, transport: Transport):
-        self.program, self.rank, self.transport = program, rank, transport
+    def __init__(self, program: Program, schedule: Schedule, rank: int):
+        self.program, self.rank = program, rank
         self.actions = schedule.ranks[rank]
         self.microbatches = schedule.microbatches
         self.messages = messages(program)
@@ -89,21 +90,22 @@ class RankRunner:
             self.steps.append((action, handler))
             reads.append(names)
         self.drops = self._last_uses(reads)
-        self.expected = self._expected()
+        self.expected: dict[tuple[int, int], dict[int, list[Tensors]]] = {}
         self.backward_begin = next(
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
 
-    def start(self, state: State, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Step:
+    def start(
+        self, state: State, inputs: Sequence[Mapping[str, torch.Tensor]], transport: Transport
+    ) -> Step:
         """A step on this rank: `state` by canonical names, `inputs` per microbatch by port."""
         held = {
             port.name: state[port.fqn]
             for port in self.program.ports(*STATE_ROLES)
             if port.fqn in state
         }
-        for source, shapes in self.expected.items():
-            self.transport.expect(source, shapes)
         return Step(
+            transport=transport,
             values=[held | dict(given) for given in inputs],
             buffers={name: held[name] for name in self.buffers if name in held},
             microbatches=len(inputs),
@@ -121,8 +123,11 @@ class RankRunner:
 
         `observe` is called after each of them.
         """
+        last = len(self.steps) if end is None else end
+        for source, shapes in self._expected(begin, last).items():
+            step.transport.expect(source, shapes)
         with torch.no_grad():
-            for index in range(begin, len(self.steps) if end is None else end):
+            for index in range(begin, last):
                 action, handler = self.steps[index]
                 try:
                     handler(step, action.microbatch)
@@ -192,7 +197,7 @@ class RankRunner:
                 part = local.get(reduction.name)
                 if part is None:  # read here, but without influence on the loss
                     part = self._zeros(reduction.name)
-                step.gradients[reduction.name] = self.transport.reduce(reduction, part)
+                step.gradients[reduction.name] = step.transport.reduce(reduction, part)
 
         return reduce
 
@@ -213,19 +218,18 @@ class RankRunner:
     def _transfer(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
         message = self._message(action)
         shapes = self._shapes(message)
-        transport = self.transport
         if action.do in SENDS:
 
             def send(step: Step, microbatch: int | None) -> None:
                 values = step.values[microbatch]  # type: ignore[index]
-                transport.send(
+                step.transport.send(
                     message.destination, tuple(values[n] for n in message.values), shapes
                 )
 
             return send, message.values
 
         def receive(step: Step, microbatch: int | None) -> None:
-            arrived = transport.receive(message.source)
+            arrived = step.transport.receive(message.source)
             step.values[microbatch].update(zip(message.copies, arrived, strict=True))  # type: ignore[index]
 
         return receive, message.copies
@@ -244,13 +248,15 @@ class RankRunner:
         nodes = [find_node(self.program.module, name) for name in message.values]
         return tuple(node.meta["val"] for node in nodes)
 
-    def _expected(self) -> dict[int, list[Tensors]]:
-        expected: dict[int, list[Tensors]] = {}
-        for action in self.actions:
-            if action.do in RECEIVES:
-                message = self._message(action)
-                expected.setdefault(message.source, []).append(self._shapes(message))
-        return expected
+    def _expected(self, begin: int, end: int) -> dict[int, list[Tensors]]:
+        """By their source the messages that arrive during a part of the schedule."""
+        if (begin, end) not in self.expected:
+            found = self.expected.setdefault((begin, end), {})
+            for action in self.actions[begin:end]:
+                if action.do in RECEIVES:
+                    message = self._message(action)
+                    found.setdefault(message.source, []).append(self._shapes(message))
+        return self.expected[begin, end]
 
     def _last_uses(self, reads: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """For every action the values of its microbatch that nothing uses after it."""

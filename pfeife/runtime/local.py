@@ -102,7 +102,9 @@ class LocalPipeline:
         ranks = len(schedule.ranks)
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
-        self.program, self.schedule, self.devices = program, schedule, devices
+        self.program, self.schedule = program, schedule
+        self.devices: Sequence[torch.device | None] = devices or [None] * ranks
+        self.runners = [RankRunner(program, schedule, rank) for rank in range(ranks)]
 
     def start(
         self,
@@ -133,24 +135,26 @@ class LocalStep:
     """One step of a `LocalPipeline`, which may be run in parts."""
 
     def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
-        world = LocalWorld()
-        self.world = world
-        self.runners: list[tuple[RankRunner, Step]] = []
-        self.devices: list[torch.device | None] = []
-        ranks = len(pipeline.schedule.ranks)
-        for replica, given in enumerate(inputs):
-            for rank in range(ranks):
-                device = pipeline.devices[rank] if pipeline.devices else None
-                self.devices.append(device)
-                transport = LocalTransport(world, rank, replica * ranks, device)
-                runner = RankRunner(pipeline.program, pipeline.schedule, rank, transport)
-                self.runners.append(
-                    (
-                        runner,
-                        runner.start(_moved(state, device), [_moved(g, device) for g in given]),
-                    )
-                )
-        self.replicas = len(inputs)
+        self.world, self.replicas = LocalWorld(), len(inputs)
+        self.runners = [
+            (runner, self._start(runner, replica, pipeline, state, given))
+            for replica, given in enumerate(inputs)
+            for runner in pipeline.runners
+        ]
+
+    def _start(
+        self,
+        runner: RankRunner,
+        replica: int,
+        pipeline: LocalPipeline,
+        state: State,
+        given: list[dict[str, torch.Tensor]],
+    ) -> Step:
+        device = pipeline.devices[runner.rank]
+        offset = replica * len(pipeline.runners)
+        transport = LocalTransport(self.world, runner.rank, offset, device)
+        inputs = [_moved(values, device) for values in given]
+        return runner.start(_moved(state, device), inputs, transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
@@ -192,8 +196,9 @@ class LocalStep:
         ranks = len(self.runners) // self.replicas
         for index, (_, step) in enumerate(self.runners):
             start = index // ranks * each
+            assert isinstance(step.transport, LocalTransport)
             for values, given in zip(step.values, tangents[start : start + each], strict=True):
-                values.update(_moved(given, self.devices[index]))
+                values.update(_moved(given, step.transport.device))
 
     def result(self, *, outputs: bool = True) -> Result:
         """The result of all ranks together, replicas joined as `evaluate` joins them."""

@@ -54,7 +54,7 @@ def profile(
     """
     step = pipeline.start(state, microbatches, **options)
     if isinstance(pipeline, LocalPipeline):
-        watch = Stopwatch(pipeline.devices or ())
+        watch = Stopwatch([device for device in pipeline.devices if device])
         step.run(watch=watch)
         return _ordered(watch.events)
     from_all_ranks("", pipeline.device)  # all are here
