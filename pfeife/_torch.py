@@ -4,6 +4,7 @@ Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this file chan
 """
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ __all__ = [
     "broken_guard",
     "dynamo_roots",
     "flop_formulas",
+    "frame_arguments",
     "joint_graph",
     "leaf_dims",
     "marked_dims",
@@ -73,6 +75,16 @@ def dynamo_roots() -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(output.local_scope), dict(output.global_scope)
 
 
+def frame_arguments() -> list[str]:
+    """The names of the arguments of the frame that Dynamo compiles right now, in their order."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return list(code.co_varnames[:count])
+
+
 def source_root(base: str) -> torch.nn.Module | None:
     """The module that `L['self'].model` names in the frame that Dynamo compiles right now."""
     found = re.fullmatch(r"([LG])\['([^']+)'\]((?:\.\w+)*)", base)
@@ -98,19 +110,17 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     return extra | flop_registry
 
 
-def broken_guard(sizes: list[Any], value: int) -> str | None:
-    """Something that Dynamo assumed of symbolic sizes and that another value of them breaks."""
+def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
+    """Something that Dynamo assumed of symbolic sizes and that other values of them break.
+
+    `values` go by the symbols (`size.node.expr`).
+    """
     if not sizes:
         return None
     environment = sizes[0].node.shape_env
-    new = {size.node.expr: value for size in sizes}
+    hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     for guard in environment.guards:
-        here = environment.replace(guard.expr).xreplace(new)
-        hints = (
-            environment.backed_var_to_val
-            if hasattr(environment, "backed_var_to_val")
-            else environment.var_to_val
-        )
+        here = environment.replace(guard.expr).xreplace(values)
         if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
             return str(guard.expr)
     return None

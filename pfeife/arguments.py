@@ -1,5 +1,7 @@
 """What the arguments of Dynamo's graph are: state by its fully qualified names, batch, sizes."""
 
+import builtins
+import keyword
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +18,8 @@ from pfeife.program import Role
 class Argument:
     """What one placeholder of Dynamo's graph is; `example` is a fake tensor or a size.
 
-    Ports come in the order of `position` first, then in that of Dynamo's placeholders.
+    Ports come in the order of `position` first, then in that of Dynamo's placeholders. `given`
+    says that the caller hands the value over, rather than that the step closes over it.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Argument:
     example: Any
     batch_dim: int | None = None
     position: int = 0
+    given: bool = False
 
 
 def describe(
@@ -41,6 +45,8 @@ def describe(
     aliases = {base: _aliases(_torch.source_root(base)) for base in bases}
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     taken: set[str] = set()
+    known: dict[str, int] = {}
+    order = _torch.frame_arguments()
     arguments = []
     for node, source, example in zip(nodes, sources, examples, strict=True):
         base, path, slot = _split_source(source)
@@ -54,18 +60,38 @@ def describe(
         prefix = f"{words(base)[-1]}." if path and len(bases) > 1 else ""
         names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
         names = names or (prefix + path if path else ".".join(words(source)) or node.name,)
+        if known.setdefault(names[0], id(example)) != id(example):  # two tensors of one name
+            names = (".".join(words(source)),)
+            known[names[0]] = id(example)
         name = _unique(re.sub(r"\W", "_", names[0]), taken)
-        arguments.append(Argument(name, role, names, fake_like(mode, example, device=device)))
+        root = _argument_of(source)
+        arguments.append(
+            Argument(
+                name,
+                role,
+                names,
+                fake_like(mode, example, device=device),
+                position=order.index(root) if root in order else 0,
+                given=root in order and not path,
+            )
+        )
     return arguments
 
 
 def _split_source(source: str) -> tuple[str, str, str]:
     """`L['m']._modules['a']._buffers['b']` as ("L['m']", "a.b", "_buffers")."""
-    pattern = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"
-    steps = list(re.finditer(pattern, source))
-    if not steps or not source.endswith(steps[-1].group()):
+    step = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"
+    run = re.search(rf"(?:{step})+$", source)
+    if not run:
         return source, "", ""
-    return source[: steps[0].start()], ".".join(s[2] for s in steps), steps[-1][1]
+    steps = list(re.finditer(step, run.group()))
+    return source[: run.start()], ".".join(s[2] for s in steps), steps[-1][1]
+
+
+def _argument_of(source: str) -> str:
+    """The local variable that a source begins with, "" for a global."""
+    found = re.match(r"L\['([^']+)'\]", source)
+    return found[1] if found else ""
 
 
 def words(source: str) -> list[str]:
@@ -84,8 +110,14 @@ def _aliases(root: nn.Module | None) -> dict[int, list[str]]:
     return found
 
 
+# Names of our own ports; fx gives other names to nodes that are called like builtins.
+_RESERVED = re.compile(r"(self|seed|loss)$|(output|tangent|grad|new)_")
+
+
 def _unique(name: str, taken: set[str]) -> str:
     name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
+    if keyword.iskeyword(name) or hasattr(builtins, name) or _RESERVED.match(name):
+        name = f"in_{name}"
     candidate, count = name, 0
     while candidate in taken:
         count += 1

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
@@ -17,7 +18,7 @@ from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
 from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
 from pfeife.plan import Mesh, Plan
-from pfeife.program import Program, Role, holders
+from pfeife.program import Port, Program, Role, holders
 from pfeife.runtime.distributed import (
     DistributedPipeline,
     check_agreement,
@@ -42,7 +43,7 @@ class Backend:
     def __init__(self, options: Options):
         self.options = options
         self.compiled: list[Compiled] = []
-        self.homes: dict[str, frozenset[int]] = {}
+        self.homes = WeakIdKeyDictionary()  # stages by parameter or buffer
         policy(options.schedule)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
@@ -73,6 +74,7 @@ class Backend:
         ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
+        slots = dict(zip(captured.arguments, args, strict=True))
         plan = make_plan(
             clusters,
             machine=machine,
@@ -83,7 +85,7 @@ class Backend:
             schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
             split=options.split_at,
             memory_limit=options.memory_limit,
-            homes=self.homes if many else None,
+            homes=self._known_homes(captured.program, slots) if many else None,
         )
         if many:
             plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
@@ -108,25 +110,45 @@ class Backend:
     def _settle(
         self, captured: Captured, program: Program, args: Sequence[Any], device: torch.device
     ) -> None:
-        """Notes which stages hold which parameters. Where this is new, every rank must have the
-        same values: else one of them holds stale ones."""
+        """Notes which stages hold which state. What is new here must have the same values on
+        every rank: else one of them holds stale ones, or was given another batch."""
         slots = dict(zip(captured.arguments, args, strict=True))
+        found = holders(program, Role.PARAMETER, Role.BUFFER)
         homes = {
-            name: frozenset(call.unit for call in calls) for name, calls in holders(program).items()
+            port.fqn: frozenset(call.unit for call in found.get(port.fqn, ()))
+            for port in self._trained(program)
         }
+        known = self._known_homes(program, slots)
         fresh = {
             port.fqn: slots[port.name]
-            for port in program.ports(Role.PARAMETER)
-            if homes.get(port.fqn) != self.homes.get(port.fqn)
+            for port in program.inputs
+            if port.name in slots
+            and (port.fqn not in known or known[port.fqn] != homes.get(port.fqn))
         }
-        stale = differing(fresh, device)
-        if stale:
+        wrong = differing(fresh, device)
+        if wrong:
             raise ValueError(
-                f"parameters {stale[:3]} ({len(stale)} in all) are not the same on all ranks. Seed "
-                "every rank alike before the model is made; a model that another compiled step "
-                "has trained in parts runs with that step's pfeife.compile or pfeife.backend object"
+                f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
+                "given the whole batch, and seeded alike before the model is made; a model that "
+                "another compiled step has trained in parts runs with that step's pfeife.compile "
+                "or pfeife.backend object"
             )
-        self.homes |= homes
+        for port in self._trained(program):
+            self.homes[slots[port.name]] = homes[port.fqn]
+
+    @staticmethod
+    def _trained(program: Program) -> list[Port]:
+        """State that training changes: parameters, and buffers that are updated."""
+        updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+        ports = program.ports(Role.PARAMETER, Role.BUFFER)
+        return [p for p in ports if p.role == Role.PARAMETER or p.fqn in updated]
+
+    def _known_homes(
+        self, program: Program, slots: Mapping[str | None, Any]
+    ) -> dict[str, frozenset[int]]:
+        """Where earlier programs have put this program's state, by canonical names."""
+        ports = program.ports(Role.PARAMETER, Role.BUFFER)
+        return {p.fqn: self.homes[slots[p.name]] for p in ports if slots[p.name] in self.homes}
 
     def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""
@@ -178,8 +200,12 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
         dims = _torch.leaf_dims(in_dims, args) + _torch.leaf_dims(0, kwargs)
         leaves = pytree.tree_leaves(args) + pytree.tree_leaves(kwargs)
         for leaf, dim in zip(leaves, dims, strict=True):
-            if isinstance(leaf, torch.Tensor) and dim is not None and leaf.dim() > dim:
-                torch._dynamo.mark_dynamic(leaf, dim)
+            if isinstance(leaf, torch.Tensor) and dim is not None and leaf.dim() > 0:
+                if not -leaf.dim() <= dim < leaf.dim():
+                    raise ValueError(
+                        f"in_dims: a tensor of {leaf.dim()} dimensions has no dimension {dim}"
+                    )
+                torch._dynamo.mark_dynamic(leaf, dim % leaf.dim())
         return compiled(*args, **kwargs)
 
     run.backend = ours  # type: ignore[attr-defined]

@@ -52,6 +52,7 @@ class Call:
         self.devices = {p.fqn: p.device for p in self.program.inputs}
         self.step: Any = None
         self.finished: Result | None = None
+        self.versions: dict[str, int] = {}
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
@@ -67,6 +68,8 @@ class Call:
         result = self.step.result()
         if self.inside:
             self.finished, self.step = result, None
+        parameters = self.program.ports(Role.PARAMETER)
+        self.versions = {port.name: self._version(port.name) for port in parameters}
         with torch.no_grad():
             for port in self.program.ports(Role.BUFFER):
                 if port.fqn in result.buffers:
@@ -79,6 +82,10 @@ class Call:
             joined["loss"] = result.loss
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in self.compiled.captured.results)
+
+    def _version(self, name: str) -> int:
+        value = self.slots[name]
+        return -1 if value.is_inference() else value._version
 
     def _microbatches(self) -> list[dict[str, torch.Tensor]]:
         count = self.options.microbatches
@@ -95,6 +102,13 @@ class Call:
             assert self.finished is not None
             at = self.compiled.captured.results.index("loss")
             scale = gradients[at]
+            others = [i for i, g in enumerate(gradients) if g is not None and i != at]
+            if others:
+                raise RuntimeError(
+                    f"result {others[0]} of the step received a gradient, but result {at} was "
+                    "taken as the loss and only its gradient is computed: return the whole loss, "
+                    "or no scalar at all, or say which result is the loss with loss=..."
+                )
             if scale is None:  # nothing of what was differentiated came from the loss
                 return [None] * len(self.leaves)
             return [None if g is None else g * scale for g in self._gradients(self.finished)]
@@ -102,6 +116,11 @@ class Call:
             raise RuntimeError(
                 "backward ran a second time through one call of a pipelined step; its "
                 "activations are gone: call the step again"
+            )
+        changed = [name for name, value in self.versions.items() if value != self._version(name)]
+        if changed:
+            raise RuntimeError(
+                f"{changed[0]} was changed in place between the call and its backward"
             )
         step, self.step = self.step, None
         step.set_tangents(self._tangents(gradients))
@@ -147,13 +166,12 @@ class _PipelinedStep(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         results = call.forward()
-        if call.inside:
-            names = call.compiled.captured.results
-            ctx.mark_non_differentiable(
-                *(r for r, name in zip(results, names, strict=True) if name != "loss")
-            )
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipelined step has no second derivatives: backward without create_graph"
+            )
         return (None, *ctx.call.backward(gradients))

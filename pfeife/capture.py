@@ -113,9 +113,9 @@ class _Joint(nn.Module):
             if argument.role == Role.PARAMETER:
                 value = argument.example.detach()
                 parameter = nn.Parameter(value, requires_grad=argument.example.requires_grad)
-                self.register_parameter(argument.name, parameter)
+                self.register_parameter(f"p_{argument.name}", parameter)
             elif argument.role == Role.BUFFER:
-                self.register_buffer(argument.name, argument.example)
+                self.register_buffer(f"b_{argument.name}", argument.example)
 
     def forward(self, *batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rest = {a.name: v for a, v in zip(_rest(self.arguments), batch, strict=True)}
@@ -124,14 +124,34 @@ class _Joint(nn.Module):
             if argument.role is None
             else rest[argument.name]
             if argument.name in rest
-            else getattr(self, argument.name)
+            else getattr(self, _registered(argument))
             for argument in self.arguments
         ]
         with torch.fx.traceback.preserve_node_meta():
             results = fx.Interpreter(self.graph[0]).run(*values)
+        shared = _sharing_storage(self.graph[0])
+        results = [r.clone() if i in shared else r for i, r in enumerate(results)]
         if self.loss is None:
             return tuple(results)
         return tuple(r if i == self.loss else r.detach() for i, r in enumerate(results))
+
+
+def _registered(argument: Argument) -> str:
+    """The name under which `_Joint` has a parameter or buffer."""
+    return f"{'p' if argument.role == Role.PARAMETER else 'b'}_{argument.name}"
+
+
+def _sharing_storage(module: fx.GraphModule) -> set[int]:
+    """The results that look at the storage of another result or of an argument: AOTAutograd
+    hands them back in ways that lose gradients, so they are copied."""
+    users: dict[int, int] = {}
+    results = [node.meta["example_value"] for node in returned(module)]
+    inputs = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
+    for value in (*results, *inputs):
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            users[key] = users.get(key, 0) + 1
+    return {i for i, r in enumerate(results) if users[r.untyped_storage()._cdata] > 1}
 
 
 def _rest(arguments: Sequence[Argument]) -> list[Argument]:
@@ -144,6 +164,7 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
     """The index of the loss among the graph's results, None when the loss is outside.
 
     Raises ValueError when several results could be the loss and `loss` does not say which.
+    Where nothing trains, only `loss` makes a scalar the loss.
     """
     results = [node.meta.get("example_value") for node in returned(module)]
     for index, value in enumerate(results):
@@ -161,7 +182,9 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
                 f"loss={loss}: result {loss} is no differentiable scalar; those are {losses}"
             )
         return loss
-    if len(losses) > 1 and trains:
+    if not trains:
+        return None  # a mean and a sum look alike: nobody has said that this is a loss
+    if len(losses) > 1:
         raise ValueError(
             f"results {losses} are all differentiable scalars; say which is the loss with "
             f"loss={losses[0]}, and detach or add up the others"
@@ -207,7 +230,7 @@ class _Porter:
     ):
         joint.graph.eliminate_dead_code()
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
-        self.by_name = {argument.name: argument for argument in arguments}
+        self.by_name = {_registered(argument): argument for argument in arguments}
         self.rest = _rest(arguments)
         self.arguments = arguments
         self.graph = fx.Graph()
@@ -225,6 +248,7 @@ class _Porter:
             if node.op not in ("placeholder", "output"):
                 self._copy(node, roots)
         outputs, results = self._outputs(output_node(self.joint))
+        self._check_tangents(module)
         self.graph.output(results)
         holder = nn.Module()
         for node in self.graph.nodes:
@@ -240,8 +264,7 @@ class _Porter:
     def _input(self, node: fx.Node) -> None:
         desc, value = node.meta["desc"], node.meta["val"]
         if isinstance(desc, _torch.TangentAOTInput):
-            assert isinstance(desc.output, _torch.PlainAOTOutput)
-            result = _result_name(desc.output.idx, self.loss)
+            result = _result_name(getattr(desc.output, "idx", -1), self.loss)
             port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
         else:
             plain = isinstance(desc, _torch.PlainAOTInput)
@@ -253,11 +276,26 @@ class _Porter:
         assert self.here[node].name == port.name
         self.inputs.append(port)
 
+    def _check_tangents(self, module: fx.GraphModule) -> None:
+        """Every differentiable result must have its gradient come in."""
+        values = [node.meta["example_value"] for node in returned(module)]
+        wanted = {
+            _result_name(index, self.loss)
+            for index, value in enumerate(values)
+            if value.requires_grad and self.loss in (None, index)
+        }
+        found = {port.fqn for port in self.inputs if port.role == Role.TANGENT}
+        if found != wanted:
+            raise ValueError(
+                f"the results {sorted(wanted)} are differentiable, but AOTAutograd gives gradients "
+                f"of {sorted(found)}; return copies (x.clone()) of results that share storage"
+            )
+
     def _seed(self) -> fx.Node:
         """The seed's placeholder, made when the first random operation asks for it."""
-        for node in self.graph.nodes:
-            if node.name == "seed":
-                return node
+        seeds = [port for port in self.inputs if port.role == Role.SEED]
+        if seeds:
+            return next(node for node in self.graph.nodes if node.name == seeds[0].name)
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
             node = self.graph.create_node("placeholder", "seed", name="seed")
@@ -301,7 +339,8 @@ class _Porter:
                     "changed: copy the input first (x = x.clone())"
                 )
             names = self.by_name[source.target].names
-            return _port(f"new_{source.target}", Role.BUFFER_UPDATE, names, value)
+            name = self.by_name[source.target].name
+            return _port(f"new_{name}", Role.BUFFER_UPDATE, names, value)
         if isinstance(desc, _torch.GradAOTOutput):
             source = desc.grad_of
             if isinstance(source, _torch.PlainAOTInput):

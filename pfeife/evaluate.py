@@ -136,8 +136,8 @@ def evaluate(
     microbatch, the gradient of each output where the loss is outside. Buffers are updated in
     microbatch order. With replicas the microbatches are dealt to them in equal, contiguous
     parts; each takes a step of its own from the same buffers, loss and gradients are averaged
-    in replica order, and the buffers are those of the first replica. Raises ValueError when
-    shapes, dtypes or counts do not fit.
+    in replica order (added, where the loss is outside), and the buffers are those of the first.
+    Raises ValueError when shapes, dtypes or counts do not fit.
     """
     count = len(microbatches)
     if count == 0 or count % program.replicas:
@@ -155,11 +155,23 @@ def evaluate(
         loss=None if parts[0].loss is None else mean([part.loss for part in parts]),  # type: ignore[misc]
         outputs=tuple(output for part in parts for output in part.outputs),
         gradients={
-            name: mean([part.gradients[name] for part in parts]) for name in parts[0].gradients
+            name: (mean if program.averages else add)([part.gradients[name] for part in parts])
+            for name in parts[0].gradients
         },
         buffers=parts[0].buffers,
-        batch_gradients=tuple(grads for part in parts for grads in part.batch_gradients),
+        batch_gradients=averaged(
+            program, tuple(grads for part in parts for grads in part.batch_gradients)
+        ),
     )
+
+
+def averaged(
+    program: Program, gradients: tuple[dict[str, torch.Tensor], ...]
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Gradients of batch inputs of every replica's own loss, as those of the mean loss."""
+    if not program.averages:
+        return gradients
+    return tuple({n: g / program.replicas for n, g in one.items()} for one in gradients)
 
 
 def add(values: Sequence[torch.Tensor]) -> torch.Tensor:

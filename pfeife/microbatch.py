@@ -12,7 +12,7 @@ from pfeife import _torch
 from pfeife.arguments import Argument, describe, fake_like
 from pfeife.capture import Captured, trace
 from pfeife.options import Options
-from pfeife.program import Port, Program, Role, returned
+from pfeife.program import Port, Role, returned
 
 
 class BatchedGraph:
@@ -30,15 +30,19 @@ class BatchedGraph:
         ]
         self.marked = any(_marks(e) for e in examples)
         self.sizes = self._batch_sizes(examples)
-        self.dims = [
-            self._dim(argument.names, shape) if argument.role == Role.CONSTANT else None
+
+    @functools.cached_property
+    def dims(self) -> list[int | None]:
+        """Where the batch is in every argument, None for nowhere."""
+        return [
+            self._dim(argument, shape) if argument.role == Role.CONSTANT else None
             for argument, shape in zip(self.arguments, self.shapes, strict=True)
         ]
 
     def key(self, args: Sequence[Any]) -> tuple:
         """What a program is built for: the shapes, and the numbers that are baked in."""
         return tuple(
-            float(value)
+            repr(float(value))
             if number
             else tuple(value.shape)
             if isinstance(value, torch.Tensor)
@@ -50,19 +54,21 @@ class BatchedGraph:
         """The symbolic sizes that count rows: those of the marked dimensions; without marks,
         that of dimension 0 of the first tensor argument where it is symbolic."""
         found: list[Any] = []
-        for argument, shape, example in zip(self.arguments, self.shapes, examples, strict=True):
-            if argument.role != Role.CONSTANT:
+        inputs = zip(self.arguments, self.shapes, examples, strict=True)
+        for argument, shape, example in sorted(inputs, key=lambda item: item[0].position):
+            if argument.role != Role.CONSTANT or not argument.given:
                 continue
             dims = _marks(example) if self.marked else ([0] if not found and len(shape) else [])
             found += [shape[dim] for dim in dims if not isinstance(shape[dim], int)]
         return found
 
-    def _dim(self, names: tuple[str, ...], shape: Sequence[Any]) -> int | None:
+    def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
-        if len(dims) > 1:
+        if len(dims) > 1 or (dims and not argument.given):
+            what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
             raise ValueError(
-                f"input {names[0]}: dimensions {dims} of {tuple(shape)} all look like the batch; "
-                "use pfeife.compile, which marks the batch dimension alone (in_dims)"
+                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
+                "pfeife.compile, which marks the batch dimension alone (in_dims)"
             )
         return dims[0] if dims else None
 
@@ -82,25 +88,7 @@ class BatchedGraph:
                 "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic on every batch "
                 "input; a batch of one row is always specialised"
             )
-        rows = {}
-        for argument, dim, value in zip(self.arguments, self.dims, args, strict=True):
-            if dim is not None:
-                rows[argument.names[0]] = value.shape[dim]
-        uneven = {name: size for name, size in rows.items() if size % count}
-        if uneven:
-            name, size = next(iter(uneven.items()))
-            fits = next(n for n in range(count, 0, -1) if size % n == 0)
-            raise ValueError(
-                f"microbatch: input {name} with {size} rows does not divide into {count} "
-                f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
-            )
-        each = next(iter(rows.values()), count) // count
-        broken = _torch.broken_guard(self.sizes, each)
-        if broken:
-            raise ValueError(
-                f"the step depends on the batch size: with {each} rows a microbatch, {broken} "
-                "no longer holds"
-            )
+        self._check_rows(args, count)
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
             if number
@@ -109,13 +97,43 @@ class BatchedGraph:
                 self.arguments, self.dims, args, self.numbers, strict=True
             )
         ]
-        dims = [
-            next((i for i, s in enumerate(getattr(r, "shape", ())) if self._is_batch(s)), None)
-            for r in self.results
-        ]
+        dims = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
         captured = trace(self.module, arguments, options.loss, dims)
-        check_outputs(captured.program, options, count)
+        check_outputs(captured, options, count)
         return captured
+
+    def _result_dim(self, shape: Sequence[Any]) -> int | None:
+        dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
+        return dims[0] if len(dims) == 1 else None
+
+    def _check_rows(self, args: Sequence[Any], count: int) -> None:
+        rows: dict[str, int] = {}
+        each: dict[Any, int] = {}
+        for argument, dim, shape, value in zip(
+            self.arguments, self.dims, self.shapes, args, strict=True
+        ):
+            if dim is not None:
+                rows[argument.names[0]] = value.shape[dim]
+                each[shape[dim].node.expr] = value.shape[dim] // count
+        fewest = min(rows.values(), default=1)
+        for name, size in rows.items():
+            if size % count:
+                fits = next(n for n in range(count, 0, -1) if size % n == 0)
+                raise ValueError(
+                    f"microbatch: input {name} with {size} rows does not divide into {count} "
+                    f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+                )
+            if size % fewest:
+                raise ValueError(
+                    f"microbatch: the inputs have {rows} rows, which do not belong together; say "
+                    "with in_dims where the batch is (None: nowhere)"
+                )
+        broken = _torch.broken_guard(self.sizes, each)
+        if broken:
+            raise ValueError(
+                f"the step depends on the batch size: with {sorted(set(each.values()))} rows a "
+                f"microbatch, {broken} no longer holds"
+            )
 
     def _at_microbatch(
         self, argument: Argument, dim: int | None, value: Any, count: int
@@ -147,14 +165,27 @@ def _marks(example: Any) -> list[int]:
     return sorted(_torch.marked_dims(example)) if isinstance(example, torch.Tensor) else []
 
 
-def check_outputs(program: Program, options: Options, count: int) -> None:
+def check_outputs(captured: Captured, options: Options, count: int) -> None:
+    """Raises ValueError unless it is known how to join every result's microbatches."""
+    program = captured.program
+    beyond = sorted(index for index in options.reduce if index >= len(captured.results))
+    if beyond:
+        raise ValueError(f"option reduce: there are no results {beyond}")
+    for port in program.ports(Role.LOSS):
+        if options.reduce.get(captured.results.index(port.name), "mean") != "mean":
+            raise ValueError(
+                "option reduce: the loss of a call is the mean of the microbatch losses; divide a "
+                "sum by the number of rows of the whole batch, or compile the model alone"
+            )
     for port in program.ports(Role.OUTPUT):
-        index = int(port.name.removeprefix("output_"))
+        index = captured.results.index(port.name)
         if count > 1 and port.batch_dim is None and index not in options.reduce:
             raise ValueError(
                 f"result {index} of the step ({port.dtype} {list(port.shape)}) has no batch "
-                "dimension, so its microbatches cannot be joined: say how with "
-                f'reduce={{{index}: "mean"}} or "sum", or return the loss alone'
+                "dimension of its own, so its microbatches cannot be joined: say how with "
+                f'reduce={{{index}: "mean"}} or "sum", say that it is the loss with loss={index}, '
+                "or return the loss alone (a buffer that the step assigns anew is a result too: "
+                "change it in place)"
             )
 
 

@@ -99,13 +99,14 @@ class Reduction:
     """Once a step, after the last gradient: what becomes of one parameter's gradient.
 
     The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
-    averaged over `replicas` pipelines in their order.
+    over `replicas` pipelines in their order, and divided by these if it is to `average`.
     """
 
     name: str
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     replicas: int = 1
+    average: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -126,6 +127,12 @@ class Program:
 
     def ports(self, *roles: Role) -> tuple[Port, ...]:
         return tuple(port for port in (*self.inputs, *self.outputs) if port.role in roles)
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas average: each has the loss of its own rows. With the loss outside it
+        is the loss of all rows, and the replicas' parts of a gradient are added."""
+        return self.replicas > 1 and bool(self.ports(Role.LOSS))
 
     def call(self, kind: Kind, unit: int) -> Call:
         for call in self.calls:
@@ -234,9 +241,12 @@ def call_of(value: fx.Node) -> fx.Node:
     return value
 
 
-def holders(program: Program) -> dict[str, set[Call]]:
-    """For every parameter the calls that read it or make a part of its gradient."""
-    names = {port.name: port.fqn for port in program.ports(Role.PARAMETER, Role.GRADIENT)}
+def holders(program: Program, *roles: Role) -> dict[str, set[Call]]:
+    """For every parameter (or state of other `roles`) the calls that read it, or make a part of
+    its gradient or its update."""
+    kinds = {*(roles or (Role.PARAMETER,)), Role.GRADIENT, Role.BUFFER_UPDATE}
+    wanted = {port.fqn for port in program.ports(*(roles or (Role.PARAMETER,)))}
+    names = {p.name: p.fqn for p in program.ports(*kinds) if p.fqn in wanted}
     calls = {call.node: call for call in program.calls}
     found: dict[str, set[Call]] = {}
     for node in program.module.graph.nodes:
@@ -319,6 +329,10 @@ def _problems(program: Program) -> Iterator[str]:
     for port in program.inputs:
         if port.role not in INPUT_ROLES:
             yield f"input {port.name} has the role {port.role}"
+    state = Counter(p.fqn for p in program.inputs if p.role not in (Role.TANGENT, Role.SEED))
+    for name, count in state.items():
+        if count > 1:
+            yield f"{count} inputs have the name {name}"
     for name, count in Counter(p.name for p in (*program.inputs, *program.outputs)).items():
         if count > 1:
             yield f"{count} ports are called {name}"

@@ -65,7 +65,7 @@ def check_loop() -> None:
     """A whole training loop with the loss inside: losses equal those of one device."""
     one = case("GPT")
     other = CASES["GPT"](copy.deepcopy(one.model))
-    step = pfeife.compile(one.step, microbatches=4)
+    step = pfeife.compile(one.step, microbatches=4, loss=0)
     optimizers = [torch.optim.Adam(c.model.parameters(), lr=0.01) for c in (one, other)]
     for seed in range(4):
         batch = one.batch(8, seed)
@@ -130,6 +130,13 @@ def check_refusals() -> None:
             assert message in str(error), error
         else:
             assert not message, f"{options} was not refused"
+    torch._dynamo.reset()
+    try:
+        pfeife.compile(one.step, microbatches=2)(*one.batch(4, seed=dist.get_rank()))
+    except ValueError as error:
+        assert "given the whole batch" in str(error)
+    else:
+        raise AssertionError("ranks with other rows were not refused")
     torch._dynamo.reset()
     rows = 4 if dist.get_rank() == 0 else 8
     try:

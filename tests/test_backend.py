@@ -1,7 +1,9 @@
 """An unchanged training loop: the same losses, gradients and buffers as plain accumulation."""
 
 import copy
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,7 +131,8 @@ def test_other_results_are_joined():
     loss, logits, right = pfeife.compile(step, microbatches=3, stages=2, reduce={2: "mean"})(
         x, kinds
     )
-    assert loss.requires_grad and not logits.requires_grad
+    with pytest.raises(RuntimeError, match="result 1 of the step received a gradient"):
+        (loss + logits.sum()).backward()
     torch.manual_seed(0)
     parts = [(x.chunk(3)[i], kinds.chunk(3)[i]) for i in range(3)]
     expected = [step(*part) for part in parts]
@@ -140,7 +143,7 @@ def test_other_results_are_joined():
 def test_without_gradients_only_forwards_run():
     one = case("BatchNormNet")
     one.model.eval()
-    step = pfeife.compile(one.step, microbatches=2, stages=2)
+    step = pfeife.compile(one.step, microbatches=2, stages=2, loss=0)
     batch = one.batch(4)
     with torch.no_grad():
         loss = step(*batch)
@@ -288,3 +291,136 @@ def test_replicas_average():
         loss.detach(), ({},) * 4, {n: p.grad for n, p in one.model.named_parameters()}, {}
     )
     assert_same(expected, found, rounding=None)
+
+
+def same_as_eager(model, step, batch, count=2, tied=(), **options):
+    """The compiled step's loss and gradients against accumulation over `count` parts."""
+    torch._dynamo.reset()
+    parts = list(zip(*(x.chunk(count) for x in batch), strict=True))
+    expected = eager_accumulation(step, model, parts)
+    loss = pfeife.compile(step, microbatches=count, **options)(*batch)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    found = pfeife.Result(loss.detach(), ({},) * count, gradients, {})
+    assert_same(attrs.evolve(expected, buffers={}), found, tied)
+
+
+def test_numbers_in_the_step_are_tensors_too():
+    """A tensor made from numbers is a constant of the graph, read on every rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(x):
+        h = model[0](x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        h = torch.where(h > 0, h, torch.tensor(0.5))
+        return model[1](h * torch.tensor(3.0)).square().mean()
+
+    same_as_eager(model, step, (torch.randn(4, 4),), stages=2)
+
+
+def test_names_that_python_fx_or_pfeife_use():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loss = nn.Parameter(torch.randn(4))
+            self.graph = nn.Parameter(torch.randn(4))
+            self.p_type = nn.Linear(4, 4)
+
+    model = Model()
+
+    def step(input, seed, grad_loss):
+        h = F.dropout(model.p_type(input) * model.loss + model.graph, 0.0)
+        return (h * seed * grad_loss).square().mean()
+
+    same_as_eager(model, step, tuple(torch.randn(4, 4) for _ in range(3)))
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    nets = nn.ModuleList([first, second])
+    holders = [SimpleNamespace(net=first), SimpleNamespace(net=second)]
+
+    def held(weight):
+        return (holders[0].net(weight) + holders[1].net(weight).tanh()).square().mean()
+
+    same_as_eager(nets, held, (torch.randn(4, 4),))
+
+
+def test_results_that_share_storage_keep_their_gradients():
+    model = nn.Linear(4, 4)
+    x = torch.randn(4, 4)
+    for results in (
+        lambda h: (h, h.view(-1, 2, 2)),
+        lambda h: (h, h[:, 0]),
+        lambda h: (h[:, :2], h[:, 2:]),
+    ):
+        torch._dynamo.reset()
+
+        def call(x, results=results):
+            return results(model(x))
+
+        found = pfeife.compile(call, microbatches=2)(x)
+        sum(result.square().sum() for result in found).backward()
+        gradient, model.weight.grad = model.weight.grad, None
+        sum(result.square().sum() for result in call(x)).backward()
+        torch.testing.assert_close(gradient, model.weight.grad)
+        model.zero_grad()
+
+
+def test_replicas_with_the_loss_outside_add_up():
+    model = nn.Linear(4, 4)
+    x = torch.randn(8, 4, requires_grad=True)
+    for inside in (True, False):
+        torch._dynamo.reset()
+        call = (lambda x: model(x).square().mean()) if inside else model
+        loss = pfeife.compile(call, microbatches=4, replicas=2)(x)
+        (loss if inside else loss.square().mean()).backward()
+        found = [p.grad for p in (x, model.weight)]
+        x.grad = model.weight.grad = model.bias.grad = None
+        model(x).square().mean().backward()
+        for one, other in zip(found, (x, model.weight), strict=True):
+            torch.testing.assert_close(one, other.grad)
+            other.grad = None
+        model.bias.grad = None
+
+
+def test_what_would_be_silently_wrong_is_refused():
+    one = case("GPT")
+    tokens, targets = one.batch(4)
+    model = nn.Linear(4, 4)
+    x = torch.randn(4, 4)
+    table = torch.randn(6)
+
+    def twice(x):
+        h = model(x)
+        return h @ h.t()
+
+    def count(x):
+        return (model(x) > 0).float().sum()
+
+    with pytest.raises(ValueError, match="no batch dimension of its own"):
+        pfeife.compile(twice, microbatches=2)(x)
+    with torch.no_grad(), pytest.raises(ValueError, match="loss=0"):
+        pfeife.compile(count, microbatches=2)(x)
+    with pytest.raises(ValueError, match="the loss of a call is the mean"):
+        pfeife.compile(one.step, microbatches=2, reduce={0: "sum"})(tokens, targets)
+    with pytest.raises(ValueError, match=r"no results \[7\]"):
+        pfeife.compile(one.step, reduce={7: "sum"})(tokens, targets)
+    with pytest.raises(ValueError, match="do not belong together"):
+        pfeife.compile(lambda x, y: model(x).mean() + y.mean(), microbatches=2)(
+            x, x[:, :2].repeat(2, 1)[:6]
+        )
+    with pytest.raises(ValueError, match="has no dimension 3"):
+        pfeife.compile(lambda x: model(x).mean(), in_dims=3)(x)
+    with pytest.raises(ValueError, match="closed-over tensor"):
+        torch.compile(
+            lambda x: (model(x) * table[:, None]).mean(),
+            backend="pfeife", options={"microbatches": 2}, dynamic=True,
+        )(torch.randn(6, 4))  # fmt: skip
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(step(leaf), leaf, create_graph=True)
+    outside = pfeife.compile(model, microbatches=2)
+    logits = outside(x)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between"):
+        logits.sum().backward()

@@ -12,6 +12,7 @@ from pfeife.program import Program, Role, holders
 def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
     """A pass that spreads a step's microbatches over the mesh's replicas.
 
+    Where the loss is outside the step, gradients are added rather than averaged.
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
     schedule runs after the last weight gradient. This re-associates the sum over microbatches.
     Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already.
@@ -28,7 +29,11 @@ def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
             return program
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         found = holders(program)
-        reductions = tuple(reduction_of(name, found[name], mesh.replicas) for name in trained)
-        return attrs.evolve(program, replicas=mesh.replicas, reductions=reductions)
+        wrapped = attrs.evolve(program, replicas=mesh.replicas)
+        reductions = [reduction_of(name, found[name], mesh.replicas) for name in trained]
+        return attrs.evolve(
+            wrapped,
+            reductions=tuple(attrs.evolve(one, average=wrapped.averages) for one in reductions),
+        )
 
     return run

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pfeife.evaluate import Result, State, mean
+from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role
 from pfeife.runtime.interpret import (
@@ -38,7 +38,8 @@ class DistributedTransport:
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
                 f"{world} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
             )
-        self.mesh, self.device = mesh, device
+        self.mesh = mesh
+        self.device: torch.device | None = device
         self.replica, self.rank = divmod(dist.get_rank(), mesh.ranks)
         self.offset = self.replica * mesh.ranks
         self.groups = self._groups(reductions)
@@ -91,7 +92,7 @@ class DistributedTransport:
         total = part.clone(memory_format=torch.contiguous_format)
         if group is not None:
             dist.all_reduce(total, group=group)
-        return total / reduction.replicas if reduction.replicas > 1 else total
+        return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
         while self.leaving:
@@ -115,8 +116,8 @@ def _like(value: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one contiguous dimension."""
-    return value.as_strided((value.numel(),), (1,))
+    """A dense tensor's memory as bytes, which every backend sends."""
+    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
 class DistributedPipeline:
@@ -192,7 +193,9 @@ class DistributedStep:
             outputs=self._shared(mine.outputs, Role.OUTPUT) if outputs else (),
             gradients=mine.gradients,
             buffers=mine.buffers,
-            batch_gradients=self._shared(mine.batch_gradients, Role.BATCH_GRADIENT),
+            batch_gradients=averaged(
+                self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
+            ),
         )
 
     def _loss(self, mine: Result) -> torch.Tensor | None:
@@ -223,7 +226,7 @@ class DistributedStep:
             shared = value.contiguous()
         else:
             shared = torch.empty(port.shape, dtype=port.dtype, device=self.pipeline.device)
-        dist.broadcast(shared, source)
+        dist.broadcast(_flat(shared), source)
         return shared
 
 

@@ -28,7 +28,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Transport(Protocol):
-    """What carries values between ranks. Ranks are those of one pipeline."""
+    """What carries values between ranks. Ranks are those of one pipeline.
+
+    `device` is where received values shall be, None for where they come from.
+    """
+
+    device: torch.device | None
 
     def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
         """Announces the messages of a channel in their order, by fake tensors."""
@@ -79,6 +84,7 @@ class RankRunner:
         self.messages = messages(program)
         self.outputs = _outputs_by_node(program)
         self.buffers = _updated_buffers(program)
+        self.constants = _constants(program)
         table: dict[Action, tuple[Handler, tuple[str, ...]]] = {}
         self.steps: list[tuple[Action, Handler]] = []
         reads: list[tuple[str, ...]] = []
@@ -104,6 +110,8 @@ class RankRunner:
             for port in self.program.ports(*STATE_ROLES)
             if port.fqn in state
         }
+        place = transport.device
+        held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
         return Step(
             transport=transport,
             values=[held | dict(given) for given in inputs],
@@ -260,7 +268,7 @@ class RankRunner:
 
     def _last_uses(self, reads: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """For every action the values of its microbatch that nothing uses after it."""
-        kept = {port.name for port in self.program.ports(*STATE_ROLES)}
+        kept = {port.name for port in self.program.ports(*STATE_ROLES)} | set(self.constants)
         last: dict[tuple[int | None, str], int] = {}
         for index, (action, names) in enumerate(zip(self.actions, reads, strict=True)):
             last.update({(action.microbatch, name): index for name in names if name not in kept})
@@ -330,6 +338,13 @@ def _updated_buffers(program: Program) -> dict[str, str]:
     """Buffer ports that a step updates, by port name, with their canonical names."""
     updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
     return {port.name: port.fqn for port in program.ports(Role.BUFFER) if port.fqn in updated}
+
+
+def _constants(program: Program) -> dict[str, torch.Tensor]:
+    """Tensors that the step's own code makes from numbers, by their nodes in the graph."""
+    nodes = [node for node in program.module.graph.nodes if node.op == "get_attr"]
+    values = {node.name: operator.attrgetter(str(node.target))(program.module) for node in nodes}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def owner(program: Program, port: Port) -> int:

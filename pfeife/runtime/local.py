@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pfeife.evaluate import Result, State, add, mean
+from pfeife.evaluate import Result, State, add, averaged, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
 from pfeife.runtime.interpret import RankRunner, Step, Tensors, Watch, microbatch_inputs
@@ -68,7 +68,7 @@ class LocalTransport:
             parts = self.world.parts.setdefault(name, {})
             parts[self.offset + self.rank] = part
             if len(parts) == whole:
-                self.world.reduced[name] = _combined(parts, whole // reduction.replicas)
+                self.world.reduced[name] = _combined(parts, reduction)
                 self.world.changed.notify_all()
             self.world.changed.wait_for(lambda: name in self.world.reduced or self.world.failed)
             if self.world.failed:
@@ -80,11 +80,12 @@ class LocalTransport:
         pass
 
 
-def _combined(parts: Mapping[int, torch.Tensor], ranks: int) -> torch.Tensor:
+def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    ranks = len(reduction.ranks)
     ordered = [parts[rank] for rank in sorted(parts)]
     ordered = [part.to(ordered[0].device) for part in ordered]
     sums = [add(ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)]
-    return mean(sums) if len(sums) > 1 else sums[0]
+    return mean(sums) if reduction.average else add(sums)
 
 
 class LocalPipeline:
@@ -136,6 +137,7 @@ class LocalStep:
 
     def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
         self.world, self.replicas = LocalWorld(), len(inputs)
+        self.program = pipeline.program
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)
@@ -215,7 +217,9 @@ class LocalStep:
             outputs=tuple(output for part in pipelines for output in part.outputs),
             gradients=pipelines[0].gradients,
             buffers=pipelines[0].buffers,
-            batch_gradients=tuple(g for part in pipelines for g in part.batch_gradients),
+            batch_gradients=averaged(
+                self.program, tuple(g for part in pipelines for g in part.batch_gradients)
+            ),
         )
 
 

@@ -158,6 +158,12 @@ def balanced(
         raise ValueError(
             f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone "
             f"takes {smallest}); use more stages, smaller microbatches or a larger limit"
+            + (
+                f"; no cut may part what updates and reads one buffer: borders "
+                f"{sorted(clusters.blocked)} are closed"
+                if clusters.blocked
+                else ""
+            )
         )
     return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
 
@@ -217,7 +223,7 @@ def follow(program: Program, homes: Mapping[str, frozenset[int]]) -> tuple[int, 
     backwards.
     """
     wanted: dict[int, list[str]] = {}
-    for name, users in holders(program).items():
+    for name, users in holders(program, Role.PARAMETER, Role.BUFFER).items():
         for unit in {call.unit for call in users if call.kind == Kind.FORWARD}:
             if name in homes:
                 wanted.setdefault(unit, []).append(name)
