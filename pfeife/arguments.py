@@ -60,9 +60,9 @@ def describe(
         prefix = f"{words(base)[-1]}." if path and len(bases) > 1 else ""
         names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
         names = names or (prefix + path if path else ".".join(words(source)) or node.name,)
-        if known.setdefault(names[0], id(example)) != id(example):  # two tensors of one name
-            names = (".".join(words(source)),)
-            known[names[0]] = id(example)
+        if known.get(names[0], id(example)) != id(example):  # two tensors of one name
+            names = (_unique(".".join(words(source)), set(known)),)
+        known[names[0]] = id(example)
         name = _unique(re.sub(r"\W", "_", names[0]), taken)
         root = _argument_of(source)
         arguments.append(

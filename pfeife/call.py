@@ -107,7 +107,7 @@ class Call:
                 raise RuntimeError(
                     f"result {others[0]} of the step received a gradient, but result {at} was "
                     "taken as the loss and only its gradient is computed: return the whole loss, "
-                    "or no scalar at all, or say which result is the loss with loss=..."
+                    'or say with loss= which result it is, or loss="outside" if none is'
                 )
             if scale is None:  # nothing of what was differentiated came from the loss
                 return [None] * len(self.leaves)

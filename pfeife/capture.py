@@ -1,7 +1,7 @@
 """A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -12,6 +12,9 @@ from pfeife import _torch
 from pfeife.arguments import Argument, describe, words
 from pfeife.program import Port, Program, Role, output_node, returned, verify
 from pfeife.seeding import is_random, seeded
+
+# Which result is the loss: an index, none of them, or the only one that can be.
+Loss = int | Literal["outside"] | None
 
 
 @attrs.frozen(eq=False)
@@ -30,14 +33,15 @@ class Captured:
 def capture(
     step: Callable[..., Any],
     *example_microbatch: Any,
-    loss: int | None = None,
+    loss: Loss = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Program:
     """The flat joint graph of a training step on one microbatch.
 
     `step` is a module or any callable that closes over modules; it returns a scalar loss or a
-    pytree with the loss in it (`loss` says which of its tensors, where several could be it).
+    pytree with the loss in it (`loss` says which of its tensors, where several could be it, or
+    "outside" if none is).
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
     device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
@@ -160,7 +164,7 @@ def _rest(arguments: Sequence[Argument]) -> list[Argument]:
     return sorted(rest, key=lambda argument: argument.position)
 
 
-def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
+def find_loss(module: fx.GraphModule, loss: Loss) -> int | None:
     """The index of the loss among the graph's results, None when the loss is outside.
 
     Raises ValueError when several results could be the loss and `loss` does not say which.
@@ -176,6 +180,8 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
     trains = any(value.requires_grad for value in results)
     scalars = [i for i, v in enumerate(results) if v.dim() == 0 and v.dtype.is_floating_point]
     losses = [i for i in scalars if results[i].requires_grad or not trains]
+    if loss == "outside":
+        return None
     if loss is not None:
         if loss not in losses:
             raise ValueError(
@@ -187,7 +193,7 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
     if len(losses) > 1:
         raise ValueError(
             f"results {losses} are all differentiable scalars; say which is the loss with "
-            f"loss={losses[0]}, and detach or add up the others"
+            f'loss={losses[0]} and detach or add up the others, or loss="outside" if none is'
         )
     return losses[0] if len(losses) == 1 else None
 
@@ -195,7 +201,7 @@ def find_loss(module: fx.GraphModule, loss: int | None) -> int | None:
 def trace(
     module: fx.GraphModule,
     arguments: list[Argument],
-    loss: int | None,
+    loss: Loss,
     result_dims: Sequence[int | None] | None = None,
 ) -> Captured:
     """The joint program of Dynamo's graph at the shapes of the arguments' examples.

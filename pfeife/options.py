@@ -26,7 +26,8 @@ class Options:
     machine: what to estimate for; this machine's kind unless given.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
-    loss: which result of the step is the loss, where several could be.
+    loss: which result is the loss, where several could be or nothing trains: an index into the
+        tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
     """
 
@@ -41,7 +42,7 @@ class Options:
     devices: tuple[str, ...] | None = attrs.field(
         default=None, converter=lambda given: given if given is None else tuple(given)
     )
-    loss: int | None = None
+    loss: int | Literal["outside"] | None = None
     reduce: Mapping[int, str] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:

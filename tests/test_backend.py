@@ -333,6 +333,17 @@ def test_names_that_python_fx_or_pfeife_use():
         return (h * seed * grad_loss).square().mean()
 
     same_as_eager(model, step, tuple(torch.randn(4, 4) for _ in range(3)))
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x, scale):
+            return (x * self.scale * scale).square().mean()
+
+    scaled = Scaled()
+    same_as_eager(scaled, scaled, (torch.randn(4, 4), torch.randn(4, 1)))
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     nets = nn.ModuleList([first, second])
     holders = [SimpleNamespace(net=first), SimpleNamespace(net=second)]
@@ -362,6 +373,23 @@ def test_results_that_share_storage_keep_their_gradients():
         sum(result.square().sum() for result in call(x)).backward()
         torch.testing.assert_close(gradient, model.weight.grad)
         model.zero_grad()
+
+
+def test_a_scalar_that_is_not_the_loss():
+    """A router's loss beside the logits: the loss of both is outside."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(4, 4)
+
+    def call(x):
+        h = model(x)
+        return h, h.square().mean()
+
+    logits, router = pfeife.compile(call, microbatches=2, loss="outside", reduce={1: "mean"})(x)
+    (logits.exp().mean() + 0.1 * router).backward()
+    found, model.weight.grad = model.weight.grad, None
+    logits, router = call(x)
+    (logits.exp().mean() + 0.1 * router).backward()
+    torch.testing.assert_close(found, model.weight.grad)
 
 
 def test_replicas_with_the_loss_outside_add_up():
