@@ -27,7 +27,7 @@ from pfeife.runtime.distributed import (
     join_world,
 )
 from pfeife.runtime.local import LocalPipeline
-from pfeife.sched import lower, policy, verify_schedule
+from pfeife.sched import follow, lower, policy, split_at, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
@@ -74,7 +74,6 @@ class Backend:
         ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
-        slots = dict(zip(captured.arguments, args, strict=True))
         plan = make_plan(
             clusters,
             machine=machine,
@@ -83,9 +82,8 @@ class Backend:
             ranks=ranks,
             # With the loss outside the gradients arrive when all forwards are done.
             schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
-            split=options.split_at,
+            cuts=self._cuts(clusters, captured, args, many),
             memory_limit=options.memory_limit,
-            homes=self._known_homes(captured.program, slots) if many else None,
         )
         if many:
             plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
@@ -106,6 +104,16 @@ class Backend:
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _cuts(
+        self, clusters: Program, captured: Captured, args: Sequence[Any], many: bool
+    ) -> tuple[int, ...] | None:
+        """Cuts that are given: by where the state is at home already, or by the options."""
+        slots = dict(zip(captured.arguments, args, strict=True))
+        homes = self._known_homes(captured.program, slots) if many else {}
+        if homes:
+            return follow(clusters, homes)
+        return split_at(clusters, self.options.split_at) if self.options.split_at else None
 
     def _settle(
         self, captured: Captured, program: Program, args: Sequence[Any], device: torch.device

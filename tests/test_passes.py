@@ -112,7 +112,7 @@ def test_boundaries_by_name_and_by_marker():
     points = {"blocks.1": "begin", "blocks.2": "end"}
     fused = pfeife.fuse(boundaries=points)(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, split=points)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
     staged = pfeife.partition(plan)(fused)
     homes = {
         port.fqn: {call.unit for call in calls}
@@ -147,7 +147,7 @@ def test_wrong_wishes_are_refused():
     with pytest.raises(ValueError, match="fits 10 bytes"):
         plan(stages=2, memory_limit=10)
     with pytest.raises(ValueError, match="give fuse the same boundaries"):
-        plan(split={"blocks.1.mlp.2": "begin"})
+        sched.split_at(fused, {"blocks.1.mlp.2": "begin"})
     other = sched.plan(clusters(captured("UNet")[1]), machine=CPU_CORE, microbatches=2, stages=2)
     with pytest.raises(ValueError, match="the plan is for"):
         pfeife.partition(other)(fused)
@@ -158,7 +158,7 @@ def test_masks_are_computed_where_they_are_read():
     points = {"blocks.1": "begin", "blocks.2": "begin"}
     fused = pfeife.fuse(boundaries=points)(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, split=points)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
     crossing = pfeife.program.messages(sent)
     shapes = [

@@ -28,6 +28,7 @@ from pfeife.sched import (
     plan,
     policy,
     simulate,
+    split_at,
     verify_schedule,
 )
 from pfeife.sched.cuts import Clusters, borders
@@ -481,8 +482,8 @@ def test_plans_deal_stages_to_ranks():
     with pytest.raises(ValueError, match="2 stages for 3 ranks: every rank needs a stage"):
         plan(program(), machine=CPU_CORE, microbatches=3, stages=2, ranks=3)
     with pytest.raises(ValueError, match="stages=3, but the cuts by hand make 1 stages"):
-        split = {"layers.0": "begin"}
-        plan(program(), machine=CPU_CORE, microbatches=3, stages=3, split=split)
+        cuts = split_at(program(), {"layers.0": "begin"})
+        plan(program(), machine=CPU_CORE, microbatches=3, stages=3, cuts=cuts)
 
 
 def test_plans_need_costs():

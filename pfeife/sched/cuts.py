@@ -153,19 +153,24 @@ def balanced(
 
     slowest = best(max, math.inf)[-1].get(count)
     if slowest is None:
-        sizes = zip(clusters.parameters, clusters.saved, strict=True)
-        smallest = max(2 * parameters + saved for parameters, saved in sizes)
-        raise ValueError(
-            f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone "
-            f"takes {smallest}); use more stages, smaller microbatches or a larger limit"
-            + (
-                f"; no cut may part what updates and reads one buffer: borders "
-                f"{sorted(clusters.blocked)} are closed"
-                if clusters.blocked
-                else ""
-            )
-        )
+        raise ValueError(_refusal(clusters, stages, limit))
     return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
+
+
+def _refusal(clusters: Clusters, stages: int, limit: int) -> str:
+    """Why there are no cuts: the memory, or the borders that are closed."""
+    sizes = zip(clusters.parameters, clusters.saved, strict=True)
+    smallest = max(2 * parameters + saved for parameters, saved in sizes)
+    text = (
+        f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone takes "
+        f"{smallest}); use more stages, smaller microbatches or a larger limit"
+    )
+    if clusters.blocked:
+        closed = sorted(clusters.blocked)
+        text += (
+            f"; no cut may part what updates and reads one buffer, so borders {closed} are closed"
+        )
+    return text
 
 
 def _traced(rows: list[_Row], end: int) -> tuple[int, ...]:

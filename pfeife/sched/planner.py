@@ -11,9 +11,7 @@ from pfeife.sched.cuts import (
     borders,
     cheap_to_recompute,
     clusters_of,
-    follow,
     marked,
-    split_at,
 )
 from pfeife.sched.lower import chain, insert_actions
 from pfeife.sched.policies import forward_only, policy
@@ -29,22 +27,21 @@ def plan(
     stages: int | None = None,
     ranks: int | None = None,
     schedule: str = "1f1b",
-    split: Mapping[str, str] | None = None,
+    cuts: Sequence[int] | None = None,
     memory_limit: int | None = None,
-    homes: Mapping[str, frozenset[int]] | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program.
 
-    With `homes` (see `follow`), `split` (see `split_at`) or `stage_boundary` markers in the
-    model the cuts are those; otherwise they minimise the seconds of the slowest stage under
-    `memory_limit` bytes a rank (the machine's memory unless given). There are as many ranks as
-    stages unless `ranks` says otherwise; more stages than ranks are dealt to them in turn and
-    share the limit equally.
+    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
+    the `stage_boundary` markers in the model; without those they minimise the seconds of the
+    slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
+    as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
+    them in turn and share the limit equally.
     Raises ValueError if the wishes contradict each other or the program.
     """
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
-    by_hand = follow(program, homes) if homes else _cuts_by_hand(program, split, stages)
+    by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
     placed = _dealt(count, ranks or count)
     trained = bool(program.ports(Role.TANGENT))
@@ -69,11 +66,13 @@ def plan(
 
 
 def _cuts_by_hand(
-    program: Program, split: Mapping[str, str] | None, stages: int | None
+    program: Program, cuts: Sequence[int] | None, stages: int | None
 ) -> tuple[int, ...] | None:
-    found = split_at(program, split) if split else marked(program)
-    if not split and found[-1] == 0:
+    found = tuple(cuts) if cuts else marked(program)
+    if not cuts and found[-1] == 0:
         return None
+    if len(found) != program.units:
+        raise ValueError(f"cuts for {len(found)} clusters, the program has {program.units}")
     if stages not in (None, found[-1] + 1):
         raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
     return found
