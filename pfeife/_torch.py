@@ -40,7 +40,6 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "broken_guard",
-    "dynamo_roots",
     "flop_formulas",
     "frame_arguments",
     "joint_graph",
@@ -67,7 +66,7 @@ def placeholder_source(node: torch.fx.Node) -> str:
     return str(name() if callable(name) else name)
 
 
-def dynamo_roots() -> tuple[dict[str, Any], dict[str, Any]]:
+def _dynamo_roots() -> tuple[dict[str, Any], dict[str, Any]]:
     """The local and global variables of the frame that Dynamo compiles right now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -91,7 +90,7 @@ def source_root(base: str) -> torch.nn.Module | None:
     if not found:
         return None
     scope, name, attributes = found.groups()
-    value = dynamo_roots()[scope == "G"].get(name)
+    value = _dynamo_roots()[scope == "G"].get(name)
     for attribute in attributes.split(".")[1:]:
         value = getattr(value, attribute, None)
     return value if isinstance(value, torch.nn.Module) else None

@@ -36,8 +36,9 @@ log = logging.getLogger("pfeife")
 class Backend:
     """A compile backend with its options bound.
 
-    `compiled` lists what it has built so far, `homes` the stages that hold each parameter: with
-    a rank a process, later graphs of the same model (without gradients, say) keep to them.
+    `compiled` lists what it has built so far, `homes` the stages that hold each parameter and
+    updated buffer: with a rank a process, later graphs of the same model (without gradients,
+    say) keep to them.
     """
 
     def __init__(self, options: Options):
@@ -61,7 +62,7 @@ class Backend:
 
         return run
 
-    def _build(self, graph: "BatchedGraph", args: Sequence[Any]) -> Compiled:
+    def _build(self, graph: BatchedGraph, args: Sequence[Any]) -> Compiled:
         options = self.options
         captured = graph.captured(args, options)
         device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
@@ -95,7 +96,6 @@ class Backend:
         schedule = verify_schedule(lower(plan.schedule, program))
         if many:
             check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
-        if many:
             self._settle(captured, program, args, device)
         pipeline = (
             DistributedPipeline(program, schedule, device)

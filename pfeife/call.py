@@ -165,8 +165,7 @@ class _PipelinedStep(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        results = call.forward()
-        return results
+        return call.forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

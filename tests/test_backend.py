@@ -392,6 +392,27 @@ def test_a_scalar_that_is_not_the_loss():
     torch.testing.assert_close(found, model.weight.grad)
 
 
+def test_a_tied_weight_with_a_gradient_from_outside():
+    """Two stages and the caller each have a term of one gradient: none gets lost."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return (x @ self.w).tanh() @ self.w, self.w.clone()
+
+    model, x = Model(), torch.randn(4, 4)
+    found = []
+    for call in (pfeife.compile(model, stages=3), model):
+        h, w = call(x)
+        (h.sum() + 3 * w.square().sum()).backward()
+        found.append(model.w.grad)
+        model.w.grad = None
+    torch.testing.assert_close(*found)
+
+
 def test_replicas_with_the_loss_outside_add_up():
     model = nn.Linear(4, 4)
     x = torch.randn(8, 4, requires_grad=True)

@@ -9,7 +9,6 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import CPU_CORE
-from pfeife.program import find_node, output_node, receive, returned
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
 
@@ -81,11 +80,9 @@ def test_an_order_that_ignores_dependencies(sent):
         pfeife.partition(backwards)(fused)
     order = lowered(plan, program)
     first = order.ranks[0]
-    swapped = (*first[:-2], first[-1], first[-2])
     early = pfeife.Schedule((tuple(reversed(first)), *order.ranks[1:]))
-    with pytest.raises(ValueError, match=r"rank 0|ascending|after its forward"):
+    with pytest.raises(ValueError, match=r"rank 0: .*a backward comes after its forward"):
         sched.verify_schedule(early)
-    assert swapped != first
 
 
 def test_a_transfer_that_reaches_one_reader_only():
@@ -176,6 +173,3 @@ def test_malformed_programs_are_named():
     fused = pfeife.fuse()(program)
     with pytest.raises(ValueError, match="are not the call_module nodes"):
         pfeife.verify(attrs.evolve(fused, calls=fused.calls[1:]))
-    assert returned(fused.module) and find_node(fused.module, "cluster_0_forward")
-    assert output_node(fused.module) is output_node_of(fused.module.graph)
-    assert receive((1,), 0, 1) == (1,)

@@ -8,7 +8,7 @@ from torch import fx
 
 from pfeife.outline import Group, inline, outline, viewed
 from pfeife.plan import Plan
-from pfeife.program import Port, Program, Role, is_source, returned, source_line
+from pfeife.program import Call, Port, Program, Role, is_source, returned, source_line
 
 
 def partition(plan: Plan) -> Callable[[Program], Program]:
@@ -42,7 +42,7 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
     return run
 
 
-def _placed(call, program: Program, plan: Plan):
+def _placed(call: Call, program: Program, plan: Plan) -> Call:
     seconds = [
         c.seconds
         for c in program.calls
@@ -89,16 +89,12 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             here[node] = graph.node_copy(node, here.__getitem__)
     outputs: list[Port] = []
     results: dict[str, fx.Node] = {}
-    for port, node in zip(
-        flat.outputs,
-        returned(flat.module).values(),
-        strict=True,
-    ):
+    for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True):
+        leaves_of_port = _addends(node) if port.role == Role.GRADIENT else []
         parts: dict[int, list[fx.Node]] = {}
-        if port.role == Role.GRADIENT:
-            for leaf in _addends(node):
-                if leaf.name in groups:
-                    parts.setdefault(groups[leaf.name].unit, []).append(leaf)
+        if all(leaf.name in groups for leaf in leaves_of_port):  # else one comes from outside
+            for leaf in leaves_of_port:
+                parts.setdefault(groups[leaf.name].unit, []).append(leaf)
         if len(parts) < 2:
             outputs.append(port)
             results[port.name] = here[node]
@@ -108,9 +104,8 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             for leaf in leaves[1:]:
                 added = graph.call_function(torch.ops.aten.add.Tensor, (total, here[leaf]))
                 added.meta = dict(node.meta)
-                new_groups[added.name] = min(
-                    (groups[x.name] for x in leaves), key=lambda group: -group.order[0]
-                )
+                latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
+                new_groups[added.name] = latest
                 total = added
             part = attrs.evolve(port, name=f"{port.name}_stage_{stage}")
             outputs.append(part)

@@ -47,9 +47,6 @@ class Transport(Protocol):
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """The reduced gradient, of this rank's part and the others'."""
 
-    def finish(self) -> None:
-        """Waits until everything that was sent has left."""
-
 
 @attrs.define(eq=False)
 class Step:
@@ -58,7 +55,6 @@ class Step:
     transport: Transport
     values: list[dict[str, torch.Tensor]]
     buffers: dict[str, torch.Tensor]
-    microbatches: int
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
@@ -80,7 +76,6 @@ class RankRunner:
     def __init__(self, program: Program, schedule: Schedule, rank: int):
         self.program, self.rank = program, rank
         self.actions = schedule.ranks[rank]
-        self.microbatches = schedule.microbatches
         self.messages = messages(program)
         self.outputs = _outputs_by_node(program)
         self.buffers = _updated_buffers(program)
@@ -116,7 +111,6 @@ class RankRunner:
             transport=transport,
             values=[held | dict(given) for given in inputs],
             buffers={name: held[name] for name in self.buffers if name in held},
-            microbatches=len(inputs),
             results=[{} for _ in inputs],
         )
 

@@ -1,7 +1,7 @@
 """All ranks in one process: a thread for each, queues between them."""
 
 import threading
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,9 +75,6 @@ class LocalTransport:
                 raise Aborted(f"rank {self.rank} stops: another rank failed")
             total = self.world.reduced[name]
         return total if self.device is None else total.to(self.device)
-
-    def finish(self) -> None:
-        pass
 
 
 def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.Tensor:
@@ -235,12 +232,15 @@ def _joined(parts: Sequence[Result]) -> Result:
         gradients |= {n: g for n, g in part.gradients.items() if n not in gradients}
         buffers |= part.buffers
     losses = [part.loss for part in parts if part.loss is not None]
-    merge = [
-        {k: v for d in same for k, v in d.items()}
-        for same in zip(*(p.outputs for p in parts), strict=True)
-    ]
-    batch = [
-        {k: v for d in same for k, v in d.items()}
-        for same in zip(*(p.batch_gradients for p in parts), strict=True)
-    ]
-    return Result(losses[0] if losses else None, tuple(merge), gradients, buffers, tuple(batch))
+    return Result(
+        losses[0] if losses else None,
+        _merged([part.outputs for part in parts]),
+        gradients,
+        buffers,
+        _merged([part.batch_gradients for part in parts]),
+    )
+
+
+def _merged(ranks: Sequence[tuple[dict, ...]]) -> tuple[dict, ...]:
+    """One dict a microbatch from those of all ranks."""
+    return tuple(dict(ChainMap(*same)) for same in zip(*ranks, strict=True))
