@@ -83,12 +83,14 @@ class Network:
 class Costs:
     """Seconds of one microbatch in every call of a program, by the name of the call's node.
 
-    `spread` is the measurements' interquartile range in seconds, empty for estimates.
+    `spread` is the measurements' interquartile range in seconds, empty for estimates;
+    `accumulate` what it takes to add the gradients of a call to those of earlier microbatches.
     """
 
     source: str
     seconds: dict[str, float]
     spread: dict[str, float] = attrs.Factory(dict)
+    accumulate: dict[str, float] = attrs.Factory(dict)
 
 
 class Do(StrEnum):
@@ -245,6 +247,35 @@ class Timeline:
         ranks = {event.rank for event in self.events}
         busy = sum(event.end - event.start for event in self.events if event.action.do.kind)
         return 1 - busy / (len(ranks) * self.seconds) if self.seconds else 0.0
+
+
+@attrs.frozen
+class MemoryPoint:
+    """Bytes that a rank holds beside what it holds all the time: the most during an action, and
+    after it."""
+
+    action: Action
+    peak: int
+    after: int
+
+
+@attrs.frozen
+class MemoryCurve:
+    """The bytes of one rank through a step, predicted or measured.
+
+    `held` is what is there before and after, by what it is (parameters, buffers, batch,
+    optimizer). `at_peak` says of a prediction what the rest is at its peak (gradients, saved,
+    received, temporaries, outputs).
+    """
+
+    rank: int
+    held: dict[str, int]
+    points: tuple[MemoryPoint, ...]
+    at_peak: dict[str, int] = attrs.Factory(dict)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + max((point.peak for point in self.points), default=0)
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     "program seeding boundary plain",
     "plan outline _torch",
-    "arguments evaluate options",
+    "arguments evaluate options wiring clocks",
     "capture passes cost",
     "sched runtime microbatch",
     "report testing call",

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.outline import is_view
 from pfeife.plan import Costs, Machine
-from pfeife.program import Program
+from pfeife.program import Program, Role, call_of, returned
 from pfeife.seeding import seeded
 
 
@@ -17,13 +17,20 @@ def estimate(program: Program, machine: Machine) -> Costs:
     """Seconds of every call: per operation the larger of FLOPs over the machine's rate and
     bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
 
-    FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written.
+    FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
+    add up a gradient reads two tensors and writes one.
     """
     seconds = {
         call.node: sum(node_seconds(node, machine) for node in program.body(call).graph.nodes)
         for call in program.calls
     }
-    return Costs(f"estimate for {machine.name}", seconds)
+    results = returned(program.module)
+    accumulate: dict[str, float] = {}
+    for port in program.ports(Role.GRADIENT):
+        call = call_of(results[port.name]).name
+        adding = machine.launch_seconds + 3 * port.bytes / machine.memory_bandwidth
+        accumulate[call] = accumulate.get(call, 0.0) + adding
+    return Costs(f"estimate for {machine.name}", seconds, accumulate=accumulate)
 
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:

@@ -45,7 +45,7 @@ class DistributedTransport:
         self.groups = self._groups(reductions)
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
         self.announced: dict[int, deque[Tensors]] = {}
-        self.leaving: deque[tuple[list[dist.Work], Tensors]] = deque()
+        self.leaving: dict[int, deque[tuple[list[dist.Work], Tensors]]] = {}
 
     def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
         """A process group for every set of ranks that reduces together, made in one order."""
@@ -75,9 +75,15 @@ class DistributedTransport:
     def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
         laid_out = tuple(_like(value, shape) for value, shape in zip(values, shapes, strict=True))
         works = [dist.isend(_flat(value), self.offset + destination) for value in laid_out]
-        self.leaving.append((works, laid_out))  # type: ignore[arg-type]
-        while self.leaving and all(work.is_completed() for work in self.leaving[0][0]):
-            self.leaving.popleft()
+        leaving = self.leaving.setdefault(destination, deque())
+        leaving.append((works, laid_out))  # type: ignore[arg-type]
+
+    def release(self, destination: int, count: int) -> None:
+        # Gloo's sends say that they are completed only when they have been waited for, so it
+        # matters to know without asking when that takes no time.
+        for _ in range(count):
+            for work in self.leaving[destination].popleft()[0]:
+                work.wait()
 
     def receive(self, source: int) -> Tensors:
         buffers, works = self.waiting[source].popleft()
@@ -95,9 +101,8 @@ class DistributedTransport:
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
-        while self.leaving:
-            for work in self.leaving.popleft()[0]:
-                work.wait()
+        for destination, leaving in self.leaving.items():
+            self.release(destination, len(leaving))
 
 
 def _real(shape: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,9 @@ def action_seconds(
             return transfers[Action(action.stage, action.do, None, action.peer)]
         if action.do == Do.REDUCE_GRAD:
             return reduced.get(action.stage, 0.0)
+        first = action.microbatch == 0  # its gradients are the first of the sums
         return sum(
-            call.seconds or 0.0
+            (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
             for call in program.calls
             if call.unit == action.stage and action.runs(call.kind)
         )
