@@ -13,11 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
-from pfeife.cost import default_machine, estimate, measure
+from pfeife.cost import default_machine, estimate, machine, measure
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
 from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
-from pfeife.plan import Mesh, Plan
+from pfeife.plan import Machine, Mesh, Plan
 from pfeife.program import Port, Program, Role, holders
 from pfeife.runtime.distributed import (
     DistributedPipeline,
@@ -46,6 +46,8 @@ class Backend:
         self.compiled: list[Compiled] = []
         self.homes = WeakIdKeyDictionary()  # stages by parameter or buffer
         policy(options.schedule)
+        given = options.machine
+        self._machine = given if isinstance(given, Machine | None) else machine(given)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
@@ -68,16 +70,16 @@ class Backend:
         device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
         world = join_world(device)
         many = world > 1
-        machine = options.machine or default_machine(device)
+        target = self._machine or default_machine(device)
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
-        costs = measure(clusters) if options.costs == "measure" else estimate(clusters, machine)
+        costs = measure(clusters) if options.costs == "measure" else estimate(clusters, target)
         clusters = annotate(costs)(clusters)
         ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         plan = make_plan(
             clusters,
-            machine=machine,
+            machine=target,
             microbatches=options.microbatches // options.replicas,
             stages=options.stages or (None if options.split_at else ranks),
             ranks=ranks,

@@ -4,9 +4,11 @@ import csv
 import io
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from enum import StrEnum
 
 import attrs
+import torch
 
 from pfeife.program import Kind
 
@@ -25,23 +27,86 @@ def _not_negative(instance: object, attribute: attrs.Attribute, value: float | N
         )
 
 
+def _fraction(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must be from 0 to 1, not {value}"
+        )
+
+
+_DTYPES = frozenset(
+    str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+)
+
+
+def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
+    rates = given if isinstance(given, Mapping) else {"float32": given}
+    return {dtype: float(rate) for dtype, rate in rates.items()}
+
+
+def _rates(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    where = f"{type(instance).__name__}.{attribute.name}"
+    unknown = sorted(set(value) - _DTYPES)
+    if unknown:
+        raise ValueError(f"{where}: {unknown} are no dtypes; write them as torch does: 'bfloat16'")
+    for dtype, rate in value.items():
+        if not rate > 0:
+            raise ValueError(f"{where}[{dtype!r}] must be positive, not {rate}")
+
+
+def _has_float32(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    if "float32" not in value:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must have 'float32', which dtypes without "
+            f"a rate of their own run at; there are {sorted(value)}"
+        )
+
+
+def _fields(instance: object, attribute: attrs.Attribute, value: Mapping[str, str]) -> None:
+    unknown = sorted(set(value) - set(Machine.__annotations__))
+    if unknown:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name}: {unknown} are no fields of a machine"
+        )
+
+
 @attrs.frozen
 class Machine:
     """What one rank has: rates are sustained, not peak.
 
-    `flops` in operations per second, `memory_bandwidth` and `link_bandwidth` in bytes per
-    second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
-    runtime adds to every action of a schedule) in seconds, `memory` in bytes.
+    `flops` in operations per second by dtype ("float32", "bfloat16"; a number alone is
+    float32's), `memory_bandwidth` and `link_bandwidth` (one direction to one other rank) in bytes
+    per second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
+    runtime adds to every action of a schedule) in seconds, `memory` in bytes. `overlap` is the
+    fraction of a transfer's time that is hidden from the ranks' computing: 1 where other hardware
+    moves the bytes, 0 where a rank is busy while it sends and receives.
+
+    For reports: `peak_flops` and `peak_memory_bandwidth` as the data sheet has them, and
+    `sources`, which says for a field where its value comes from and what was assumed.
+    `device_names` are the patterns (of fnmatch) of what torch.cuda.get_device_name calls it.
     """
 
     name: str
-    flops: float = attrs.field(validator=_positive)
+    flops: dict[str, float] = attrs.field(converter=_by_dtype, validator=[_rates, _has_float32])
     memory_bandwidth: float = attrs.field(validator=_positive)
     memory: int = attrs.field(validator=_positive)
     link_bandwidth: float = attrs.field(validator=_positive)
     link_latency: float = attrs.field(default=0.0, validator=_not_negative)
     launch_seconds: float = attrs.field(default=0.0, validator=_not_negative)
     action_seconds: float = attrs.field(default=0.0, validator=_not_negative)
+    overlap: float = attrs.field(default=1.0, validator=_fraction)
+    peak_flops: dict[str, float] = attrs.field(factory=dict, converter=_by_dtype, validator=_rates)
+    peak_memory_bandwidth: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_positive)
+    )
+    device_names: tuple[str, ...] = ()
+    sources: dict[str, str] = attrs.field(factory=dict, validator=_fields, repr=False)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second on a dtype: its own rate, else float32's."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
