@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from enum import StrEnum
+from itertools import pairwise
 
 import attrs
 import torch
@@ -114,20 +115,49 @@ class Machine:
 
 @attrs.frozen
 class Link:
-    """One direction between two ranks: `seconds[i]` for a message of `sizes[i]` bytes, straight
-    lines between them, the last one going on. `residual` is the fit's largest relative error."""
+    """One direction between two ranks, for messages of `sizes[i]` bytes.
+
+    `seconds[i]` until it has arrived at a rank that waits for it; `sending[i]` and
+    `receiving[i]` are what it takes away from the computing of the two ranks (the cost model is
+    LogGP's with all of it by size; Alexandrov et al., JPDC 1997). Straight lines between the
+    sizes, the last one going on. `residual` is the largest relative error of the fit to
+    `seconds`.
+    """
 
     source: int
     destination: int
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    sending: tuple[float, ...]
+    receiving: tuple[float, ...]
     residual: float
 
+    def __attrs_post_init__(self) -> None:
+        lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
+        if lengths != {len(self.sizes)} or len(self.sizes) < 2:
+            raise ValueError(
+                f"Link {self.source} -> {self.destination}: figures for {lengths} sizes"
+            )
+        if any(low >= high for low, high in pairwise(self.sizes)):
+            raise ValueError(f"Link.sizes must ascend, not {self.sizes}")
+        for value in (*self.seconds, *self.sending, *self.receiving):
+            if not value >= 0:
+                raise ValueError(f"Link {self.source} -> {self.destination}: {value} seconds")
+
     def transfer_seconds(self, size: int) -> float:
+        return self._at(self.seconds, size)
+
+    def send_seconds(self, size: int) -> float:
+        return self._at(self.sending, size)
+
+    def receive_seconds(self, size: int) -> float:
+        return self._at(self.receiving, size)
+
+    def _at(self, seconds: tuple[float, ...], size: int) -> float:
         at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
         low, high = self.sizes[at - 1], self.sizes[at]
-        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * (size - low)
+        slope = (seconds[at] - seconds[at - 1]) / (high - low)
+        return seconds[at - 1] + slope * (size - low)
 
 
 @attrs.frozen
@@ -136,11 +166,11 @@ class Network:
 
     links: tuple[Link, ...]
 
-    def transfer_seconds(self, source: int, destination: int, size: int) -> float:
+    def link(self, source: int, destination: int) -> Link:
         """Raises ValueError for a pair of ranks that was not measured."""
         for link in self.links:
             if (link.source, link.destination) == (source, destination):
-                return link.transfer_seconds(size)
+                return link
         raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
 
 

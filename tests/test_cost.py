@@ -19,7 +19,7 @@ from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint
 from pfeife.cost.network import fit
-from pfeife.plan import Costs, Machine, Network
+from pfeife.plan import Costs, Link, Machine, Network
 from pfeife.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import profile
@@ -295,15 +295,16 @@ def test_the_cache_is_used_and_never_trusted(tmp_path):
 
 def test_links_are_fitted():
     """Through the points where they rise, between and beyond them in straight lines."""
-    link = fit(0, 1, (1000, 10_000), (2e-6, 11e-6))
-    assert link.residual < 1e-6
+    sizes = (1000, 10_000)
+    values, residual = fit(sizes, (2e-6, 11e-6))
+    link = Link(0, 1, (0, *sizes), values, values, (0.0,) * 3, residual)
+    assert residual < 1e-6 and link.send_seconds(1000) == link.transfer_seconds(1000)
     for size, seconds in ((1000, 2e-6), (5500, 6.5e-6), (10_000, 11e-6), (20_000, 21e-6)):
         assert math.isclose(link.transfer_seconds(size), seconds, rel_tol=1e-6)
-    dented = fit(0, 1, (1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
-    rising = [dented.transfer_seconds(size) for size in (0, 1000, 10_000, 100_000)]
-    assert rising == sorted(rising) and 0.2 < dented.residual < 1
+    rising, residual = fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
+    assert list(rising) == sorted(rising) and 0.2 < residual < 1
     with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
-        Network((link,)).transfer_seconds(1, 0, 5)
+        Network((link,)).link(1, 0)
 
 
 def test_predicted_and_profiled_steps_have_the_same_actions():

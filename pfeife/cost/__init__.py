@@ -3,7 +3,7 @@
 from pfeife.cost.estimate import estimate
 from pfeife.cost.machine import default_machine, machine, machines
 from pfeife.cost.measure import measure
-from pfeife.cost.memory import StageMemory, stage_memory
+from pfeife.cost.memory import StageMemory, memory_curves, stage_memory
 
 __all__ = [
     "StageMemory",
@@ -12,5 +12,6 @@ __all__ = [
     "machine",
     "machines",
     "measure",
+    "memory_curves",
     "stage_memory",
 ]

@@ -250,7 +250,9 @@ class _Rank:
         summed = summed_in_place(self.program, call)
         for name, storage in made:
             for port in self.ports.get(name, ()):
-                if port.role != Role.GRADIENT:
+                if port.role == Role.LOSS:
+                    self._hold(self._allocate(port.bytes, "outputs"))
+                elif port.role != Role.GRADIENT:
                     self._hold(storage, "outputs")
                 elif port.name not in self.sums:
                     self.sums[port.name] = self._hold(storage, "gradients")

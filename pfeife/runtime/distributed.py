@@ -14,6 +14,7 @@ from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role
 from pfeife.runtime.interpret import (
+    Layouts,
     RankRunner,
     Step,
     Tensors,
@@ -44,7 +45,7 @@ class DistributedTransport:
         self.offset = self.replica * mesh.ranks
         self.groups = self._groups(reductions)
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
-        self.announced: dict[int, deque[Tensors]] = {}
+        self.announced: dict[int, deque[Layouts]] = {}
         self.leaving: dict[int, deque[tuple[list[dist.Work], Tensors]]] = {}
 
     def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
@@ -59,21 +60,23 @@ class DistributedTransport:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
         return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
 
-    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
-        self.announced.setdefault(source, deque()).extend(shapes)
+    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+        self.announced.setdefault(source, deque()).extend(messages)
         self._post(source)
 
     def _post(self, source: int) -> None:
         waiting = self.waiting.setdefault(source, deque())
         announced = self.announced[source]
         while announced and len(waiting) < AHEAD:
-            shapes = announced.popleft()
-            buffers = tuple(torch.empty_like(one, device=self.device) for one in map(_real, shapes))
+            buffers = tuple(layout.empty(self.device) for layout in announced.popleft())
             works = [dist.irecv(_flat(one), self.offset + source) for one in buffers]
             waiting.append((buffers, works))  # type: ignore[arg-type]
 
-    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
-        laid_out = tuple(_like(value, shape) for value, shape in zip(values, shapes, strict=True))
+    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
+        laid_out = tuple(
+            value if value.stride() == layout.strides else layout.copy(value)
+            for value, layout in zip(values, layouts, strict=True)
+        )
         works = [dist.isend(_flat(value), self.offset + destination) for value in laid_out]
         leaving = self.leaving.setdefault(destination, deque())
         leaving.append((works, laid_out))  # type: ignore[arg-type]
@@ -103,21 +106,6 @@ class DistributedTransport:
     def finish(self) -> None:
         for destination, leaving in self.leaving.items():
             self.release(destination, len(leaving))
-
-
-def _real(shape: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the shape and strides that a fake one would have as a dense copy."""
-    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="meta")
-
-
-def _like(value: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    """The value in the layout that the receiver has prepared, copied only if it differs."""
-    strides = torch.empty_like(_real(shape)).stride()
-    if value.stride() == strides:
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
-        value
-    )
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:

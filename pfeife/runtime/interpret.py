@@ -28,6 +28,29 @@ from pfeife.wiring import Wiring, summed_in_place
 Tensors = tuple[torch.Tensor, ...]
 
 
+@attrs.frozen
+class Layout:
+    """How a value lies in a message: dense, in the order of strides in which it was captured."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "Layout":
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return Layout(tuple(value.shape), torch.empty_like(meta).stride(), value.dtype)
+
+    def empty(self, device: torch.device | None) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def copy(self, value: torch.Tensor) -> torch.Tensor:
+        return self.empty(value.device).copy_(value)
+
+
+Layouts = tuple[Layout, ...]
+
+
 class Transport(Protocol):
     """What carries values between ranks. Ranks are those of one pipeline.
 
@@ -36,10 +59,10 @@ class Transport(Protocol):
 
     device: torch.device | None
 
-    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
-        """Announces the messages of a channel in their order, by fake tensors."""
+    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+        """Announces the messages of a channel in their order."""
 
-    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
         """Sends one message; returns before it has arrived."""
 
     def receive(self, source: int) -> Tensors:
@@ -93,7 +116,7 @@ class RankRunner:
             self.steps.append((action, table[key]))
         self.drops = self.wiring.last_uses(self.actions)
         self.released = released(schedule)[rank]
-        self.expected: dict[tuple[int, int], dict[int, list[Tensors]]] = {}
+        self.expected: dict[tuple[int, int], dict[int, list[Layouts]]] = {}
         self.backward_begin = next(
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
@@ -128,8 +151,8 @@ class RankRunner:
         `observe` is called after each of them.
         """
         last = len(self.steps) if end is None else end
-        for source, shapes in self._expected(begin, last).items():
-            step.transport.expect(source, shapes)
+        for source, layouts in self._expected(begin, last).items():
+            step.transport.expect(source, layouts)
         with torch.no_grad():
             for index in range(begin, last):
                 action, handler = self.steps[index]
@@ -190,6 +213,8 @@ class RankRunner:
         elif port.role == Role.BUFFER_UPDATE:
             slot = next(name for name, fqn in self.buffers.items() if fqn == port.fqn)
             step.buffers[slot] = value
+        elif port.role == Role.LOSS:  # some kernels leave a scalar in a storage of many elements
+            step.results[microbatch][port.name] = value.clone()
         else:
             step.results[microbatch][port.name] = value
 
@@ -224,13 +249,13 @@ class RankRunner:
 
     def _transfer(self, action: Action) -> Handler:
         message = self.wiring.message(action)
-        shapes = self._shapes(message)
+        layouts = self._layouts(message)
         if action.do in SENDS:
 
             def send(step: Step, microbatch: int | None) -> None:
                 values = step.values[microbatch]  # type: ignore[index]
                 step.transport.send(
-                    message.destination, tuple(values[n] for n in message.values), shapes
+                    message.destination, tuple(values[n] for n in message.values), layouts
                 )
 
             return send
@@ -241,18 +266,18 @@ class RankRunner:
 
         return receive
 
-    def _shapes(self, message: Message) -> Tensors:
+    def _layouts(self, message: Message) -> Layouts:
         nodes = [find_node(self.program.module, name) for name in message.values]
-        return tuple(node.meta["val"] for node in nodes)
+        return tuple(Layout.of(node.meta["val"]) for node in nodes)
 
-    def _expected(self, begin: int, end: int) -> dict[int, list[Tensors]]:
+    def _expected(self, begin: int, end: int) -> dict[int, list[Layouts]]:
         """By their source the messages that arrive during a part of the schedule."""
         if (begin, end) not in self.expected:
             found = self.expected.setdefault((begin, end), {})
             for action in self.actions[begin:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
-                    found.setdefault(message.source, []).append(self._shapes(message))
+                    found.setdefault(message.source, []).append(self._layouts(message))
         return self.expected[begin, end]
 
     def result(self, step: Step) -> Result:
