@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pfeife import plain
+from pfeife._torch import TorchDispatchMode
 from pfeife.evaluate import State
 from pfeife.plan import Action, Event, MemoryCurve, MemoryPoint, Timeline
 from pfeife.program import Role, holders
