@@ -173,6 +173,21 @@ class Network:
                 return link
         raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
 
+    def seen_by(self, machine: Machine) -> Machine:
+        """The machine with the figures of the slowest link, for decisions before ranks are
+        known."""
+        if not self.links:
+            return machine
+        slowest = max(self.links, key=lambda link: link.seconds[-1])
+        taken = max(slowest.sending[-1], slowest.receiving[-1]) / slowest.seconds[-1]
+        rising = slowest.seconds[-1] - slowest.seconds[0]
+        return attrs.evolve(
+            machine,
+            link_latency=slowest.seconds[0],
+            link_bandwidth=slowest.sizes[-1] / max(rising, 1e-12),
+            overlap=min(max(1 - taken, 0.0), 1.0),
+        )
+
 
 @attrs.frozen
 class Costs:

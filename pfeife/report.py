@@ -1,9 +1,11 @@
 """Results as people read them: text tables of plans and timelines."""
 
+import statistics
 from collections.abc import Sequence
 
+from pfeife.compare import Compared
 from pfeife.cost import stage_memory
-from pfeife.plan import Plan, Timeline
+from pfeife.plan import Network, Plan, Timeline
 from pfeife.program import Program, Role, holders, messages
 
 
@@ -95,3 +97,44 @@ def summary(plan: Plan, program: Program) -> str:
         f"{plan.stages} stages on {len(plan.schedule.ranks)} ranks, "
         f"{plan.schedule.microbatches} microbatches{expected} expected"
     )
+
+
+def network_table(network: Network) -> str:
+    """The links: latency, bandwidth of the largest message, and what overlaps with computing."""
+    rows = []
+    for link in network.links:
+        largest = link.sizes[-1]
+        taken = link.seconds[-1] - link.seconds[0]
+        rows.append(
+            (
+                f"{link.source} -> {link.destination}",
+                f"{1e6 * link.seconds[0]:.0f} us",
+                f"{largest / max(taken, 1e-12) / 1e9:.2f} GB/s",
+                f"{1e6 * link.sending[0]:.0f} us",
+                f"{100 * link.sending[-1] / link.seconds[-1]:.0f} %",
+                f"{100 * link.receiving[-1] / link.seconds[-1]:.0f} %",
+                f"{100 * link.residual:.1f} %",
+            )
+        )
+    head = ("link", "latency", "bandwidth", "send call", "taken by sending", "by receiving")
+    return table(rows, (*head, "residual of the fit"))
+
+
+def comparison_table(compared: Sequence[Compared]) -> str:
+    """Totals one by one, actions of the same kind and stage together (medians)."""
+    groups: dict[tuple, list[Compared]] = {}
+    for one in compared:
+        what = None if one.action is None else (one.action.stage, one.action.do)
+        groups.setdefault((one.rank, what), []).append(one)
+    in_seconds = any(one.predicted != int(one.predicted) for one in compared)
+    rows = []
+    for (rank, what), members in groups.items():
+        figures = [
+            statistics.median(getattr(one, side) for one in members)
+            for side in ("predicted", "measured")
+        ]
+        shown = [f"{1e3 * x:.2f} ms" if in_seconds else size(x) for x in figures]
+        ratio = Compared(rank, None, figures[0], figures[1]).ratio
+        label = "total" if what is None else f"{what[0]}{what[1]} x {len(members)}"
+        rows.append(("all" if rank is None else rank, label, *shown, f"{ratio:.3f}"))
+    return table(rows, ("rank", "what", "predicted", "measured", "ratio"))

@@ -14,9 +14,9 @@ from torch import fx
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
 from pfeife.program import Call, Program, Role, find_node, node_bytes, returned
+from pfeife.progress import Progress
 from pfeife.seeding import seeded
 
-Progress = Callable[[int, int], None]
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable]
 
 

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from pfeife.plan import Link, Network
+from pfeife.progress import Progress
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 
@@ -20,7 +21,7 @@ def bench_network(
     sizes: Sequence[int] = SIZES,
     repeats: int = 7,
     device: torch.device | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Network:
     """Every pair of ranks, both directions, one pair at a time (collective).
 

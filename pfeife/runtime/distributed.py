@@ -296,3 +296,8 @@ def leave_world() -> None:
     """Ends the default process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def world_rank() -> int:
+    """This process's rank, 0 if it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
