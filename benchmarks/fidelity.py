@@ -7,6 +7,7 @@ Each configuration is planned from costs that are measured cluster by cluster (a
 """
 
 import os
+import random
 import statistics
 import sys
 import time
@@ -17,10 +18,11 @@ import attrs
 import models
 import torch
 import torch.distributed as dist
+from scipy.stats import spearmanr
 
 import pfeife
 from pfeife import plain, report, sched
-from pfeife.cost import machine, measure, memory_curves
+from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
 from pfeife.runtime.distributed import (
     DistributedPipeline,
@@ -109,9 +111,66 @@ def steps(one: Configuration) -> list[float]:
     return found[1:]
 
 
+def random_plan(units: int, draw: random.Random) -> pfeife.Plan:
+    """Two to four stages of random sizes on two ranks, four microbatches."""
+    stages = draw.randint(2, 4)
+    cuts = sorted(draw.sample(range(1, units), stages - 1))
+    stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(units))
+    order = draw.choice([sched.gpipe, sched.one_f_one_b])
+    return pfeife.Plan(stage_of, order(stages, 4, tuple(s % 2 for s in range(stages))))
+
+
+def rank_correlation(plans: int = 20, repeats: int = 3) -> None:
+    """Of the steps that the roofline estimates and those that are measured, over random plans."""
+    torch.manual_seed(0)
+    case, host = models.gpt(), machine("cpu-core")
+    program = pfeife.capture(case.step, *case.draw())
+    state = pfeife.state_of(program, case.model)
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, host))(clusters)
+    draw = random.Random(0)
+    ready = []
+    for _ in range(plans):
+        plan = random_plan(clusters.units, draw)
+        ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+        schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
+        pipeline = DistributedPipeline(ranks, schedule, DEVICE)
+        seconds = sched.predict(ranks, schedule, host).seconds
+        batch = [case.draw() for _ in range(4)]
+        ready.append(Configuration("GPT", "", 4, pipeline, state, batch, seconds, ()))
+    times: list[list[float]] = [[] for _ in ready]
+    for _ in range(repeats):
+        for one, taken in zip(ready, times, strict=True):
+            taken += steps(one)
+    if dist.get_rank() == 0:
+        measured = [statistics.median(taken) for taken in times]
+        found = spearmanr([one.seconds for one in ready], measured).statistic
+        print(
+            f"{plans} random plans of a GPT, estimated without running anything: "
+            f"{1e3 * min(measured):.0f} to {1e3 * max(measured):.0f} ms a step, "
+            f"rank correlation of estimated and measured {found:.3f}"
+        )
+
+
+def deep_model(depth: int = 48) -> None:
+    """How many bodies of a deep GPT are measured."""
+    case = models.gpt(depth=depth, width=64)
+    clusters = pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
+    runs: list[tuple[int, int]] = []
+    start = time.perf_counter()
+    measure(clusters, repeats=5, progress=lambda *counts: runs.append(counts))
+    if dist.get_rank() == 0:
+        print(
+            f"{depth} layers: {len(clusters.calls)} calls, {runs[-1][1] // 6} distinct bodies "
+            f"measured, 6 runs each, in {time.perf_counter() - start:.1f} s"
+        )
+
+
 def main(repeats: int = 9) -> None:
     torch.set_num_threads(1)
     join_world(DEVICE)
+    deep_model()
+    rank_correlation()
     ready = configurations(repeats)
     times: list[list[float]] = [[] for _ in ready]
     for _ in range(repeats):

@@ -52,10 +52,7 @@ def compare_memory(
     time), in bytes. Raises ValueError if the curves have other ranks or actions."""
     rows = []
     for one, other in zip(predicted, measured, strict=True):
-        _check(
-            {(one.rank, p.action) for p in one.points},
-            {(other.rank, p.action) for p in other.points},
-        )
+        _check(*({(curve.rank, p.action) for p in curve.points} for curve in (one, other)))
         rows.append(Compared(one.rank, None, one.peak, other.peak))
     for one, other in zip(predicted, measured, strict=True):
         peaks = {point.action: point.peak for point in other.points}

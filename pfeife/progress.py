@@ -18,10 +18,11 @@ def bar(label: str, *, after: float = 1.0, to: TextIO | None = None, width: int 
 
     def progress(done: int, total: int) -> None:
         stream = to or sys.stderr
-        begun.append(time.monotonic()) if not begun else None
-        if not stream.isatty() or time.monotonic() - begun[0] < after:
-            if done < total or not drawn[0]:
-                return
+        if not begun:
+            begun.append(time.monotonic())
+        early = time.monotonic() - begun[0] < after
+        if not stream.isatty() or (early and not drawn[0]):
+            return
         drawn[0] = True
         filled = width * done // total
         text = f"\r{label} [{'#' * filled}{'.' * (width - filled)}] {done}/{total}"

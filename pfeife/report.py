@@ -2,10 +2,11 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pfeife.compare import Compared
 from pfeife.cost import stage_memory
-from pfeife.plan import Network, Plan, Timeline
+from pfeife.plan import MemoryCurve, Network, Plan, Timeline
 from pfeife.program import Program, Role, holders, messages
 
 
@@ -138,3 +139,33 @@ def comparison_table(compared: Sequence[Compared]) -> str:
         label = "total" if what is None else f"{what[0]}{what[1]} x {len(members)}"
         rows.append(("all" if rank is None else rank, label, *shown, f"{ratio:.3f}"))
     return table(rows, ("rank", "what", "predicted", "measured", "ratio"))
+
+
+def memory_table(curves: Sequence[MemoryCurve]) -> str:
+    """A row a rank: what it holds all the time, what is there at its peak, and the peak."""
+    held = list(dict.fromkeys(word for curve in curves for word in curve.held))
+    beside = list(dict.fromkeys(word for curve in curves for word in curve.at_peak))
+    rows = []
+    for curve in curves:
+        action = max(curve.points, key=lambda point: point.peak).action if curve.points else ""
+        figures = [
+            *(curve.held.get(w, 0) for w in held),
+            *(curve.at_peak.get(w, 0) for w in beside),
+        ]
+        rows.append((curve.rank, *map(size, figures), size(curve.peak), action))
+    return table(rows, ("rank", *held, *beside, "peak", "in action"))
+
+
+def memory_chart(curve: MemoryCurve, width: int = 80, height: int = 8) -> str:
+    """The bytes of a rank over its actions, as columns; the bottom is what it always holds."""
+    peaks = [point.peak for point in curve.points] or [0]
+    shown = min(width, len(peaks))
+    edges = [len(peaks) * column // shown for column in range(shown + 1)]
+    columns = [max(peaks[low:high]) for low, high in pairwise(edges)]
+    top = max(*columns, 1)
+    lines = [
+        "".join("#" if value * height >= top * (level - 0.5) else " " for value in columns)
+        for level in range(height, 0, -1)
+    ]
+    always = size(sum(curve.held.values()))
+    return "\n".join([f"rank {curve.rank}: {size(curve.peak)} at the peak", *lines, f"on {always}"])
