@@ -1,5 +1,6 @@
 """The account of bytes: what a stage keeps, and what a rank holds through a schedule."""
 
+import inspect
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -67,7 +68,8 @@ class Body:
     storage (an argument's node is not among `sizes`), and the peak while it runs, arguments not
     counted.
 
-    A value is freed after the last node that reads it or a view of it, as fx's code does.
+    A value is freed after the last node that reads it or a view of it, as fx's code does. Every
+    storage is rounded up to a multiple of `rounding` bytes.
     """
 
     sizes: dict[fx.Node, int]
@@ -75,7 +77,7 @@ class Body:
     peak: int
 
     @staticmethod
-    def of(body: fx.GraphModule) -> "Body":
+    def of(body: fx.GraphModule, rounding: int = 1) -> "Body":
         nodes = [node for node in body.graph.nodes if node.op == "call_function"]
         owners = {node: storage_owner(node) for node in nodes}
         parts: dict[fx.Node, list[fx.Node]] = {}  # of an operation with several results
@@ -96,7 +98,7 @@ class Body:
         results = returned(body)
         kept = [storage_owner(node) for node in results]
         ends |= {owner: len(nodes) for owner in kept}
-        sizes = {node: node_bytes(node) for node in nodes if owners[node] is node}
+        sizes = {n: _rounded(node_bytes(n), rounding) for n in nodes if owners[n] is n}
         born: dict[fx.Node, list[fx.Node]] = {}
         for node in sizes:
             born.setdefault(part_of.get(node, node), []).append(node)
@@ -134,7 +136,7 @@ def memory_curves(
     itself is not known.
     """
     wiring = Wiring(program)
-    bodies = {call.node: Body.of(program.body(call)) for call in program.calls}
+    bodies = {call.node: Body.of(program.body(call), rounding) for call in program.calls}
     known = released(schedule)
     return tuple(
         _Rank(wiring, bodies, rank, actions, known[rank], ahead, rounding).curve(
@@ -232,7 +234,7 @@ class _Rank:
 
     def _compute(self, call: Call, microbatch: int | None) -> None:
         body = self.bodies[call.node]
-        self._note(self._rounded(body.peak), "temporaries")
+        self._note(body.peak, "temporaries")
         word = "saved" if call.kind == Kind.FORWARD else "passed back"
         storages: dict[fx.Node, int] = {}
         placeholders = [n for n in self.program.body(call).graph.nodes if n.op == "placeholder"]
@@ -291,7 +293,7 @@ class _Rank:
             )
 
     def _rounded(self, size: int) -> int:
-        return -(-size // self.rounding) * self.rounding
+        return _rounded(size, self.rounding)
 
     def _allocate(self, size: int, word: str, note: bool = True) -> int:
         storage = next(self.fresh)
@@ -321,6 +323,10 @@ class _Rank:
             self.at_peak = dict(found)
 
 
+def _rounded(size: int, rounding: int) -> int:
+    return -(-size // rounding) * rounding
+
+
 def _bytes(value: torch.Tensor) -> int:
     return value.numel() * value.dtype.itemsize
 
@@ -339,8 +345,8 @@ def optimizer_bytes(
     def state(shape: Iterable[int], dtype: torch.dtype) -> int:
         small = torch.zeros([min(size, 2) for size in shape], dtype=dtype, requires_grad=True)
         small.grad = torch.zeros_like(small)
-        known = {name: value for name, value in options.items() if name != "params"}
-        trial = kind([small], **known)
+        known = inspect.signature(kind).parameters  # AdamW has defaults that it does not take
+        trial = kind([small], **{name: options[name] for name in options if name in known})
         trial.step()
         whole = torch.Size(tuple(shape)).numel()
         return sum(
