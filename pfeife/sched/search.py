@@ -1,0 +1,199 @@
+"""Search for a short schedule of given stages on given ranks."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import attrs
+
+from pfeife.plan import Schedule
+from pfeife.sched.anneal import anneal
+from pfeife.sched.bound import bound_of
+from pfeife.sched.list_schedule import list_schedule
+from pfeife.sched.problem import Problem, fits, makespan, peak_memory
+from pfeife.sched.rules import Rule, first_rules, mutated
+from pfeife.sched.shop import (
+    Orders,
+    compile_problem,
+    length_of,
+    orders_of,
+    respects,
+    schedule_of,
+    starts_of,
+)
+
+# Operations that a second looks at (about two thirds of what one 2020s core does in Python).
+_WORK_PER_SECOND = 8_000_000
+_LIST_WORK = 15  # of a list schedule, per operation of it
+
+
+@attrs.frozen
+class Found:
+    """A schedule, its makespan and a bound of any schedule's (seconds), the peak of activations
+    per rank (bytes), and how many schedules were timed. `interrupted` says that the clock ended
+    the search before its budget did, so that another run may find another schedule."""
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    memory: tuple[float, ...]
+    evaluations: int
+    interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, as a fraction of it."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+
+def search_schedule(
+    problem: Problem,
+    *,
+    seconds: float = 5.0,
+    work: int | None = None,
+    seed: int = 0,
+    seeds: Iterable[Schedule] = (),
+) -> Found:
+    """The shortest schedule found that keeps to the memory, at most as long as any of `seeds`.
+
+    The budget is `work`, in operations looked at: the same problem, seed and seeds give the same
+    schedule. Unless given it is what an ordinary core does in `seconds`; `seconds` by the clock end
+    the search in any case, and then the result says that it was `interrupted`. Seeds that do not
+    fit into the memory or deadlock are left out. Raises ValueError if one microbatch alone does
+    not fit into a rank's memory.
+    """
+    search = _Search(problem, seconds, work, seed)
+    search.seed(seeds)
+    search.list_schedules(0.35)
+    search.anneal_best()
+    return search.result()
+
+
+@attrs.define
+class _Candidate:
+    seconds: float
+    orders: Orders
+    rule: Rule | None = None
+
+
+class _Search:
+    """The state of one search: what it found, and what is left of the budget."""
+
+    def __init__(self, problem: Problem, seconds: float, work: int | None, seed: int):
+        self.problem, self.shop = problem, compile_problem(problem)
+        self.random = Random(seed)
+        self.deadline = time.monotonic() + seconds
+        self.work = int(seconds * _WORK_PER_SECOND) if work is None else work
+        self.spent = self.evaluations = 0
+        self.bound = bound_of(self.shop)
+        self.goal = self.bound * (1 + 1e-9)
+        self.found: list[_Candidate] = []
+        self.given: list[tuple[float, Schedule]] = []
+        self.interrupted = False
+
+    def over(self) -> bool:
+        if time.monotonic() > self.deadline:
+            self.interrupted = True
+        return self.interrupted
+
+    @property
+    def best(self) -> float:
+        return min((c.seconds for c in self.found), default=math.inf)
+
+    def open(self, share: float = 1.0) -> bool:
+        """Whether to go on, up to a share of the budget."""
+        return self.spent < share * self.work and self.best > self.goal and not self.over()
+
+    def seed(self, seeds: Iterable[Schedule]) -> None:
+        """Takes in schedules that were made elsewhere."""
+        for schedule in seeds:
+            if not fits(self.problem, schedule):
+                continue
+            try:
+                self.given.append((makespan(self.problem, schedule), schedule))
+                orders = orders_of(self.shop, schedule)
+            except ValueError:
+                continue
+            self.evaluations += 1
+            self.spent += self.shop.operations * _LIST_WORK
+            starts = starts_of(self.shop, orders)
+            if starts is not None and respects(self.shop, orders):
+                self.keep(_Candidate(length_of(self.shop, starts, orders), orders))
+
+    def keep(self, candidate: _Candidate) -> None:
+        """Among the best, one of each length."""
+        close = 1e-6 * candidate.seconds
+        if all(abs(c.seconds - candidate.seconds) > close for c in self.found):
+            self.found = sorted([*self.found, candidate], key=lambda c: c.seconds)[:24]
+
+    def try_rule(self, rule: Rule) -> None:
+        self.evaluations += 1
+        self.spent += self.shop.operations * _LIST_WORK
+        made = list_schedule(self.shop, rule)
+        if made is not None:
+            self.keep(_Candidate(*made, rule))
+
+    def list_schedules(self, share: float) -> None:
+        """Rules from a grid, then changes of the best ones."""
+        for index, rule in enumerate(first_rules(self.shop)):
+            if index and not self.open(share):
+                return
+            self.try_rule(rule)
+        while self.open(share):
+            ruled = [c.rule for c in self.found if c.rule is not None]
+            if not ruled:
+                return
+            at = int(self.random.random() ** 2 * min(8, len(ruled)))
+            self.try_rule(mutated(self.shop, ruled[at], self.random))
+
+    def anneal_best(self) -> None:
+        """A short annealing of several, a longer one of those that became best."""
+        rounds = ((6, 0.3), (3, 0.5), (1, 1.0))
+        for count, share in rounds:
+            chosen = sorted(self.found, key=lambda c: c.seconds)[:count]
+            left = max(0, int(share * (self.work - self.spent)))
+            for candidate in chosen:
+                if not self.open():
+                    return
+                self.improve(candidate, left // len(chosen))
+
+    def improve(self, candidate: _Candidate, work: int) -> None:
+        result = anneal(
+            self.shop,
+            candidate.orders,
+            work=work,
+            random=self.random,
+            bound=self.bound,
+            over=self.over,
+        )
+        self.spent += result.work
+        self.evaluations += result.evaluations
+        self.keep(_Candidate(result.seconds, result.orders))
+
+    def result(self) -> Found:
+        """The best by the judge, which has transfers wait for one another."""
+        judged: list[tuple[float, Schedule]] = list(self.given)
+        for candidate in self.found[:6]:
+            schedule = schedule_of(self.shop, candidate.orders)
+            judged.append((makespan(self.problem, schedule), schedule))
+        if not judged:
+            raise ValueError(self._too_small())
+        seconds, schedule = min(judged, key=lambda pair: pair[0])
+        return Found(
+            schedule,
+            seconds,
+            self.bound,
+            peak_memory(self.problem, schedule),
+            self.evaluations,
+            self.interrupted,
+        )
+
+    def _too_small(self) -> str:
+        limits: Sequence[float] = self.problem.memory or ()
+        short = [
+            f"rank {rank} needs {self.problem.smallest_memory(rank):g} bytes and has {limit:g}"
+            for rank, limit in enumerate(limits[: self.problem.ranks])
+            if self.problem.smallest_memory(rank) > limit
+        ]
+        return f"one microbatch alone does not fit: {'; '.join(short)}"
