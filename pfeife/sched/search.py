@@ -197,3 +197,60 @@ class _Search:
             if self.problem.smallest_memory(rank) > limit
         ]
         return f"one microbatch alone does not fit: {'; '.join(short)}"
+
+
+def search_placements(
+    problems: Sequence[Problem],
+    *,
+    seconds: float = 5.0,
+    work: int | None = None,
+    seed: int = 0,
+    seeds: Sequence[Iterable[Schedule]] | None = None,
+) -> tuple[int, Found]:
+    """The best of several problems, such as the same model on other placements, and which it is.
+
+    A third of the budget goes to all of them alike, but for those whose bound is above what
+    another one reached; the rest to the two best. `seeds[i]` are for problem i. The bound is the
+    least of all. Raises ValueError if one microbatch alone fits nowhere.
+    """
+    deadline = time.monotonic() + seconds
+    work = int(seconds * _WORK_PER_SECOND) if work is None else work
+    starts = [list(given) for given in seeds or [()] * len(problems)]
+    found: dict[int, Found] = {}
+    refused = ""
+    for at, share in [(at, 0.35 / len(problems)) for at in range(len(problems))]:
+        try:
+            found[at] = search_schedule(
+                problems[at],
+                seconds=deadline - time.monotonic(),
+                work=int(share * work),
+                seed=seed,
+                seeds=starts[at],
+            )
+        except ValueError as error:
+            refused = str(error)
+    if not found:
+        raise ValueError(refused)
+    bound = min(one.bound for one in found.values())
+    for at in sorted(found, key=lambda at: found[at].seconds)[:2]:
+        best = min(one.seconds for one in found.values())
+        if found[at].bound >= best * (1 - 1e-9):
+            continue
+        share = 0.65 / min(2, len(found))
+        again = search_schedule(
+            problems[at],
+            seconds=deadline - time.monotonic(),
+            work=int(share * work),
+            seed=seed + 1,
+            seeds=[found[at].schedule, *starts[at]],
+        )
+        evaluations = found[at].evaluations + again.evaluations
+        interrupted = found[at].interrupted or again.interrupted
+        found[at] = attrs.evolve(again, evaluations=evaluations, interrupted=interrupted)
+    at = min(found, key=lambda at: found[at].seconds)
+    return at, attrs.evolve(
+        found[at],
+        bound=bound,
+        evaluations=sum(one.evaluations for one in found.values()),
+        interrupted=any(one.interrupted for one in found.values()),
+    )
