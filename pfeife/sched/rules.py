@@ -16,8 +16,7 @@ class Rule:
     will be there in less than `hold` times its length. `caps[rank]`: microbatches between F and I
     on the rank's first stage. `owed`: more W than this on a rank go before F. `ahead[token]`:
     among the stages of a rank the least of microbatch + ahead goes first. `memory[rank]`: bytes,
-    where less than all are to be used. `slots[token]`, `period`: with them, of an F and an I the
-    one with the least slot + microbatch * period goes first.
+    where less than all are to be used.
     """
 
     caps: tuple[int, ...]
@@ -26,8 +25,6 @@ class Rule:
     hold: float = 0.0
     owed: int = 1 << 30
     memory: tuple[float, ...] | None = None
-    slots: tuple[float, ...] | None = None
-    period: float = 0.0
 
 
 def first_rules(shop: Shop) -> Iterator[Rule]:

@@ -11,6 +11,7 @@ from pfeife.plan import Schedule
 from pfeife.sched.anneal import anneal
 from pfeife.sched.bound import bound_of
 from pfeife.sched.list_schedule import list_schedule
+from pfeife.sched.pattern import Pattern, neighbour, pattern_of, pattern_schedule
 from pfeife.sched.problem import Problem, fits, makespan, peak_memory
 from pfeife.sched.rules import Rule, first_rules, mutated
 from pfeife.sched.shop import (
@@ -65,16 +66,18 @@ def search_schedule(
     """
     search = _Search(problem, seconds, work, seed)
     search.seed(seeds)
-    search.list_schedules(0.35)
+    search.list_schedules(0.15)
+    search.patterns(0.45)
     search.anneal_best()
     return search.result()
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Candidate:
     seconds: float
     orders: Orders
     rule: Rule | None = None
+    pattern: Pattern | None = None
 
 
 class _Search:
@@ -124,7 +127,11 @@ class _Search:
     def keep(self, candidate: _Candidate) -> None:
         """Among the best, one of each length."""
         close = 1e-6 * candidate.seconds
-        if all(abs(c.seconds - candidate.seconds) > close for c in self.found):
+        kind = candidate.pattern is None
+        if all(
+            abs(c.seconds - candidate.seconds) > close or (c.pattern is None) != kind
+            for c in self.found
+        ):
             self.found = sorted([*self.found, candidate], key=lambda c: c.seconds)[:24]
 
     def try_rule(self, rule: Rule) -> None:
@@ -147,24 +154,73 @@ class _Search:
             at = int(self.random.random() ** 2 * min(8, len(ruled)))
             self.try_rule(mutated(self.shop, ruled[at], self.random))
 
+    def patterns(self, share: float) -> None:
+        """Patterns of the best schedules of each origin, changed by annealing."""
+        began, rounds = self.spent / self.work, 4
+        for index in range(rounds):
+            start = self._pattern_start(index)
+            until = began + (share - began) * (index + 1) / rounds
+            if start is None or not self.open(until):
+                return
+            self._change_pattern(start, until)
+
+    def _pattern_start(self, index: int) -> Pattern | None:
+        found = [c for c in self.found if c.pattern is None]
+        if index % 2:  # the best of the other origin
+            ruled = found[0].rule is not None if found else False
+            found = [c for c in found if (c.rule is not None) != ruled] or found
+        made = [c for c in self.found if c.pattern is not None]
+        if index >= 2 and made:
+            return made[0].pattern
+        for candidate in found:
+            starts = starts_of(self.shop, candidate.orders)
+            assert starts is not None
+            return pattern_of(self.shop, starts)
+        return None
+
+    def _change_pattern(self, pattern: Pattern, until: float) -> None:
+        """Annealing of a pattern, from one percent of the makespan down to nothing."""
+        began, random = self.spent / self.work, self.random
+        current = math.inf
+        hot = 0.01 * self.best
+        changed = pattern
+        while self.open(until):
+            self.evaluations += 1
+            made = pattern_schedule(self.shop, changed)
+            self.spent += self.shop.operations * (_LIST_WORK if made else _LIST_WORK // 2)
+            left = max(0.0, 1 - (self.spent / self.work - began) / (until - began))
+            if made and made[0] < current - hot * left * math.log(1 - random.random()):
+                current, pattern = made[0], changed
+                self.keep(_Candidate(*made, pattern=changed))
+            changed = neighbour(self.shop, pattern, random)
+
     def anneal_best(self) -> None:
         """A short annealing of several, a longer one of those that became best."""
-        rounds = ((6, 0.3), (3, 0.5), (1, 1.0))
-        for count, share in rounds:
-            chosen = sorted(self.found, key=lambda c: c.seconds)[:count]
+        rounds = ((6, 0.4, (0.3, 1.0, 0.1)), (3, 0.5, (0.3, 0.1, 1.0)), (1, 1.0, (0.2,)))
+        for count, share, hots in rounds:
+            chosen = self._chosen(count)
             left = max(0, int(share * (self.work - self.spent)))
-            for candidate in chosen:
+            for index, candidate in enumerate(chosen):
                 if not self.open():
                     return
-                self.improve(candidate, left // len(chosen))
+                self.improve(candidate, left // len(chosen), hots[index % len(hots)])
 
-    def improve(self, candidate: _Candidate, work: int) -> None:
+    def _chosen(self, count: int) -> list[_Candidate]:
+        """The best of every origin first, then the best of all."""
+        kinds: dict[tuple[bool, bool], _Candidate] = {}
+        for c in self.found:
+            kinds.setdefault((c.rule is None, c.pattern is None), c)
+        first = sorted(kinds.values(), key=lambda c: c.seconds)[:count]
+        return [*first, *(c for c in self.found if c not in first)][:count]
+
+    def improve(self, candidate: _Candidate, work: int, hot: float) -> None:
         result = anneal(
             self.shop,
             candidate.orders,
             work=work,
             random=self.random,
             bound=self.bound,
+            hot=hot,
             over=self.over,
         )
         self.spent += result.work
