@@ -1,0 +1,343 @@
+"""The schedule search against the judge, against brute force, and against its own bound."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pfeife.plan import Do, Schedule
+from pfeife.sched import gpipe, insert_actions, one_f_one_b, simulate, verify_schedule
+from pfeife.sched.anneal import anneal
+from pfeife.sched.bound import lower_bound, preemptive
+from pfeife.sched.list_schedule import list_schedule
+from pfeife.sched.problem import (
+    Edge,
+    Problem,
+    StageCosts,
+    chain_edges,
+    fits,
+    makespan,
+    peak_memory,
+    seconds_of,
+    transfers,
+)
+from pfeife.sched.rules import first_rules, mutated
+from pfeife.sched.search import search_schedule
+from pfeife.sched.shop import (
+    Shop,
+    compile_problem,
+    length_of,
+    orders_of,
+    respects,
+    schedule_of,
+    starts_of,
+)
+
+WORK = 60_000  # operations that a search in a test looks at
+
+
+def equal(ranks: int, microbatches: int, memory: float | None = None) -> Problem:
+    """One stage a rank, F = I = W = 1 second, 1 byte saved, half of it kept."""
+    return Problem(
+        (StageCosts(1.0, 1.0, 1.0, 1.0, 0.5),) * ranks,
+        tuple(range(ranks)),
+        microbatches,
+        chain_edges(ranks),
+        None if memory is None else (memory,) * ranks,
+    )
+
+
+@st.composite
+def problems(
+    draw,
+    *,
+    most_ranks: int = 4,
+    most_microbatches: int = 6,
+    most_chunks: int = 2,
+    skips: bool = True,
+    tight: bool = True,
+) -> Problem:
+    """Uneven stages in any placement, with memory for at least one microbatch."""
+    ranks = draw(st.integers(1, most_ranks))
+    chunks = draw(st.integers(1, most_chunks))
+    count = ranks * chunks
+    home = list(range(ranks)) * chunks
+    if draw(st.booleans()):
+        home = [r if c % 2 == 0 else ranks - 1 - r for c in range(chunks) for r in range(ranks)]
+    seconds = st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.7])
+    stages = []
+    for _ in range(count):
+        saved = draw(st.sampled_from([0.0, 1.0, 1.0, 2.5]))
+        kept = saved * draw(st.sampled_from([0.0, 0.5, 1.0]))
+        times = [draw(seconds) for _ in range(3)]
+        stages.append(StageCosts(*times, saved, kept, draw(st.integers(0, 4)) > 0))
+    edges = list(chain_edges(count, draw(st.sampled_from([0.0, 0.2])), 0.1))
+    if skips and count > 2 and draw(st.booleans()):
+        edges.append(Edge(0, count - 1, 0.3, 0.3))
+    problem = Problem(
+        tuple(stages), tuple(home), draw(st.integers(1, most_microbatches)), tuple(edges)
+    )
+    if not tight or draw(st.booleans()):
+        return problem
+    limits = tuple(
+        problem.smallest_memory(rank) * draw(st.sampled_from([1.0, 1.4, 2.0, 3.1]))
+        for rank in range(ranks)
+    )
+    return Problem(problem.stages, problem.stage_ranks, problem.microbatches, tuple(edges), limits)
+
+
+def simulated(problem: Problem, schedule: Schedule) -> float:
+    return simulate(insert_actions(schedule, transfers(problem)), seconds_of(problem)).seconds
+
+
+def every_order(shop: Shop, rank: int) -> Iterator[list[int]]:
+    """All orders of a rank's operations that keep to F, I, W and to the memory."""
+    tokens, m, count = shop.tokens_of(rank), shop.microbatches, shop.stages
+
+    def extend(order: list[int], done: dict[int, int], held: float) -> Iterator[list[int]]:
+        if len(order) == len(tokens) * m:
+            yield list(order)
+        for token in tokens:
+            k = done[token]
+            if k == m or (token >= count and done[token - count] <= k):
+                continue
+            if held + shop.takes[token] > shop.memory[rank]:
+                continue
+            order.append(token * m + k)
+            now = held + shop.takes[token] - shop.frees[token]
+            yield from extend(order, {**done, token: k + 1}, now)
+            order.pop()
+
+    yield from extend([], dict.fromkeys(tokens, 0), 0.0)
+
+
+def optimum(problem: Problem) -> float:
+    """The least makespan over all orders, transfers not waiting for one another; infinite if
+    there is no schedule."""
+    shop = compile_problem(problem)
+    best = math.inf
+    for orders in product(*(list(every_order(shop, r)) for r in range(shop.ranks))):
+        starts = starts_of(shop, list(orders))
+        if starts is not None:
+            best = min(best, length_of(shop, starts, list(orders)))
+    return best
+
+
+def tiny(seed: int, *, chunks: int = 1) -> Problem:
+    """Two or three ranks, two or three microbatches, often short of memory."""
+    random = Random(seed)
+    ranks = 2 if chunks == 2 else random.choice([2, 2, 3])
+    m = 2 if ranks == 3 or chunks == 2 else random.choice([2, 3])
+    count = ranks * chunks
+    # In a V the two stages of a rank would make too many orders; leave their backwards whole.
+    stages = tuple(
+        StageCosts(
+            random.choice([0.5, 1.0, 2.0]),
+            random.choice([0.5, 1.0, 2.0]),
+            random.choice([0.0, 0.5, 1.0, 2.0]),
+            random.choice([1.0, 2.0]),
+            random.choice([0.0, 1.0]),
+            chunks == 1,
+        )
+        for _ in range(count)
+    )
+    home = tuple([*range(ranks), *reversed(range(ranks))][:count])
+    plain = Problem(stages, home, m, chain_edges(count, random.choice([0.0, 0.25])))
+    memory = tuple(
+        plain.smallest_memory(r) * random.choice([0.9, 1.0, 1.0, 1.5, 2.0, 9.0])
+        for r in range(ranks)
+    )
+    return Problem(stages, home, m, plain.edges, memory)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_tiny_problems_are_solved_to_the_optimum_or_are_impossible(chunks):
+    impossible = 0
+    for seed in range(24):
+        problem = tiny(seed, chunks=chunks)
+        best = optimum(problem)
+        if math.isinf(best):
+            impossible += 1
+            with pytest.raises(ValueError, match="does not fit: rank"):
+                search_schedule(problem, work=WORK)
+            continue
+        found = search_schedule(problem, work=WORK)
+        assert found.bound <= best * (1 + 1e-9)
+        assert found.seconds == pytest.approx(best), f"seed {seed}"
+        assert fits(problem, found.schedule)
+    assert 0 < impossible < 12
+
+
+@given(problems(), st.integers(0, 99))
+@settings(max_examples=100)
+def test_what_is_found_is_valid_in_memory_and_above_the_bound(problem, seed):
+    found = search_schedule(problem, work=WORK // 3, seed=seed)
+    verify_schedule(insert_actions(found.schedule, transfers(problem)))
+    assert found.seconds == pytest.approx(simulated(problem, found.schedule))
+    assert fits(problem, found.schedule)
+    assert found.memory == peak_memory(problem, found.schedule)
+    assert found.bound <= found.seconds * (1 + 1e-9)
+    assert not found.interrupted
+
+
+@given(problems(), st.integers(0, 10**6))
+@settings(max_examples=100)
+def test_every_rule_gives_a_schedule_in_memory(problem, seed):
+    random, shop = Random(seed), compile_problem(problem)
+    rule = next(first_rules(shop))
+    bound = lower_bound(problem)
+    for _ in range(12):
+        rule = mutated(shop, rule, random)
+        made = list_schedule(shop, rule)
+        assert made is not None
+        seconds, orders = made
+        starts = starts_of(shop, orders)
+        assert starts is not None and respects(shop, orders)
+        assert bound <= length_of(shop, starts, orders) * (1 + 1e-9)
+        assert length_of(shop, starts, orders) <= seconds * (1 + 1e-9)
+        assert fits(problem, schedule_of(shop, orders))
+
+
+@given(problems(), st.integers(0, 10**6))
+@settings(max_examples=100)
+def test_annealing_keeps_orders_possible_and_times_them_right(problem, seed):
+    random, shop = Random(seed), compile_problem(problem)
+    made = list_schedule(shop, next(first_rules(shop)))
+    assert made is not None
+    result = anneal(shop, made[1], work=20_000, random=random, hot=2.0, cold=0.5)
+    starts = starts_of(shop, result.orders)
+    assert starts is not None and respects(shop, result.orders)
+    assert result.seconds == pytest.approx(length_of(shop, starts, result.orders))
+    assert result.seconds <= made[0] * (1 + 1e-9)
+
+
+@given(problems(skips=False), st.integers(0, 9))
+def test_fusing_backwards_costs_nothing(problem, seed):
+    shop = compile_problem(problem)
+    for rule in list(first_rules(shop))[seed::10]:
+        made = list_schedule(shop, rule)
+        assert made is not None
+        starts = starts_of(shop, made[1])
+        assert starts is not None
+        free = Problem(problem.stages, problem.stage_ranks, problem.microbatches, problem.edges)
+        schedule = schedule_of(shop, made[1])
+        # The judge has transfers wait for one another, so take it without seconds of transfers.
+        if all(e.forward_seconds == 0 == e.backward_seconds for e in problem.edges):
+            assert makespan(free, schedule) <= length_of(shop, starts, made[1]) * (1 + 1e-9)
+        assert orders_of(shop, schedule) == made[1]
+
+
+@given(problems(most_chunks=1, tight=False))
+def test_the_judge_agrees_with_the_simulator_on_families(problem):
+    problem = Problem(
+        problem.stages, problem.stage_ranks, problem.microbatches, problem.edges, None
+    )
+    for family in (gpipe, one_f_one_b):
+        schedule = family(len(problem.stages), problem.microbatches)
+        assert makespan(problem, schedule) == pytest.approx(simulated(problem, schedule))
+        assert lower_bound(problem) <= makespan(problem, schedule) * (1 + 1e-9)
+
+
+def test_the_judge_refuses_what_does_not_belong_to_the_problem():
+    problem = equal(2, 2)
+    with pytest.raises(ValueError, match="2 microbatches of every stage"):
+        makespan(problem, gpipe(2, 3))
+    with pytest.raises(ValueError, match="on rank"):
+        makespan(problem, gpipe(2, 2, ranks=(1, 0)))
+    whole = Problem((StageCosts(1, 1, 1, splittable=False),) * 2, (0, 1), 2, chain_edges(2))
+    with pytest.raises(ValueError, match="cannot be split"):
+        makespan(whole, Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1B0,1F1,1B1"))
+    with pytest.raises(ValueError, match="deadlocks: rank 0 at 0B0"):
+        makespan(problem, Schedule.from_csv("0B0,0F0,0F1,0B1\n1F0,1B0,1F1,1B1"))
+
+
+def test_equal_stages_reach_the_published_optimum():
+    # Zero Bubble (ICLR 2024): with F = I = W and memory for p microbatches, (p - 1) units idle.
+    for ranks, m in ((2, 4), (4, 8), (4, 12)):
+        found = search_schedule(equal(ranks, m, memory=float(ranks)), work=10 * WORK)
+        assert found.seconds == 3 * m + ranks - 1 == found.bound
+
+
+def test_little_memory_costs_time_but_is_kept_to():
+    lengths = [
+        search_schedule(equal(4, 8, memory=limit), work=4 * WORK).seconds
+        for limit in (1.0, 2.0, 3.0, 4.0, None)
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    # One at a time: nobody works while another does, but for the last W (1 s on each of 4 ranks).
+    assert lengths[0] <= 8 * (4 * 2 + 4) and lengths[-1] == 27
+
+
+@given(problems(), st.integers(0, 99))
+@settings(max_examples=12)
+def test_the_same_seed_gives_the_same_schedule(problem, seed):
+    first, again = (search_schedule(problem, work=WORK // 3, seed=seed) for _ in range(2))
+    assert first == again
+
+
+def test_the_clock_cuts_a_search_short_and_says_so():
+    problem = Problem(
+        tuple(StageCosts(1 + s % 3, 1.5, 0.7, 1.0) for s in range(8)),
+        tuple(range(8)),
+        32,
+        chain_edges(8, 0.1),
+        (3.0,) * 8,
+    )
+    found = search_schedule(problem, seconds=0.05, work=10**9)
+    assert found.interrupted and fits(problem, found.schedule)
+
+
+@given(problems(), st.integers(0, 9))
+@settings(max_examples=15)
+def test_a_seed_is_never_made_worse(problem, seed):
+    good = search_schedule(problem, work=WORK // 2, seed=seed)
+    again = search_schedule(problem, work=1, seed=seed + 1, seeds=(good.schedule,))
+    assert again.seconds <= good.seconds
+
+
+def test_seeds_that_do_not_fit_are_left_out():
+    problem = equal(2, 4, memory=2.0)
+    found = search_schedule(problem, work=WORK, seeds=(gpipe(2, 4), one_f_one_b(2, 4)))
+    assert fits(problem, found.schedule) and not fits(problem, gpipe(2, 4))
+    assert found.seconds <= makespan(problem, one_f_one_b(2, 4))
+
+
+def test_stages_that_cannot_be_split_keep_their_backward_whole():
+    stages = tuple(StageCosts(1.0, 1.0, 1.0, 1.0, 0.5, s != 1) for s in range(3))
+    problem = Problem(stages, (0, 1, 2), 6, chain_edges(3))
+    found = search_schedule(problem, work=WORK)
+    assert {a.do for a in found.schedule.ranks[1]} == {Do.FORWARD, Do.BACKWARD}
+
+
+def test_preemptive_schedule_of_one_machine():
+    # The short job with the long tail interrupts the long one: 0-2, 2-3 (+ 8), 3-6 (+ 1).
+    assert preemptive([(0, 5, 1), (2, 1, 8)]) == 11
+    assert preemptive([(0, 5, 1), (2, 1, 8), (20, 2, 3)]) == 25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stage_ranks": (0,)}, "2 stages on ranks"),
+        ({"microbatches": 0}, "at least one"),
+        ({"edges": (Edge(1, 0),)}, "edge 1 -> 0"),
+        ({"edges": (Edge(0, 1), Edge(0, 1))}, "twice"),
+        ({"memory": (1.0,)}, "1 memory limits for 2 ranks"),
+        ({"stages": (StageCosts(1, 1, 1, 1, 2),) * 2}, "keeps 2 of 1"),
+    ],
+)
+def test_problems_that_make_no_sense_are_refused(change, message):
+    good = {
+        "stages": (StageCosts(1, 1, 1),) * 2,
+        "stage_ranks": (0, 1),
+        "microbatches": 1,
+        "edges": chain_edges(2),
+    }
+    with pytest.raises(ValueError, match=message):
+        Problem(**(good | change))
+    with pytest.raises(ValueError, match="finite number"):
+        StageCosts(-1.0, 0, 0)
