@@ -395,7 +395,8 @@ class Plan:
     `stage_of_cluster` has a stage for every cluster; the stages' ranks are those of the
     schedule. Values of the nodes named in `duplicated` are computed by every stage that reads
     them instead of sent. `stage_seconds` (forward and backward of one microbatch) and
-    `step_seconds` are what the planner expects, None if it knew no costs.
+    `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
+    stages on these ranks takes less than `bound_seconds`.
     """
 
     stage_of_cluster: tuple[int, ...]
@@ -403,6 +404,7 @@ class Plan:
     duplicated: tuple[str, ...] = ()
     stage_seconds: tuple[float, ...] | None = None
     step_seconds: float | None = None
+    bound_seconds: float | None = None
 
     @property
     def stages(self) -> int:

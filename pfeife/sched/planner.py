@@ -3,6 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from pfeife.cost.memory import optimizer_bytes
 from pfeife.plan import SENDS, Action, Do, Kind, Machine, Network, Plan, Schedule
 from pfeife.program import Program, Role
 from pfeife.sched.cuts import (
@@ -13,8 +16,10 @@ from pfeife.sched.cuts import (
     clusters_of,
     marked,
 )
+from pfeife.sched.joint import Wishes, search_plan
 from pfeife.sched.lower import chain, insert_actions
-from pfeife.sched.policies import forward_only, policy
+from pfeife.sched.orders import looped
+from pfeife.sched.policies import forward_only, placement, policy
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 
@@ -30,25 +35,45 @@ def plan(
     cuts: Sequence[int] | None = None,
     memory_limit: int | None = None,
     network: Network | None = None,
+    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    search_seconds: float = 20.0,
+    seed: int = 0,
 ) -> Plan:
-    """A plan for a fused and annotated program.
+    """A plan for a fused and annotated program, split into input- and weight-backwards if the
+    schedule shall be.
+
+    `schedule` is the name of a family, or "search": then cuts, placement, stages a rank and
+    schedule are searched together for `search_seconds` (see `search_plan`).
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
     slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
     as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
     them in turn and share the limit equally.
-    A measured `network` takes the place of the machine's figures for links.
+    `optimizer` says what state is kept beside the parameters. A measured `network` takes the place of the machine's figures for links.
     Raises ValueError if the wishes contradict each other or the program.
     """
     machine = network.seen_by(machine) if network else machine
+    by_hand = _cuts_by_hand(program, cuts, stages)
+    count = by_hand[-1] + 1 if by_hand else stages or ranks or 1
+    trained = bool(program.ports(Role.TANGENT))
+    if schedule == "search" and trained and (ranks or count) > 1:
+        wishes = Wishes(
+            machine,
+            microbatches,
+            ranks or count,
+            memory_limit or machine.memory,
+            network,
+            state_factor(optimizer),
+            stages,
+            by_hand,
+        )
+        return search_plan(program, wishes, search_seconds=search_seconds, seed=seed)
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
-    by_hand = _cuts_by_hand(program, cuts, stages)
-    count = by_hand[-1] + 1 if by_hand else stages or 1
-    placed = _dealt(count, ranks or count)
-    trained = bool(program.ports(Role.TANGENT))
-    order = (policy(schedule) if trained else forward_only)(count, microbatches, placed)
+    placed = _placed(schedule, count, ranks or count)
+    family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
+    order = family(count, microbatches, placed)
     stage_of = by_hand or balanced(
         clusters,
         count,
@@ -103,13 +128,30 @@ def _step_seconds(
     return simulate(insert_actions(order, chain(order)), action_seconds).seconds
 
 
-def _dealt(stages: int, ranks: int) -> tuple[int, ...]:
+def state_factor(
+    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None,
+) -> float:
+    """Bytes of optimizer state for each byte of parameters, as for a large float32 one."""
+    if optimizer is None:
+        return 0.0
+    return optimizer_bytes(optimizer)((1024, 1024), torch.float32) / 2**22
+
+
+def splits(schedule: str) -> bool:
+    """Whether the schedules of a family, or those that a search finds, split backwards."""
+    if schedule == "search":
+        return True
+    order = policy(schedule)(4, 4, placement(schedule, 4, 2))
+    return any(a.do == Do.INPUT_BACKWARD for actions in order.ranks for a in actions)
+
+
+def _placed(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
     if stages < ranks:
         raise ValueError(
             f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
             f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
         )
-    return tuple(stage % ranks for stage in range(stages))
+    return looped(stages, ranks) if schedule == "search" else placement(schedule, stages, ranks)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -1,0 +1,256 @@
+"""Cuts, placement, stages a rank and schedule searched together."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import attrs
+
+from pfeife.plan import Machine, Network, Plan, Schedule
+from pfeife.program import Program
+from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
+from pfeife.sched.orders import folded, looped
+from pfeife.sched.policies import POLICIES, policy
+from pfeife.sched.problem import Problem
+from pfeife.sched.search import search_placements
+from pfeife.sched.seeds import fitting, fused
+from pfeife.sched.workload import Workload, stage_problem, workload_of
+
+_FEW = 4000  # cuts that are looked at one by one where memory is short
+
+
+@attrs.frozen
+class Wishes:
+    """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank,
+    optimizer state in multiples of the parameters, stages if their number is given, and cuts
+    likewise."""
+
+    machine: Machine
+    microbatches: int
+    ranks: int
+    memory_limit: int
+    network: Network | None = None
+    state_factor: float = 0.0
+    stages: int | None = None
+    cuts: tuple[int, ...] | None = None
+
+
+@attrs.frozen
+class _Layout:
+    """Cuts and placement, and the problem that they make."""
+
+    stage_of: tuple[int, ...]
+    problem: Problem
+
+    @property
+    def shortage(self) -> float:
+        """Bytes that the worst rank lacks for one microbatch."""
+        limits = self.problem.memory or ()
+        return max(self.problem.smallest_memory(rank) - limit for rank, limit in enumerate(limits))
+
+
+def search_plan(
+    program: Program, wishes: Wishes, *, search_seconds: float = 20.0, seed: int = 0
+) -> Plan:
+    """The plan with the shortest simulated step that was found in `search_seconds`.
+
+    One, two and three stages a rank are tried, dealt in turn and folded (V), with cuts that
+    balance the ranks' loads; every family of schedules that fits is a seed of the search. The
+    program is fused and annotated; if it is split into input- and weight-backwards, the schedules
+    are too. Raises ValueError if nothing fits into the memory, with the figures of what comes
+    nearest.
+    """
+    deadline = time.monotonic() + search_seconds
+    duplicated = cheap_to_recompute(program, wishes.machine)
+    work, clusters = workload_of(program, duplicated), clusters_of(program, duplicated)
+    layouts = _layouts(work, clusters, wishes)
+    fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
+    if not fitting_ones:
+        raise ValueError(_refusal(layouts, wishes))
+    left = deadline - time.monotonic()
+    problems = [layout.problem for layout in fitting_ones]
+    seeds = [list(_seeds(problem, 0.2 * left / len(problems))) for problem in problems]
+    at, found = search_placements(
+        problems, seconds=max(deadline - time.monotonic(), 0.1), seed=seed, seeds=seeds
+    )
+    problem = problems[at]
+    return Plan(
+        fitting_ones[at].stage_of,
+        found.schedule,
+        duplicated,
+        tuple(stage.seconds for stage in problem.stages),
+        found.seconds,
+        min(found.bound, found.seconds),
+    )
+
+
+def _layouts(work: Workload, clusters: Clusters, wishes: Wishes) -> list[_Layout]:
+    found: dict[tuple, _Layout] = {}
+    for home in _placements(len(clusters.seconds), wishes):
+        for cut in _cuts(work, clusters, wishes, home):
+            if (cut, home) not in found:
+                found[cut, home] = _layout(work, wishes, cut, home)
+    if not found:
+        count = wishes.stages or wishes.ranks
+        raise ValueError(
+            f"{count} stages on {wishes.ranks} ranks, but the program has only "
+            f"{len(clusters.seconds)} clusters to cut between"
+        )
+    if all(layout.shortage > 0 for layout in found.values()):
+        for home in _placements(len(clusters.seconds), wishes):
+            for cut in _roomiest(work, clusters, wishes, home):
+                found[cut, home] = _layout(work, wishes, cut, home)
+    return list(found.values())
+
+
+def _layout(work: Workload, wishes: Wishes, cut: tuple[int, ...], home: tuple[int, ...]) -> _Layout:
+    problem = stage_problem(
+        work,
+        cut,
+        home,
+        wishes.microbatches,
+        machine=wishes.machine,
+        network=wishes.network,
+        memory_limit=wishes.memory_limit,
+        state_factor=wishes.state_factor,
+    )
+    return _Layout(cut, problem)
+
+
+def _placements(units: int, wishes: Wishes) -> Iterator[tuple[int, ...]]:
+    if wishes.cuts:
+        counts = [wishes.cuts[-1] + 1]
+    else:
+        counts = [wishes.stages] if wishes.stages else [v * wishes.ranks for v in (1, 2, 3)]
+    for stages in counts:
+        if wishes.ranks <= stages <= units:
+            yield from dict.fromkeys((looped(stages, wishes.ranks), folded(stages, wishes.ranks)))
+
+
+def _cuts(
+    work: Workload, clusters: Clusters, wishes: Wishes, home: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Cuts whose ranks are loaded evenly, from those whose stages are."""
+    if wishes.cuts:
+        yield wishes.cuts
+        return
+    loads = _Loads(clusters, home, wishes.machine)
+    start = loads.even()
+    if start is not None:
+        yield _stage_of(start, len(clusters.seconds))
+        yield _stage_of(loads.improved(start), len(clusters.seconds))
+
+
+def _stage_of(starts: Sequence[int], units: int) -> tuple[int, ...]:
+    return tuple(accumulate(int(unit in set(starts)) for unit in range(units)))
+
+
+class _Loads:
+    """Seconds of every rank for cuts, given by the cluster at which each stage but the first
+    begins."""
+
+    def __init__(self, clusters: Clusters, home: tuple[int, ...], machine: Machine):
+        self.clusters, self.home = clusters, home
+        self.units = len(clusters.seconds)
+        self.before = [0.0, *accumulate(clusters.seconds)]
+        self.transfers = [
+            machine.transfer_seconds(size) if size else 0.0 for size in clusters.crossing
+        ]
+
+    def cost(self, starts: Sequence[int]) -> tuple[float, float]:
+        """The busiest rank's seconds, then what is sent and the sum of squares."""
+        edges = [0, *starts, self.units]
+        load = [0.0] * (1 + max(self.home))
+        for stage, (first, end) in enumerate(pairwise(edges)):
+            load[self.home[stage]] += self.before[end] - self.before[first]
+        sent = sum(self.transfers[start] for start in starts)
+        return max(load), sent + math.sqrt(sum(value**2 for value in load))
+
+    def even(self) -> list[int] | None:
+        """Stages of about the same seconds, at borders that are open; None without enough."""
+        allowed = [b for b in range(1, self.units) if b not in self.clusters.blocked]
+        stages = len(self.home)
+        if len(allowed) < stages - 1:
+            return None
+        starts: list[int] = []
+        for stage in range(1, stages):
+            goal = self.before[-1] * stage / stages
+            free = allowed[len(starts) : len(allowed) - (stages - 1 - stage)]
+            free = [b for b in free if not starts or b > starts[-1]]
+            starts.append(min(free, key=lambda b: abs(self.before[b] - goal)))
+        return starts
+
+    def improved(self, starts: Sequence[int]) -> list[int]:
+        """Borders moved one by one, and by pairs of neighbours, as long as that helps."""
+        best, cost = list(starts), self.cost(starts)
+        moved = True
+        while moved:
+            moved = False
+            for at, step in itertools.product(range(len(best)), (-1, 1, -3, 3, -9, 9)):
+                for together in (1, 2):
+                    tried = list(best)
+                    for index in range(at, min(at + together, len(best))):
+                        tried[index] += step
+                    if self._allowed(tried) and self.cost(tried) < cost:
+                        best, cost, moved = tried, self.cost(tried), True
+        return best
+
+    def _allowed(self, starts: Sequence[int]) -> bool:
+        edges = [0, *starts, self.units]
+        open_ = not any(start in self.clusters.blocked for start in starts)
+        return open_ and all(low < high for low, high in pairwise(edges))
+
+
+def _roomiest(
+    work: Workload, clusters: Clusters, wishes: Wishes, home: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Cuts for a placement that need the least memory for one microbatch."""
+    if wishes.cuts:
+        return
+    units, stages = len(clusters.seconds), len(home)
+    allowed = [b for b in range(1, units) if b not in clusters.blocked]
+    if math.comb(len(allowed), stages - 1) <= _FEW:
+        every = (_stage_of(starts, units) for starts in itertools.combinations(allowed, stages - 1))
+        yield min(every, key=lambda cut: _layout(work, wishes, cut, home).shortage, default=())
+        return
+    loads = _Loads(clusters, home, wishes.machine)
+    starts = loads.even()
+    if starts is None:
+        return
+    shortage = _layout(work, wishes, _stage_of(starts, units), home).shortage
+    moved = True
+    while moved and shortage > 0:
+        moved = False
+        for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
+            tried = [s + step if i == at else s for i, s in enumerate(starts)]
+            if loads._allowed(tried):
+                less = _layout(work, wishes, _stage_of(tried, units), home).shortage
+                if less < shortage:
+                    starts, shortage, moved = tried, less, True
+    yield _stage_of(starts, units)
+
+
+def _seeds(problem: Problem, seconds: float) -> Iterator[Schedule]:
+    """What the families make of a problem, as long as the time lasts."""
+    deadline = time.monotonic() + seconds
+    whole = not all(stage.splittable for stage in problem.stages)
+    for name in POLICIES:
+        if time.monotonic() > deadline:
+            return
+        try:
+            order = policy(name)(len(problem.stages), problem.microbatches, problem.stage_ranks)
+        except ValueError:
+            continue  # not for this placement
+        order = fused(order) if whole else order
+        yield from fitting(problem, order)
+
+
+def _refusal(layouts: Sequence[_Layout], wishes: Wishes) -> str:
+    best = min(layouts, key=lambda layout: layout.shortage)
+    return (
+        f"no cut fits {wishes.memory_limit} bytes a rank on {wishes.ranks} ranks: the best lacks "
+        f"{best.shortage:.0f} bytes for one microbatch on its worst rank; use more ranks, smaller "
+        "microbatches, or a larger limit"
+    )
