@@ -106,19 +106,19 @@ def natural(name: str, ranks: int, loops: int = 2) -> tuple[int, ...]:
 #   seconds, as a stage is 1/v. Rank 0 holds its warm-up of (v - 1) p + 2 (p - 1) and one more:
 #   p (1 + (p - 1)/(p v)) microbatches (Korthikanti et al., MLSys 2023, section 4.2.3). For m = p
 #   that is more than there are, so it holds all.
-# breadth-first: the same bubble, all held (Lamy-Poirier, MLSys 2023, section 4.1).
+# breadth-first: the same bubble, all held (Lamy-Poirier, MLSys 2023, section 4).
 # zb-h1: bubble (p - 1)(F + B - W) = p - 1 in ZB's letters, whose B is our I; p held (Qi et al.,
 #   Zero Bubble, ICLR 2024, section 2.3).
 # zb-h2: bubble (p - 1)(F + B - 2W) = 0 of *span*, 2p - 1 held (same place). The makespan has
 #   p - 1 nevertheless: the last rank cannot begin before p - 1 and has 3m seconds of work. The
 #   paper has m >= 2p - 1. With fewer, rank 0 has run all its m forwards and nothing is left to do
 #   until the first gradient comes back at 2p - 1; no schedule avoids that wait of 2p - 1 - m.
-# zb-v: bubble 0 of span, p held (arXiv 2401.10241v1, section 6; Qi et al., Controllable Memory,
-#   NeurIPS 2024, table 1, "V-ZB"). Makespan as above. For m = p rank 0 waits 2p - 1 - m until the
-#   first forward comes back to it, which no schedule avoids.
-# v-half: about half of 1F1B's bubble, (p + 2) // 2 held (Controllable Memory, section 3.2 and the
-#   table of the authors' demo: "~ p/2m"). 1F1B's 3 (p - 1) is 6 (p - 1) of our half-size seconds,
-#   and half of that is exactly what ours takes for even p.
+# zb-v: bubble 0 of span, p held (Zero Bubble's first version, arXiv 2401.10241v1, section 6; Qi
+#   et al., Controllable Memory, NeurIPS 2024, has the same of "V-ZB"). Makespan as above. For
+#   m = p rank 0 waits 2p - 1 - m until the first forward is back, which no schedule avoids.
+# v-half: about half of 1F1B's bubble, (p + 2) // 2 held (Controllable Memory, section 3, and the
+#   table of the authors' demo: "~ p/2m" of the work). 1F1B's 3 (p - 1) is 6 (p - 1) of our
+#   half-size seconds, and half of that is exactly what ours takes for even p.
 # v-min: about two thirds of 1F1B's bubble, (p + 4) // 3 held (same place: "~ 2p/3m"). Two thirds
 #   are 4 (p - 1) of our seconds. Ours takes one less: microbatches follow each other every 6
 #   seconds without a wait, each goes down and up the V twice in 4p seconds, and the last weight-
@@ -312,6 +312,17 @@ def test_placements():
     assert zb_v(6, 5) == zb_v(6, 5, (0, 1, 2, 2, 1, 0))
     with pytest.raises(ValueError, match="'2f2b' is not known"):
         placement("2f2b", 4, 2)
+
+
+def test_one_f_one_b_takes_turns_on_a_rank():
+    """Two stages a rank in the order of their unit times, the deeper one first."""
+    assert one_f_one_b(4, 3, (0, 1, 0, 1)).to_csv() == (
+        "0F0,0F1,2F0,0F2,2F1,2B0,2F2,2B1,0B0,2B2,0B1,0B2\n"
+        "1F0,1F1,3F0,3B0,3F1,1F2,3B1,1B0,3F2,3B2,1B1,1B2\n"
+    )
+    assert eager_one_f_one_b(3, 3, (0, 1, 0)).to_csv() == (
+        "0F0,0F1,2F0,0F2,2B0,2F1,2B1,2F2,2B2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
+    )
 
 
 def test_forward_only_has_every_forward():

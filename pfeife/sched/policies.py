@@ -25,7 +25,7 @@ def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     `ranks` places the stages, one stage a rank unless it says otherwise. Every rank runs the
     forwards of its stages in the order of the stages, and the backwards in the opposite order:
     with several stages a rank this is the breadth-first schedule (Lamy-Poirier, Breadth-First
-    Pipeline Parallelism, MLSys 2023, section 4.1).
+    Pipeline Parallelism, MLSys 2023, section 4).
     """
     home = placed(stages, microbatches, ranks)
     pairs = [(stage, k) for stage in range(stages) for k in range(microbatches)]
@@ -192,8 +192,12 @@ _ON_A_V = frozenset({"zb-v", "v-half", "v-min", "dualpipe-v"})
 
 
 def placement(name: str, stages: int, ranks: int) -> tuple[int, ...]:
-    """The stages' ranks that a policy is made for: folded for those on a V, else looped."""
-    return (folded if policy(name) and name in _ON_A_V else looped)(stages, ranks)
+    """The stages' ranks that a policy is made for: folded for those on a V, else looped.
+
+    Raises ValueError for names that are not known.
+    """
+    policy(name)
+    return (folded if name in _ON_A_V else looped)(stages, ranks)
 
 
 def policy(name: str) -> Callable[..., Schedule]:

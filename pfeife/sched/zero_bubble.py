@@ -155,8 +155,8 @@ class _Blocks:
 
 
 def zb_v(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
-    """ZB-V: no bubble between a rank's first and last action with the memory of 1F1B (CM,
-    section 3, "V-ZB"; the order by hand is from Zero Bubble's first version, arXiv 2401.10241).
+    """ZB-V: no bubble between a rank's first and last action with the memory of 1F1B (Zero
+    Bubble's first version, arXiv 2401.10241v1, section 6; in CM it is "V-ZB").
 
     p ranks of two stages in a V hold p microbatches. Up to p are held all at once, and their
     building blocks pushed together by the list scheduler; fewer than 2p - 1 run as the first ones
