@@ -2,30 +2,57 @@
 
 from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow, marked, split_at
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
+from pfeife.sched.orders import folded, looped
 from pfeife.sched.planner import in_flight, plan
-from pfeife.sched.policies import forward_only, gpipe, one_f_one_b, policy
+from pfeife.sched.policies import (
+    POLICIES,
+    eager_one_f_one_b,
+    forward_only,
+    gpipe,
+    interleaved,
+    loops,
+    naive,
+    one_f_one_b,
+    placement,
+    policy,
+)
 from pfeife.sched.predict import predict
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
+from pfeife.sched.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 __all__ = [
+    "POLICIES",
     "Transfer",
     "balanced",
     "chain",
     "cheap_to_recompute",
     "clusters_of",
+    "dual_pipe_v",
+    "eager_one_f_one_b",
+    "folded",
     "follow",
     "forward_only",
     "gpipe",
     "in_flight",
     "insert_actions",
+    "interleaved",
+    "looped",
+    "loops",
     "lower",
     "marked",
+    "naive",
     "one_f_one_b",
+    "placement",
     "plan",
     "policy",
     "predict",
     "simulate",
     "split_at",
+    "v_half",
+    "v_min",
     "verify_schedule",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

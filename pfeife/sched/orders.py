@@ -56,11 +56,12 @@ def dealt(timed: Timed, home: Sequence[int]) -> Schedule:
 def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
     """When the actions of every rank's order start, if F, I and W take one second and B two.
 
-    The orders must be such that none waits for ever.
+    The orders must be such that no rank waits for ever.
     """
     ends: dict[tuple[int, bool, int | None], int] = {}
     clock, waiting = [0] * len(orders), [list(reversed(order)) for order in orders]
     while any(waiting):
+        left = sum(map(len, waiting))
         for rank, order in enumerate(waiting):
             while order and all(one in ends for one in _needs(order[-1], stages)):
                 action = order.pop()
@@ -70,6 +71,7 @@ def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
                 if action.do != Do.WEIGHT_BACKWARD:
                     forward = action.do == Do.FORWARD
                     ends[action.stage, forward, action.microbatch] = clock[rank]
+        assert sum(map(len, waiting)) < left, "the orders wait for one another"
 
 
 def _needs(action: Action, stages: int) -> list[tuple[int, bool, int | None]]:

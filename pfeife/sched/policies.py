@@ -5,7 +5,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from pfeife.plan import Action, Do, Schedule
-from pfeife.sched.orders import Timed, dealt, placed
+from pfeife.sched.orders import Timed, dealt, folded, looped, placed
 from pfeife.sched.verify import verify_schedule
 from pfeife.sched.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
@@ -25,7 +25,7 @@ def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     `ranks` places the stages, one stage a rank unless it says otherwise. Every rank runs the
     forwards of its stages in the order of the stages, and the backwards in the opposite order:
     with several stages a rank this is the breadth-first schedule (Lamy-Poirier, Breadth-First
-    Pipeline Parallelism, MLSys 2023, section 4.1).
+    Pipeline Parallelism, MLSys 2023, section 4).
     """
     home = placed(stages, microbatches, ranks)
     pairs = [(stage, k) for stage in range(stages) for k in range(microbatches)]
@@ -71,11 +71,11 @@ def eager_one_f_one_b(
 def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
     """1F1B over several stages a rank (Narayanan et al., Megatron-LM, SC 2021, section 2.2.2).
 
-    The microbatches go through the model in rounds of as many as there are ranks, or a few more
-    where they do not divide: a rank runs a round's forwards on its first stage, then on its
-    second, and so on, and takes turns with the backwards after a warm-up of
-    (v - 1) p + 2 (p - 1 - r) forwards, for v stages on each of p ranks. Made for `looped` stages;
-    on other placements the actions keep their order in time.
+    The microbatches go through the model in rounds of one for every rank, or some more where
+    they do not divide: a rank runs a round's forwards on its first stage, then on its second, and
+    so on, and takes turns with the backwards after a warm-up of (v - 1) p + 2 (p - 1 - r)
+    forwards, for v stages on each of p ranks and rounds of p. Made for `looped` stages; on other
+    placements the actions keep their order in time.
     """
     home = placed(stages, microbatches, ranks)
     return dealt(_in_rounds(stages, microbatches, len(set(home))), home)
@@ -117,11 +117,12 @@ def loops(
     """The family (Nl, Bl, Bf) of Jhoo, Hur and Lopes, Pfeife (ICML 2025).
 
     Nl, the loops over the model, is the number of stages on a rank. The microbatches go through
-    it `loop_batch` (Bl) at a time, all unless given. A rank starts its first backward after the
-    forwards that must precede it, (Nl - 1) Bl plus one for every stage after its last, and
-    `prefetch` (Bf) more: either one number for every rank, of which a rank uses no more than
-    there are stages after its last, or one number for each rank, used as given. Then it takes
-    turns. GPipe is loops(prefetch=[m] * p), 1F1B is loops(), and so on.
+    it `loop_batch` (Bl) at a time, all unless given. A rank takes turns between forwards and
+    backwards after a warm-up of the forwards that must precede its first backward, (Nl - 1) Bl
+    plus one for every stage after its last, and of `prefetch` (Bf) more: one number for all
+    ranks, of which a rank uses no more than there are stages after its last, or one number for
+    each rank, used as given. So 1F1B is loops(), and with p ranks eager 1F1B prefetches p - 1,
+    interleaved 1F1B too with a loop_batch of p, and GPipe prefetches all on every rank.
     Raises ValueError for combinations in which ranks would wait for one another.
     """
     home = placed(stages, microbatches, ranks)
@@ -185,6 +186,18 @@ POLICIES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "dualpipe-v": dual_pipe_v,
     }
 )
+
+
+_ON_A_V = frozenset({"zb-v", "v-half", "v-min", "dualpipe-v"})
+
+
+def placement(name: str, stages: int, ranks: int) -> tuple[int, ...]:
+    """The stages' ranks that a policy is made for: folded for those on a V, else looped.
+
+    Raises ValueError for names that are not known.
+    """
+    policy(name)
+    return (folded if name in _ON_A_V else looped)(stages, ranks)
 
 
 def policy(name: str) -> Callable[..., Schedule]:

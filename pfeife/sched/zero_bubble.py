@@ -155,17 +155,18 @@ class _Blocks:
 
 
 def zb_v(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
-    """ZB-V: no bubble between a rank's first and last action with the memory of 1F1B (CM,
-    section 3, "V-ZB"; the order by hand is from Zero Bubble's first version, arXiv 2401.10241).
+    """ZB-V: no bubble between a rank's first and last action with the memory of 1F1B (Zero
+    Bubble's first version, arXiv 2401.10241v1, section 6; in CM it is "V-ZB").
 
-    p ranks of two stages in a V hold p microbatches. Fewer than 2p - 1 microbatches do not fill
-    the V; then the building block is pushed together by the list scheduler.
+    p ranks of two stages in a V hold p microbatches. Up to p are held all at once, and their
+    building blocks pushed together by the list scheduler; fewer than 2p - 1 run as the first ones
+    of so many.
     """
     home, p = _on_v(stages, microbatches, ranks), halves(stages)
-    if microbatches < 2 * p - 1:
+    if microbatches <= p:
         block = _block(stages, lambda s: 1 if s < p else 5, lambda s: 5 if s < p - 1 else 1)
         return dealt(_listed(block, folded(stages, p), microbatches, 2 * p), home)
-    orders = [_zb_v_words(p, rank, microbatches) for rank in range(p)]
+    orders = [_zb_v_words(p, rank, max(microbatches, 2 * p - 1)) for rank in range(p)]
     return dealt(_spelled(orders, stages, microbatches), home)
 
 
