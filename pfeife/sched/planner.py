@@ -50,12 +50,13 @@ def plan(
     slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
     as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
     them in turn and share the limit equally.
-    `optimizer` says what state is kept beside the parameters. A measured `network` takes the place of the machine's figures for links.
+    `optimizer` says what state is kept beside the parameters. A measured `network` takes the
+    place of the machine's figures for links.
     Raises ValueError if the wishes contradict each other or the program.
     """
     machine = network.seen_by(machine) if network else machine
     by_hand = _cuts_by_hand(program, cuts, stages)
-    count = by_hand[-1] + 1 if by_hand else stages or ranks or 1
+    count = by_hand[-1] + 1 if by_hand else stages or 1
     trained = bool(program.ports(Role.TANGENT))
     if schedule == "search" and trained and (ranks or count) > 1:
         wishes = Wishes(
