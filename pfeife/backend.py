@@ -14,10 +14,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
-from pfeife.cost import default_machine, estimate, machine, measure
+from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
-from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
+from pfeife.passes import (
+    annotate,
+    compose,
+    dp_wrap,
+    fuse,
+    insert_send_recv,
+    partition,
+    place,
+    split_backward,
+)
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
 from pfeife.program import Port, Program, Role, holders
 from pfeife.progress import bar
@@ -30,7 +39,7 @@ from pfeife.runtime.distributed import (
     world_rank,
 )
 from pfeife.runtime.local import LocalPipeline
-from pfeife.sched import follow, lower, policy, split_at, verify_schedule
+from pfeife.sched import follow, lower, policy, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
@@ -48,7 +57,8 @@ class Backend:
         self.options = options
         self.compiled: list[Compiled] = []
         self.homes = WeakIdKeyDictionary()  # stages by parameter or buffer
-        policy(options.schedule)
+        if options.schedule != "search":
+            policy(options.schedule)
         given = options.machine
         self._machine = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
@@ -79,26 +89,16 @@ class Backend:
         many = world > 1
         target = self._machine or default_machine(device)
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
+        # With the loss outside the gradients arrive when all forwards are done.
+        order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
+        if splits(order) and captured.program.ports(Role.TANGENT):
+            clusters = split_backward()(clusters)
         clusters = annotate(self._costs(clusters, target))(clusters)
-        ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
-        plan = make_plan(
-            clusters,
-            machine=target,
-            microbatches=options.microbatches // options.replicas,
-            stages=options.stages or (None if options.split_at else ranks),
-            ranks=ranks,
-            # With the loss outside the gradients arrive when all forwards are done.
-            schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
-            cuts=self._cuts(clusters, captured, args, many),
-            memory_limit=options.memory_limit,
-            network=self._network,
-        )
-        if many:
-            plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
+        cuts = self._cuts(clusters, captured, args, many)
+        plan, program = self._planned(clusters, target, order, cuts, world, device)
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-        program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
         devices = self._devices(mesh, many)
         if devices:
             program = place(devices)(program)
@@ -113,6 +113,50 @@ class Backend:
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _planned(
+        self,
+        clusters: Program,
+        target: Machine,
+        order: str,
+        cuts: tuple[int, ...] | None,
+        world: int,
+        device: torch.device,
+    ) -> tuple[Plan, Program]:
+        """The plan, and the program of its ranks; planned again with less memory as long as the
+        account of every byte says that a rank would need more than its limit."""
+        options, many = self.options, world > 1
+        ranks = world // options.replicas if many else None
+        ranks = len(options.devices) if options.devices else ranks
+        limit = options.memory_limit
+        for _ in range(6):
+            plan = make_plan(
+                clusters,
+                machine=target,
+                microbatches=options.microbatches // options.replicas,
+                stages=options.stages or (None if options.split_at or order == "search" else ranks),
+                ranks=ranks,
+                schedule=order,
+                cuts=cuts,
+                memory_limit=limit,
+                network=self._network,
+                search_seconds=options.search_seconds,
+            )
+            if many:
+                plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
+            mesh = Mesh(len(plan.schedule.ranks), options.replicas)
+            program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
+            if limit is None or options.memory_limit is None:
+                return plan, program
+            curves = memory_curves(program, lower(plan.schedule, program))
+            worst = max(curve.peak for curve in curves)
+            if worst <= options.memory_limit:
+                return plan, program
+            limit = int(limit * min(0.97, options.memory_limit / worst))
+        raise ValueError(
+            f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
+            "worst rank; use more stages, smaller microbatches or a larger limit"
+        )
 
     def _costs(self, clusters: Program, target: Machine) -> Costs:
         if self.options.costs == "estimate":

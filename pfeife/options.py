@@ -32,7 +32,8 @@ class Options:
 
     microbatches: into how many equal parts the batch of a call is cut.
     stages: how many stages; one a rank unless given.
-    schedule: the name of a policy, such as "1f1b" or "gpipe".
+    schedule: the name of a family, such as "1f1b" or "zb-h1", or "search" for cuts, placement and
+        schedule that are searched together for `search_seconds`.
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     costs: "estimate", or "measure" by running every cluster on this machine.
@@ -50,6 +51,7 @@ class Options:
     microbatches: int = attrs.field(default=1, validator=_count)
     stages: int | None = attrs.field(default=None, validator=_count)
     schedule: str = "1f1b"
+    search_seconds: float = attrs.field(default=20.0, validator=attrs.validators.gt(0))
     split_at: Mapping[str, str] | None = None
     replicas: int = attrs.field(default=1, validator=_count)
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")

@@ -3,7 +3,7 @@
 from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow, marked, split_at
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
 from pfeife.sched.orders import folded, looped
-from pfeife.sched.planner import in_flight, plan
+from pfeife.sched.planner import in_flight, plan, splits
 from pfeife.sched.policies import (
     POLICIES,
     eager_one_f_one_b,
@@ -49,6 +49,7 @@ __all__ = [
     "predict",
     "simulate",
     "split_at",
+    "splits",
     "v_half",
     "v_min",
     "verify_schedule",

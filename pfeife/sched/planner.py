@@ -1,27 +1,28 @@
 """Cuts and schedule decided together: a `Plan`."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pfeife.cost.memory import optimizer_bytes
-from pfeife.plan import SENDS, Action, Do, Kind, Machine, Network, Plan, Schedule
+from pfeife.plan import Do, Machine, Network, Plan, Schedule
 from pfeife.program import Program, Role
+from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import (
-    Clusters,
     balanced,
-    borders,
     cheap_to_recompute,
     clusters_of,
     marked,
 )
 from pfeife.sched.joint import Wishes, search_plan
-from pfeife.sched.lower import chain, insert_actions
+from pfeife.sched.lower import insert_actions
 from pfeife.sched.orders import looped
 from pfeife.sched.policies import forward_only, placement, policy
+from pfeife.sched.problem import seconds_of, transfers
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
+from pfeife.sched.workload import stage_problem, workload_of
 
 
 def plan(
@@ -82,15 +83,22 @@ def plan(
         in_flight=in_flight(order),
         memory_limit=(memory_limit or machine.memory) // max(Counter(placed).values()),
     )
-    seconds = _stage_seconds(program, stage_of)
+    problem = stage_problem(
+        workload_of(program, duplicated),
+        stage_of,
+        placed,
+        microbatches,
+        machine=machine,
+        network=network,
+    )
+    lowered = insert_actions(verify_schedule(order), transfers(problem))
     return Plan(
         stage_of_cluster=stage_of,
-        schedule=verify_schedule(order),
+        schedule=order,
         duplicated=duplicated,
-        stage_seconds=tuple(
-            sum(s for (stage, _), s in seconds.items() if stage == one) for one in range(count)
-        ),
-        step_seconds=_step_seconds(order, seconds, clusters, stage_of, machine),
+        stage_seconds=tuple(stage.seconds for stage in problem.stages),
+        step_seconds=simulate(lowered, seconds_of(problem)).seconds,
+        bound_seconds=lower_bound(problem) if trained else None,
     )
 
 
@@ -105,28 +113,6 @@ def _cuts_by_hand(
     if stages not in (None, found[-1] + 1):
         raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
     return found
-
-
-def _step_seconds(
-    order: Schedule,
-    seconds: Mapping[tuple[int, Kind], float],
-    clusters: Clusters,
-    stage_of: Sequence[int],
-    machine: Machine,
-) -> float:
-    """The simulated step, what crosses a border going half forwards and half backwards."""
-    cuts = borders(stage_of)
-    ways = 2 if any(kind != Kind.FORWARD for _, kind in seconds) else 1
-
-    def action_seconds(action: Action) -> float:
-        if action.do in SENDS:
-            assert action.peer is not None
-            crossing = clusters.crossing[cuts[max(action.stage, action.peer) - 1]]
-            return machine.transfer_seconds(crossing // ways)
-        kind = action.do.kind
-        return seconds.get((action.stage, kind), 0.0) if kind else 0.0
-
-    return simulate(insert_actions(order, chain(order)), action_seconds).seconds
 
 
 def state_factor(
@@ -167,11 +153,3 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
             elif action.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD):
                 flying[action.stage] -= 1
     return tuple(peak)
-
-
-def _stage_seconds(program: Program, stage_of: Sequence[int]) -> dict[tuple[int, Kind], float]:
-    seconds: dict[tuple[int, Kind], float] = {}
-    for call in program.calls:
-        key = (stage_of[call.unit], call.kind)
-        seconds[key] = seconds.get(key, 0.0) + (call.seconds or 0.0)
-    return seconds
