@@ -32,6 +32,7 @@ from pfeife.sched import (
     verify_schedule,
 )
 from pfeife.sched.cuts import Clusters, borders
+from pfeife.sched.problem import Problem, StageCosts, chain_edges
 
 CPU_CORE = machine("cpu-core")
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
@@ -497,3 +498,24 @@ def test_one_rank_has_no_bubble():
     """All stages on one rank: the step takes what its computations take."""
     made = plan(program(), machine=CPU_CORE, microbatches=3, stages=3, ranks=1)
     assert made.step_seconds == pytest.approx(3 * sum(made.stage_seconds))
+
+
+def test_blocking_transfers_deadlock_where_both_ends_send():
+    """1F1B's neighbours send to one another at once; fill and drain has one direction a time."""
+    assert verify_schedule(gpipe(3, 4), blocking=True)
+    assert verify_schedule(one_f_one_b(2, 4))
+    with pytest.raises(ValueError, match="the schedule deadlocks: rank 0 waits at"):
+        verify_schedule(one_f_one_b(2, 4), blocking=True)
+
+
+def test_memory_is_checked_at_every_moment():
+    """A limit of two microbatches stops GPipe's third forward; I frees what W does not keep."""
+    costs = StageCosts(1.0, 1.0, 1.0, saved=10.0, kept=4.0)
+    tight = Problem((costs, costs), (0, 1), 3, chain_edges(2), memory=(20.0, 20.0))
+    assert verify_schedule(one_f_one_b(2, 3), problem=tight)
+    with pytest.raises(ValueError, match=r"rank 0: 0F0 0F1 \[0F2\] .*30 bytes .* limit is 20"):
+        verify_schedule(gpipe(2, 3), problem=tight)
+    split = Schedule.from_csv("0F0,0F1,0I0,0F2,0W0,0I1,0W1,0I2,0W2\n")
+    with pytest.raises(ValueError, match="24 bytes"):
+        verify_schedule(split, problem=Problem((costs,), (0,), 3, (), memory=(20.0,)))
+    assert verify_schedule(split, problem=Problem((costs,), (0,), 3, (), memory=(24.0,)))

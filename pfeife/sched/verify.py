@@ -5,31 +5,59 @@ from collections.abc import Sequence
 
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.sched.lower import chain, insert_actions
+from pfeife.sched.problem import Problem, transfers
 
 
-def verify_schedule(schedule: Schedule, *, in_flight: int | None = None) -> Schedule:
+def verify_schedule(
+    schedule: Schedule,
+    *,
+    in_flight: int | None = None,
+    problem: Problem | None = None,
+    blocking: bool = False,
+) -> Schedule:
     """Returns the schedule if every rank can run it to its end, else raises ValueError.
 
     Checked: every stage computes every microbatch once, microbatches of a stage in ascending
     order; backward after forward, weight- after input-backward; at most `in_flight` microbatches
-    between forward and last backward on a stage; reductions after the last gradient; sends
-    after the computation of what they send; sends match receives on every channel (pair of
-    ranks) in order; nothing twice; no deadlock (a send does not block, a
-    reduction waits for all ranks that have it). A schedule of computations alone is taken to be
-    one of a chain of stages.
+    between forward and last backward on a stage; the memory of a `problem` at every moment;
+    reductions after the last gradient; sends after the computation of what they send; sends match
+    receives on every channel (pair of ranks) in order; nothing twice; no deadlock (a reduction
+    waits for all ranks that have it; a send waits for its receive if transfers are `blocking`,
+    which the runtime's are not). A schedule of computations alone is taken to be one of a chain
+    of stages, or of the problem's.
     """
     home = schedule.stage_ranks
     _check_counts(schedule, home)
     for rank, actions in enumerate(schedule.ranks):
         _check_rank(rank, actions, home, in_flight)
-    lowered = any(a.do in SENDS or a.do in RECEIVES for rank in schedule.ranks for a in rank)
-    if not lowered:
+        if problem is not None:
+            _check_memory(rank, actions, problem)
+    if not any(a.do in SENDS or a.do in RECEIVES for rank in schedule.ranks for a in rank):
         for rank, actions in enumerate(schedule.ranks):
             _check_chain(rank, actions, home)
-    _check_progress(schedule if lowered else insert_actions(schedule.computing(), chain(schedule)))
+        moves = transfers(problem) if problem is not None else chain(schedule)
+        _check_progress(insert_actions(schedule.computing(), moves), blocking)
+    else:
+        _check_progress(schedule, blocking)
     return schedule
 
 
+def _check_memory(rank: int, actions: tuple[Action, ...], problem: Problem) -> None:
+    if problem.memory is None:
+        return
+    held, limit = 0.0, problem.memory[rank] * (1 + 1e-6)
+    for index, action in enumerate(actions):
+        costs = problem.stages[action.stage]
+        held += costs.saved if action.do == Do.FORWARD else 0.0
+        if held > limit:
+            raise ValueError(
+                f"rank {rank}: {_around(actions, index)}: {held:.0f} bytes of activations, the "
+                f"limit is {problem.memory[rank]:.0f}"
+            )
+        held -= costs.freed(action.do) if action.do in _BACKWARDS else 0.0
+
+
+_BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
 _MAKERS = {
     Do.SEND_F: (Do.FORWARD,),
     Do.SEND_B: (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD),
@@ -121,7 +149,7 @@ def _check_transfer(where: str, rank: int, action: Action, home: Sequence[int]) 
         raise ValueError(f"{where}: stage {action.peer} at the other end runs on no other rank")
 
 
-def _check_progress(schedule: Schedule) -> None:
+def _check_progress(schedule: Schedule, blocking: bool) -> None:
     """Runs all ranks against one another, messages in order on every channel."""
     home = schedule.stage_ranks
     channels: dict[tuple[int, int], deque[Action]] = {}
@@ -129,10 +157,17 @@ def _check_progress(schedule: Schedule) -> None:
     awaited = Counter(a for rank in schedule.ranks for a in rank if a.do == Do.REDUCE_GRAD)
     arrived: dict[Action, set[int]] = defaultdict(set)
 
+    def current(rank: int) -> Action | None:
+        actions = schedule.ranks[rank]
+        return actions[position[rank]] if position[rank] < len(actions) else None
+
     def advance(rank: int, action: Action) -> bool:
         """Does an action if it can be done now."""
         if action.do in SENDS:
             assert action.peer is not None
+            there = home[action.peer]
+            if blocking and current(there) != received_as(action):
+                return False
             channel = channels.setdefault((rank, home[action.peer]), deque())
             channel.append(received_as(action))
         elif action.do in RECEIVES:
