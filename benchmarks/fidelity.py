@@ -9,31 +9,22 @@ Each configuration is planned from costs that are measured cluster by cluster (a
 import os
 import random
 import statistics
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import attrs
 import models
 import torch
 import torch.distributed as dist
+from harness import DEVICE, Ready, in_turn, launch, mean_costs, of_rank_zero, ready
 from scipy.stats import spearmanr
 
 import pfeife
-from pfeife import plain, report, sched
+from pfeife import report, sched
 from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
-from pfeife.runtime.distributed import (
-    DistributedPipeline,
-    from_all_ranks,
-    from_rank_zero,
-    join_world,
-    leave_world,
-)
+from pfeife.runtime.distributed import join_world, leave_world
 from pfeife.runtime.profile import profile_memory
 
-DEVICE = torch.device("cpu")
 CASES = (models.gpt, models.skip_net, models.large_head)
 SCHEDULES, MICROBATCHES = ("gpipe", "1f1b"), (2, 4, 8)
 
@@ -45,23 +36,9 @@ class Configuration:
     name: str
     schedule: str
     microbatches: int
-    pipeline: DistributedPipeline
-    state: Any
-    batch: list
+    ready: Ready
     seconds: float
     peaks: tuple[int, ...]
-
-
-def median_costs(costs: pfeife.Costs) -> pfeife.Costs:
-    """The mean of what the ranks have measured, the same on all of them."""
-    texts = from_all_ranks(plain.to_json(costs), DEVICE)
-    found = [plain.from_json(pfeife.Costs, text) for text in texts]
-
-    def mean(field: str) -> dict[str, float]:
-        parts = [getattr(one, field) for one in found]
-        return {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
-
-    return attrs.evolve(costs, seconds=mean("seconds"), accumulate=mean("accumulate"))
 
 
 def configurations(repeats: int) -> list[Configuration]:
@@ -72,43 +49,18 @@ def configurations(repeats: int) -> list[Configuration]:
         torch.manual_seed(0)
         case = make()
         program = pfeife.capture(case.step, *case.draw())
-        state = pfeife.state_of(program, case.model)
         clusters = pfeife.fuse()(program)
-        clusters = pfeife.annotate(median_costs(measure(clusters, repeats=repeats)))(clusters)
+        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=repeats)))(clusters)
         for name in SCHEDULES:
             for count in MICROBATCHES:
                 plan = sched.plan(
                     clusters, machine=host, microbatches=count, stages=2, schedule=name
                 )
-                plan = plain.from_json(pfeife.Plan, from_rank_zero(plain.to_json(plan), DEVICE))
-                ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-                schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
-                found.append(
-                    Configuration(
-                        case.name,
-                        name,
-                        count,
-                        DistributedPipeline(ranks, schedule, DEVICE),
-                        state,
-                        [case.draw() for _ in range(count)],
-                        sched.predict(ranks, schedule, host, network).seconds,
-                        tuple(curve.peak for curve in memory_curves(ranks, schedule)),
-                    )
-                )
+                one = ready(of_rank_zero(plan), clusters, case)
+                predicted = sched.predict(one.program, one.schedule, host, network).seconds
+                peaks = tuple(curve.peak for curve in memory_curves(one.program, one.schedule))
+                found.append(Configuration(case.name, name, count, one, predicted, peaks))
     return found
-
-
-def steps(one: Configuration) -> list[float]:
-    """Seconds of two steps of the slower rank, after one that nobody times."""
-    found = []
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        one.pipeline.start(one.state, one.batch).run()
-        taken = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        found.append(float(taken))
-    return found[1:]
 
 
 def random_plan(units: int, draw: random.Random) -> pfeife.Plan:
@@ -124,27 +76,15 @@ def rank_correlation(plans: int = 20, repeats: int = 3) -> None:
     """Of the steps that the roofline estimates and those that are measured, over random plans."""
     torch.manual_seed(0)
     case, host = models.gpt(), machine("cpu-core")
-    program = pfeife.capture(case.step, *case.draw())
-    state = pfeife.state_of(program, case.model)
-    clusters = pfeife.fuse()(program)
+    clusters = pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
     clusters = pfeife.annotate(estimate(clusters, host))(clusters)
     draw = random.Random(0)
-    ready = []
-    for _ in range(plans):
-        plan = random_plan(clusters.units, draw)
-        ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-        schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
-        pipeline = DistributedPipeline(ranks, schedule, DEVICE)
-        seconds = sched.predict(ranks, schedule, host).seconds
-        batch = [case.draw() for _ in range(4)]
-        ready.append(Configuration("GPT", "", 4, pipeline, state, batch, seconds, ()))
-    times: list[list[float]] = [[] for _ in ready]
-    for _ in range(repeats):
-        for one, taken in zip(ready, times, strict=True):
-            taken += steps(one)
+    tried = [ready(random_plan(clusters.units, draw), clusters, case) for _ in range(plans)]
+    predicted = [sched.predict(one.program, one.schedule, host).seconds for one in tried]
+    times = in_turn(tried, repeats)
     if dist.get_rank() == 0:
         measured = [statistics.median(taken) for taken in times]
-        found = spearmanr([one.seconds for one in ready], measured).statistic
+        found = spearmanr(predicted, measured).statistic
         print(
             f"{plans} random plans of a GPT, estimated without running anything: "
             f"{1e3 * min(measured):.0f} to {1e3 * max(measured):.0f} ms a step, "
@@ -171,14 +111,13 @@ def main(repeats: int = 9) -> None:
     join_world(DEVICE)
     deep_model()
     rank_correlation()
-    ready = configurations(repeats)
-    times: list[list[float]] = [[] for _ in ready]
-    for _ in range(repeats):
-        for one, taken in zip(ready, times, strict=True):
-            taken += steps(one)
-    memory = [profile_memory(one.pipeline, one.state, one.batch) for one in ready]
+    planned = configurations(repeats)
+    times = in_turn([one.ready for one in planned], repeats)
+    memory = [
+        profile_memory(one.ready.pipeline, one.ready.state, one.ready.batch) for one in planned
+    ]
     rows, time_errors, memory_errors = [], [], []
-    for one, taken, curves in zip(ready, times, memory, strict=True):
+    for one, taken, curves in zip(planned, times, memory, strict=True):
         measured = statistics.median(taken)
         low, _, high = statistics.quantiles(taken, n=4)
         ratios = [peak / curve.peak for peak, curve in zip(one.peaks, curves, strict=True)]
@@ -213,6 +152,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [*launch, "--nproc-per-node", "2", str(Path(__file__))])
+        launch(__file__)

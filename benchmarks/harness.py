@@ -1,0 +1,82 @@
+"""What the benchmarks of real ranks share: agreed costs, plans made ready, timed steps."""
+
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+import pfeife
+from pfeife import plain, sched
+from pfeife.program import Program
+from pfeife.runtime.distributed import DistributedPipeline, from_all_ranks, from_rank_zero
+
+DEVICE = torch.device("cpu")
+
+
+def launch(file: str, ranks: int = 2) -> None:
+    """Replaces this process by torchrun with the same file and arguments."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    os.execv(sys.executable, [*command, "--nproc-per-node", str(ranks), file, *sys.argv[1:]])
+
+
+def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
+    """The mean of what the ranks have measured, the same on all of them."""
+    texts = from_all_ranks(plain.to_json(costs), DEVICE)
+    found = [plain.from_json(pfeife.Costs, text) for text in texts]
+
+    def mean(field: str) -> dict[str, float]:
+        parts = [getattr(one, field) for one in found]
+        return {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+
+    return attrs.evolve(costs, seconds=mean("seconds"), accumulate=mean("accumulate"))
+
+
+def of_rank_zero(plan: pfeife.Plan) -> pfeife.Plan:
+    return plain.from_json(pfeife.Plan, from_rank_zero(plain.to_json(plan), DEVICE))
+
+
+@attrs.frozen(eq=False)
+class Ready:
+    """A plan that can run: the ranks' program, its lowered schedule and pipeline, and a batch."""
+
+    program: Program
+    schedule: pfeife.Schedule
+    pipeline: DistributedPipeline
+    state: Any
+    batch: list
+
+
+def ready(plan: pfeife.Plan, clusters: Program, case: Any) -> Ready:
+    ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
+    batch = [case.draw() for _ in range(plan.schedule.microbatches)]
+    pipeline = DistributedPipeline(ranks, schedule, DEVICE)
+    return Ready(ranks, schedule, pipeline, pfeife.state_of(clusters, case.model), batch)
+
+
+def steps(one: Ready) -> list[float]:
+    """Seconds of two steps of the slower rank, after one that nobody times."""
+    found = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        one.pipeline.start(one.state, one.batch).run()
+        taken = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        found.append(float(taken))
+    return found[1:]
+
+
+def in_turn(every: list[Ready], repeats: int) -> list[list[float]]:
+    """Steps of all, one after another, again and again."""
+    times: list[list[float]] = [[] for _ in every]
+    for _ in range(repeats):
+        for one, taken in zip(every, times, strict=True):
+            taken += steps(one)
+    return times
