@@ -124,9 +124,7 @@ def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:
     return sum(
         _rounded(_bytes(value), rounding)
         for index, value in enumerate(values if isinstance(values, tuple | list) else ())
-        if index not in taken
-        and isinstance(value, torch.Tensor)
-        and (mask is None or mask[index])
+        if index not in taken and isinstance(value, torch.Tensor) and (mask is None or mask[index])
     )
 
 
