@@ -38,6 +38,11 @@ def expanded(net, x):
     return (x @ net.a).square().sum() + (net.b + x).sum()
 
 
+def expanded_own(net, x):
+    """The same, and the number is the stage's own."""
+    return (x @ net.a).square().sum() + (net.b + x).sum() * 2
+
+
 def same_gradient(net, x):
     """One tensor is the gradient of both a and b."""
     return ((x + net.a + net.b) @ net.u).square().sum()
@@ -81,7 +86,14 @@ def tied(net, x):
 STEPS = {
     step.__name__: step
     for step in (
-        *(plain, expanded, same_gradient, same_expanded_gradient, transposed_gradient),
+        *(
+            plain,
+            expanded,
+            expanded_own,
+            same_gradient,
+            same_expanded_gradient,
+            transposed_gradient,
+        ),
         *(parts_of_a_gradient, handed_on, handed_on_as_view, residual, tied),
     )
 }
@@ -89,6 +101,7 @@ STEPS = {
 IN_PLACE = {
     "plain": {"a", "b"},
     "expanded": {"a"},
+    "expanded_own": {"a"},
     "same_gradient": {"u"},
     "same_expanded_gradient": set(),
     "transposed_gradient": {"u"},
