@@ -1,8 +1,12 @@
 """Costs: rooflines by hand, measurements that touch nothing, bytes that are counted once."""
 
 import functools
+import importlib
+import json
 import math
+import multiprocessing
 from collections import Counter
+from pathlib import Path
 
 import attrs
 import pytest
@@ -15,7 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pfeife
+from pfeife import plain
 from pfeife.cost import estimate, machine, measure, stage_memory
+from pfeife.cost.cache import Measured
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint
 from pfeife.cost.network import fit
@@ -291,6 +297,138 @@ def test_the_cache_is_used_and_never_trusted(tmp_path):
     assert all(seconds > 0 for seconds in measured().seconds.values())
     more = measure(program, repeats=3, cache=tmp_path)
     assert more != again, "fewer runs than asked for are not enough"
+
+
+def small_program() -> pfeife.Program:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    return pfeife.fuse()(
+        pfeife.capture(lambda x: model(x).square().sum(), torch.randn(2, 3)),
+    )
+
+
+def write_costs(folder: Path, barrier, results) -> None:
+    """One of several processes that measure the same again and again, each time with more runs."""
+    program = small_program()
+    barrier.wait()
+    found = [measure(program, repeats=repeats, cache=folder) for repeats in range(2, 12)]
+    calls = {call.node for call in program.calls}
+    results.put(all(set(costs.seconds) == calls for costs in found))
+
+
+def test_writers_of_one_cache(tmp_path):
+    """Whoever reads meanwhile finds whole files or none, and nothing else is left behind."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(4), context.Queue()
+    writers = [
+        context.Process(target=write_costs, args=(tmp_path, barrier, results)) for _ in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    barrier.wait(120)
+    read = 0
+    while any(writer.is_alive() for writer in writers):
+        for path in tmp_path.glob("*.json"):
+            read += plain.load(Measured, path).repeats >= 2
+        for writer in writers:
+            writer.join(0.01)
+    assert [results.get(timeout=60) for _ in writers] == [True] * 3 and read
+    assert all(writer.exitcode == 0 for writer in writers)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
+    assert len(list(tmp_path.iterdir())) == distinct_bodies(small_program())
+    assert all(plain.load(Measured, path).repeats == 11 for path in tmp_path.glob("*.json"))
+
+
+class Backend:
+    """A compiler that notes what it is given and what is run, with which arguments."""
+
+    def __init__(self, name: str):
+        self.__qualname__ = name
+        self.bodies: list[str] = []
+        self.runs: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __call__(self, module, examples):
+        key = fingerprint(module)
+        self.bodies.append(key)
+
+        def run(*args):
+            self.runs.append((key, list(args)))
+            return module(*args)
+
+        return run
+
+
+def test_a_compiler_has_measurements_of_its_own(tmp_path):
+    program = small_program()
+    count = distinct_bodies(program)
+    first, second = Backend("first"), Backend("second")
+    costs = measure(program, repeats=2, compiler=first, cache=tmp_path)
+    assert len(first.bodies) == len(set(first.bodies)) == count, "each is compiled once"
+    assert len(first.runs) == 3 * count, "a warm-up and two runs, and nothing else"
+    assert measure(program, repeats=2, compiler=first, cache=tmp_path) == costs
+    assert len(first.runs) == 3 * count and len(list(tmp_path.iterdir())) == count
+    measure(program, repeats=2, cache=tmp_path)
+    measure(program, repeats=2, compiler=second, cache=tmp_path)
+    assert len(second.runs) == 3 * count and len(first.runs) == 3 * count
+    assert len(list(tmp_path.iterdir())) == 3 * count, "first, second and none"
+
+
+@pytest.mark.parametrize("spare", [None, 0])
+def test_bodies_run_in_turn(spare, monkeypatch):
+    """Round by round, each once; what does not fit at once is made anew for every run."""
+    if spare is not None:
+        module = importlib.import_module("pfeife.cost.measure")  # the package has a function so
+        monkeypatch.setattr(module, "_spare", lambda device: spare)
+    program, backend, done = small_program(), Backend("noted"), []
+    costs = measure(program, repeats=3, compiler=backend, progress=lambda *n: done.append(n))
+    count = distinct_bodies(program)
+    assert [key for key, _ in backend.runs] == backend.bodies * 4
+    assert done == [(run + 1, 4 * count) for run in range(4 * count)]
+    gradients = {call.node for call in program.calls if call.kind != Kind.FORWARD}
+    assert set(costs.accumulate) == gradients and all(costs.accumulate.values())
+    for index in range(count):
+        turns = [args for _, args in backend.runs[index::count]]
+        for others in zip(*turns, strict=True):
+            same = {id(argument) for argument in others}
+            assert len(same) == (4 if spare == 0 else 1)
+
+
+LINK = {
+    **{"source": 0, "destination": 1, "sizes": (0, 1000), "seconds": (1e-6, 2e-6)},
+    **{"sending": (1e-6, 1e-6), "receiving": (0.0, 1e-6), "residual": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("seconds", (1e-6,), "Link 0 -> 1: figures for"),
+        ("sending", (1e-6, 1e-6, 1e-6), "Link 0 -> 1: figures for"),
+        ("receiving", (), "Link 0 -> 1: figures for"),
+        ("sizes", (0, 1000, 2000), "Link 0 -> 1: figures for"),
+        ("sizes", (1000, 0), r"Link.sizes must ascend, not \(1000, 0\)"),
+        ("sizes", (1000, 1000), "must ascend"),
+        ("seconds", (-1e-6, 2e-6), "Link 0 -> 1: -1e-06 seconds"),
+        ("sending", (0.0, -1.0), "Link 0 -> 1: -1.0 seconds"),
+        ("receiving", (0.0, -1.0), "Link 0 -> 1: -1.0 seconds"),
+        ("seconds", (math.nan, 1.0), "nan seconds"),
+    ],
+)
+def test_refused_links(field, value, problem):
+    good = Link(**LINK)
+    assert plain.from_json(Network, plain.to_json(Network((good,)))).link(0, 1) == good
+    with pytest.raises(ValueError, match=problem):
+        attrs.evolve(good, **{field: value})
+    data = json.loads(plain.to_json(Network((good,))))
+    data["links"][0][field] = list(value)
+    with pytest.raises(ValueError, match="finite" if math.nan in value else problem):
+        plain.from_json(Network, json.dumps(data))
+
+
+def test_a_link_needs_two_sizes():
+    one = {name: LINK[name][:1] for name in ("sizes", "seconds", "sending", "receiving")}
+    with pytest.raises(ValueError, match="figures for"):
+        Link(**{**LINK, **one})
 
 
 def test_links_are_fitted():

@@ -15,7 +15,6 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.cost.memory import Body, optimizer_bytes
 from pfeife.plan import Action, Do
-from pfeife.program import returned
 from pfeife.runtime.profile import LiveTensors
 from pfeife.testing import nets, plans
 
@@ -125,35 +124,28 @@ BODIES = [
 @pytest.mark.parametrize(("compute", "peak", "results"), BODIES, ids=lambda x: str(x)[:24])
 def test_bodies_by_hand(compute, peak, results):
     x = torch.randn(4, 8)
-    said = check_body(traced(compute, x), [x])
-    assert said.peak == peak
-    assert [said.sizes.get(owner) for owner in said.results] == results
+    body = traced(compute, x)
+    for _ in range(2):
+        said = check_body(body, [x])
+        assert said.peak == peak
+        assert [said.sizes.get(owner) for owner in said.results] == results
+        body.graph.eliminate_dead_code()  # then nobody takes what is not used; it is made
+        body.recompile()
 
 
 def test_several_results_of_one_operation_are_freed_together():
     """fx keeps the tuple until its last part is taken, so a part outlives its own last use."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    whole = graph.call_function(aten.max.dim, (x, 1))
-    values = graph.call_function(torch.ops.aten.sin, (x,))
-    del values
-    fake = traced(lambda x: x.max(1), torch.randn(4, 8))
-    del graph, whole
-    nodes = {str(node.target): node for node in fake.graph.nodes}
+    largest = traced(lambda x: x.max(1), torch.randn(4, 8))
+    x, maximum, values, where, _ = largest.graph.nodes
+    sine = list(traced(lambda x: x.sin(), torch.randn(4)).graph.nodes)[1]
     body = torch.fx.Graph()
-    x = body.node_copy(next(iter(fake.graph.nodes)))
-    whole = body.node_copy(nodes["aten.max.dim"], lambda _: x)
-    parts = [node for node in fake.graph.nodes if "getitem" in node.name]
-    values = body.node_copy(parts[0], lambda _: whole)
-    sines = traced(lambda x: (x.sin(),), torch.randn(4))
-    sine = next(node for node in sines.graph.nodes if node.target == aten.sin.default)
-    late = body.node_copy(sine, lambda _: values)
-    later = body.node_copy(sine, lambda _: late)
-    where = body.node_copy(parts[1], lambda _: whole)  # taken only now
-    body.output((later, where))
-    # Values and indices stay while both sines are made.
-    said = check_body(torch.fx.GraphModule(torch.nn.Module(), body), [torch.randn(4, 8)])
-    assert said.peak == 16 + 32 + 16 + 16
+    whole = body.node_copy(maximum, {x: body.node_copy(x)}.__getitem__)
+    first = body.node_copy(values, lambda _: whole)
+    second = body.node_copy(sine, lambda _: first)
+    third = body.node_copy(sine, lambda _: second)
+    body.output((third, body.node_copy(where, lambda _: whole)))  # taken only now
+    said = check_body(torch.fx.GraphModule(nn.Module(), body), [torch.randn(4, 8)])
+    assert said.peak == 16 + 32 + 16 + 16, "values and indices stay while both sines are made"
 
 
 def examples(body: torch.fx.GraphModule) -> list[torch.Tensor]:
@@ -175,7 +167,7 @@ def known(body: torch.fx.GraphModule) -> bool:
     return all(node.target != aten.mse_loss.default for node in body.graph.nodes)
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(st.data())
 def test_random_bodies(data):
     """Stages of random nets, forward and backward, take what they are said to take."""
@@ -301,9 +293,9 @@ def test_memory_is_bounded_in_1f1b():
 def test_allocations_are_rounded_up_each(policy):
     """As if every tensor had 512 bytes: those of a body too, results and temporaries."""
     first, second = curves(policy, 1, rounding=512)
-    assert [point[1:] for point in text_of(first)] == [(1024, 1024), (1024, 1024), (1024, 512)] + [
-        (1024, 512)
-    ]
+    c = 512
+    expected = [(2 * c, 2 * c), (2 * c, 2 * c), (2 * c, c), (2 * c, c)]
+    assert [point[1:] for point in text_of(first)] == expected
     assert [point[1:] for point in text_of(second)] == [
         (512, 512),
         (4 * 512, 3 * 512),  # received; product, its square, the sum
@@ -375,10 +367,3 @@ def test_the_peak_is_accounted_for(name, policy):
             assert all(size > 0 for size in curve.at_peak.values())
             assert tuple(point.action for point in curve.points) == schedule.ranks[curve.rank]
             assert all(point.peak >= point.after >= 0 for point in curve.points)
-
-
-def test_returned_nodes_are_there():
-    """A body's results are the nodes that it returns, seen through views."""
-    body = traced(lambda x: (x.exp().t(), x.sin()), torch.randn(4, 8))
-    assert [node.name for node in returned(body)] == ["t", "sin"]
-    assert [node.name for node in Body.of(body).results] == ["exp", "sin"]

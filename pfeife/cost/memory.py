@@ -99,6 +99,7 @@ class Body:
         kept = [storage_owner(node) for node in results]
         ends |= {owner: len(nodes) for owner in kept}
         sizes = {n: _rounded(node_bytes(n), rounding) for n in nodes if owners[n] is n}
+        sizes |= {node: _untaken(node, group, rounding) for node, group in parts.items()}
         born: dict[fx.Node, list[fx.Node]] = {}
         for node in sizes:
             born.setdefault(part_of.get(node, node), []).append(node)
@@ -111,6 +112,20 @@ class Body:
             peak = max(peak, live)
             live -= dying[index]
         return Body(sizes, tuple(kept), peak)
+
+
+def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:
+    """Bytes of the results of an operation that are made although nothing asks for them."""
+    values, taken = _value(node), {part.args[1] for part in parts}
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    mask: Any = given.get("output_mask")  # some fake kernels return what it says is not wanted
+    return sum(
+        _rounded(_bytes(value), rounding)
+        for index, value in enumerate(values if isinstance(values, tuple | list) else ())
+        if index not in taken and isinstance(value, torch.Tensor) and (mask is None or mask[index])
+    )
 
 
 def _value(node: fx.Node) -> Any:

@@ -1,0 +1,161 @@
+"""Predicted time by hand: who waits for whom, and what a transfer takes from its ranks."""
+
+import functools
+
+import attrs
+import pytest
+import torch
+from models import case
+from torch import nn
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.plan import RECEIVES, SENDS, Action, Costs, Do, Link, Machine, Network, Schedule
+from pfeife.program import find_node, messages, node_bytes
+from pfeife.sched import predict, simulate
+from pfeife.sched.lower import transfer_of
+from pfeife.sched.predict import action_seconds, occupied_seconds
+
+CPU_CORE = machine("cpu-core")
+TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
+
+
+def seconds(transfer: float, reduction: float = 0.0):
+    def of(action: Action) -> float:
+        return 1.0 if action.do.kind else reduction if action.do == Do.REDUCE_GRAD else transfer
+
+    return of
+
+
+def busy(sending: float, receiving: float):
+    return lambda action: sending if action.do in SENDS else receiving
+
+
+def times(text: str, *args, **options) -> dict[str, tuple[float, float]]:
+    timeline = simulate(Schedule.from_csv(text), *args, **options)
+    return {f"{e.rank}: {e.action}": (e.start, e.end) for e in timeline.events}
+
+
+def test_a_transfer_takes_the_time_of_its_ranks():
+    """Sends delay what comes after them; a receive that waits anyway costs nothing more."""
+    free = times(TWO, seconds(3.0))
+    assert free["0: 0F1"] == (1, 2) and free["1: 1F1"] == (7, 8)
+    taken = times(TWO, seconds(3.0), occupied=busy(0.5, 1.5))
+    assert taken["0: 0SEND_F0"] == (1, 1.5) and taken["0: 0F1"] == (1.5, 2.5)
+    assert taken["1: 1RECV_F0"] == (0, 4), "the rank has waited longer than it takes"
+    assert taken["1: 1RECV_F1"] == (5, 7), "the channel was free at 4 only"
+    late = times(TWO, seconds(3.0), occupied=busy(0.5, 2.5))
+    assert late["1: 1RECV_F0"] == (0, 4) and late["1: 1RECV_F1"] == (5, 7.5)
+    fast = times(TWO, seconds(0.0), occupied=busy(0.0, 2.5))
+    assert fast["1: 1RECV_F0"] == (0, 2.5) and fast["1: 1RECV_F1"] == (3.5, 6)
+
+
+def test_directions_are_channels_of_their_own():
+    both = times("0F0,0SEND_F0,0RECV_B0\n1F0,1SEND_B0,1RECV_F0\n", seconds(3.0))
+    assert both["0: 0RECV_B0"] == both["1: 1RECV_F0"] == (1, 4)
+    one = times("0F0,0SEND_F0,0SEND_F1\n1F0,1RECV_F0,1RECV_F1\n", seconds(3.0))
+    assert one["1: 1RECV_F0"] == (1, 4) and one["1: 1RECV_F1"] == (4, 7)
+    third = "0F0,0SEND_F0@1,0SEND_F0@2\n1F0,1RECV_F0\n2F0,2RECV_F0@0\n"
+    assert times(third, seconds(3.0))["2: 2RECV_F0@0"] == (1, 4), "another pair of ranks"
+
+
+def test_a_reduction_waits_for_all_its_ranks():
+    text = "0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1F1,0REDUCE_GRAD\n2F0,2REDUCE_GRAD\n"
+    found = times(text, seconds(0.0, reduction=2.0))
+    assert found["0: 0REDUCE_GRAD"] == (1, 5) and found["1: 0REDUCE_GRAD"] == (3, 5)
+    assert found["0: 0B0"] == (5, 6)
+    assert found["2: 2REDUCE_GRAD"] == (1, 3), "its own alone"
+
+
+def test_every_action_has_an_overhead():
+    found = times(TWO, seconds(3.0), 0.25, busy(0.5, 0.0))
+    assert found["0: 0F0"] == (0, 1.25) and found["0: 0SEND_F0"] == (1.25, 2.0)
+    assert found["1: 1RECV_F0"] == (0, 4.5), "sent at 1.25, there at 4.25"
+    reduced = times("0F0,0REDUCE_GRAD\n1F0,0REDUCE_GRAD\n", seconds(0.0, 2.0), 0.25)
+    assert reduced["0: 0REDUCE_GRAD"] == (1.25, 3.5)
+
+
+@functools.cache
+def two_matrices() -> pfeife.Program:
+    first, second = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 2))
+
+    def step(x):
+        return (pfeife.stage_boundary(x @ first) @ second).square().sum()
+
+    return pfeife.fuse()(pfeife.capture(step, torch.randn(3, 5)))
+
+
+def sent(microbatches: int, adding: float = 0.0, order=sched.gpipe):
+    """Two stages, a second a call, `adding` for the gradients; 84 bytes go each way."""
+    fused = two_matrices()
+    plan = pfeife.Plan((0, 1), order(2, microbatches))
+    program = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    names = {call.node: call.kind for call in program.calls}
+    accumulate = {name: adding for name, kind in names.items() if kind == "B"}
+    program = pfeife.annotate(Costs("by hand", dict.fromkeys(names, 1.0), {}, accumulate))(program)
+    return program, sched.verify_schedule(sched.lower(plan.schedule, program))
+
+
+SLOW = Machine("slow", 1.0, 1.0, 10**9, link_bandwidth=84.0, link_latency=1.0)  # 2 s a message
+
+
+@pytest.mark.parametrize(("overlap", "share"), [(1.0, 0.0), (0.0, 2.0), (0.75, 0.5)])
+def test_overlap(overlap, share):
+    """What is not hidden comes to the time of both ends."""
+    program, schedule = sent(2)
+    link = attrs.evolve(SLOW, overlap=overlap)
+    occupied = occupied_seconds(program, link)
+    transfers = [a for r in schedule.ranks for a in r if a.do in SENDS or a.do in RECEIVES]
+    assert len(transfers) == 8 and all(occupied(action) == share for action in transfers)
+    events = {str(e.action): e for e in predict(program, schedule, link).events}
+    assert events["0SEND_F0"].end - events["0SEND_F0"].start == share
+    assert events["0F1"].start == 1 + share
+    assert events["1RECV_F0"].end == 3, "it has waited from the begin"
+    # The second is under way from 3 on (the channel) or from when the rank comes to it.
+    assert events["1RECV_F1"].end == max(max(3, 2 + share) + 2, 4 + share)
+
+
+def test_accumulating_begins_with_the_second_microbatch():
+    program, schedule = sent(3, adding=0.25)
+    seconds_of = action_seconds(program, SLOW)
+    computing = {str(a): seconds_of(a) for rank in schedule.ranks for a in rank if a.do.kind}
+    assert {name: s for name, s in computing.items() if s != 1} == {
+        f"{stage}B{microbatch}": 1.25 for stage in (0, 1) for microbatch in (1, 2)
+    }
+    plain, plain_schedule = sent(3)
+    alone = simulate(plain_schedule, action_seconds(plain, SLOW)).events
+    with_sums = simulate(schedule, seconds_of).events
+    busy = [sum(e.end - e.start for e in es if e.action.do.kind) for es in (alone, with_sums)]
+    assert busy[1] - busy[0] == 4 * 0.25
+
+
+def test_values_of_a_message_are_sent_one_after_another():
+    """The next when the rank is done with the one before; the last one's arrival counts."""
+    one = case("UNet")
+    fused = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
+    program = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    schedule = sched.lower(plan.schedule, program)
+    sizes, rising = (0, 1000), (1.0, 3.0)
+    links = [Link(a, b, sizes, rising, (0.5, 1.0), (0.25, 0.5), 0.0) for a, b in ((0, 1), (1, 0))]
+    network = Network(tuple(links))
+    transfer = action_seconds(program, CPU_CORE, network)
+    occupied = occupied_seconds(program, CPU_CORE, network)
+    many = [message for message in messages(program) if len(message.values) > 1]
+    assert many, "skip connections cross"
+    for message in messages(program):
+        each = [node_bytes(find_node(program.module, name)) for name in message.values]
+        action = transfer_of(program, message)
+        *before, last = each
+        whole = sum(0.5 + size * 0.0005 for size in before) + 1.0 + last * 0.002
+        assert transfer(action.send(0)) == pytest.approx(whole)
+        assert occupied(action.send(0)) == pytest.approx(sum(0.5 + s * 0.0005 for s in each))
+        assert occupied(action.receive(0)) == pytest.approx(sum(0.25 + s * 0.00025 for s in each))
+    timeline = predict(program, schedule, CPU_CORE, network)
+    starts = {e.action: (e.start, e.end) for e in timeline.events}
+    for action, (start, end) in starts.items():
+        if action.do in SENDS:
+            expected = occupied(action) + CPU_CORE.action_seconds
+            assert end - start == pytest.approx(expected)
