@@ -328,8 +328,17 @@ class _Porter:
             if node is not None:
                 port = self._output(desc, node.meta["val"])
                 ports.append(port)
-                results[port.name] = self.here[node]
+                results[port.name] = self._made(port, self.here[node])
         return ports, results
+
+    def _made(self, port: Port, value: fx.Node) -> fx.Node:
+        """The node of an output; a copy for a gradient that arrives as it is handed back, so
+        that some rank computes it."""
+        if value.op != "placeholder" or port.role not in (Role.GRADIENT, Role.BATCH_GRADIENT):
+            return value
+        copied = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+        copied.meta = dict(value.meta)
+        return copied
 
     def _output(self, desc: Any, value: torch.Tensor) -> Port:
         if isinstance(desc, _torch.PlainAOTOutput):

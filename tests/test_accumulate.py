@@ -182,9 +182,10 @@ def test_sums_are_alone(name, policy, split, trained):
             assert names == IN_PLACE[name]
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
-def test_the_loss_outside(policy):
-    """The tangents are the caller's: a gradient only looks at them in another way."""
+def test_the_loss_outside(policy, turned):
+    """The tangents are the caller's: a gradient is one of them, or looks at one in another way."""
     net = Net()
     batches = [[(torch.randn(4, 4),) for _ in range(MICROBATCHES)] for _ in range(2)]
 
@@ -194,7 +195,9 @@ def test_the_loss_outside(policy):
             self.net = net
 
         def forward(self, x):
-            return pfeife.stage_boundary(x @ self.net.a) @ self.net.u + self.net.b.t()
+            return pfeife.stage_boundary(x @ self.net.a) @ self.net.u + (
+                self.net.b.t() if turned else self.net.b
+            )
 
     model = Model()
     program = pfeife.capture(model, *batches[0][0], loss="outside")

@@ -88,9 +88,14 @@ def _measured_body(
     node = find_node(program.module, call.node)
     gradients = tuple(sorted(user.args[1] for user in node.users if user in ports))  # type: ignore[type-var]
     where = next((n.meta["val"].device for n in _inputs(body)), torch.device("cpu"))
-    name = getattr(compiler, "__qualname__", repr(compiler)) if compiler else "eager"
+    name = _name(compiler) if compiler else "eager"
     key = f"{name}, gradients {gradients}, {_key(body, device)}"
     return _Body(key, body, gradients, device or where)  # type: ignore[arg-type]
+
+
+def _name(compiler: Compiler) -> str:
+    qualified = getattr(compiler, "__qualname__", None)
+    return f"{compiler.__module__}.{qualified}" if qualified else repr(compiler)
 
 
 def _run_in_turn(
