@@ -79,7 +79,7 @@ def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
 
 
 def pattern_schedule(shop: Shop, pattern: Pattern) -> tuple[float, Orders] | None:
-    """Seconds and orders of a pattern; None if ranks wait for one another, or for memory, for ever."""
+    """Seconds and orders of a pattern; None if ranks wait for one another for ever."""
     floor = Floor(shop)
     return dispatch(floor, _chooser(floor, pattern))
 
