@@ -24,7 +24,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pfeife.plan import Action, Do, Schedule
 from pfeife.sched.policies import POLICIES
 from pfeife.sched.problem import Edge, Problem, StageCosts, fits, makespan, peak_memory
-from pfeife.sched.search import Found, search_placements
+from pfeife.sched.search import Found, search_placements, search_schedule
 from pfeife.sched.seeds import fitting, fused
 
 
@@ -391,19 +391,30 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def growth(quick: bool) -> Iterator[str]:
-    """How planning time grows with ranks and microbatches, at a fixed number of list schedules."""
+    """How planning time grows with ranks and microbatches: for a fixed number of evaluations, and
+    what the default budget for a size finds."""
     sizes = [(4, 32, 1), (8, 64, 1), (16, 128, 1), (16, 128, 2), (32, 256, 1)]
     sizes += [] if quick else [(64, 512, 1), (64, 512, 2)]
-    yield f"{'ranks':>5} {'microb.':>7} {'chunks':>6} {'operations':>10} {'seconds':>8} {'gap':>7}"
+    yield (
+        f"{'ranks':>5} {'microb.':>7} {'chunks':>6} {'operations':>10} {'20 lists':>9} "
+        f"{'us/operation':>12} {'budget':>7} {'seconds':>8} {'above bound':>11}"
+    )
     for p, m, chunks in sizes:
         clusters = tuple(uneven(p, 5))
         case = Case("", "", clusters, m, wire=0.05, memory=share(clusters, 0.6))
         problem = problem_of(case, "linear" if chunks == 1 else "v")
-        began = time.perf_counter()
-        found = search_placements([problem], seconds=8.0 if p < 64 else 90.0)[1]
-        took = time.perf_counter() - began
         operations = 3 * len(problem.stages) * m
-        yield f"{p:5} {m:7} {chunks:6} {operations:10} {took:8.1f} {100 * found.gap:6.2f}%"
+        began = time.perf_counter()
+        search_schedule(problem, seconds=math.inf, work=20 * 15 * operations)
+        fixed = time.perf_counter() - began
+        budget = 6.0 if p < 64 else 60.0
+        began = time.perf_counter()
+        found = search_schedule(problem, seconds=budget)
+        took = time.perf_counter() - began
+        yield (
+            f"{p:5} {m:7} {chunks:6} {operations:10} {fixed:8.2f}s "
+            f"{1e6 * fixed / operations:12.1f} {budget:6.0f}s {took:7.1f}s {100 * found.gap:10.2f}%"
+        )
 
 
 def main() -> None:
@@ -419,9 +430,11 @@ def main() -> None:
     for case in cases()[first:last]:
         rows.append(run(case, 1.0 if options.quick else options.seconds))
         print(line(rows[-1]), flush=True)
-    print(*summary(rows), sep="\n")
+    if rows:
+        print(*summary(rows), sep="\n")
     if not options.no_growth:
-        print(*growth(options.quick), sep="\n")
+        for text in growth(options.quick):
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from itertools import product
 from random import Random
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pfeife.plan import Do, Schedule
 from pfeife.sched import gpipe, insert_actions, one_f_one_b, simulate, verify_schedule
-from pfeife.sched.anneal import anneal
+from pfeife.sched.anneal import _State, anneal
 from pfeife.sched.bound import lower_bound, preemptive
 from pfeife.sched.list_schedule import list_schedule
+from pfeife.sched.pattern import neighbour, pattern_of, pattern_schedule
 from pfeife.sched.problem import (
     Edge,
     Problem,
@@ -213,6 +215,44 @@ def test_annealing_keeps_orders_possible_and_times_them_right(problem, seed):
     assert starts is not None and respects(shop, result.orders)
     assert result.seconds == pytest.approx(length_of(shop, starts, result.orders))
     assert result.seconds <= made[0] * (1 + 1e-9)
+
+
+@given(problems(most_microbatches=9), st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_moves_leave_heads_and_tails_as_a_fresh_start_has_them(problem, seed):
+    random, shop = Random(seed), compile_problem(problem)
+    made = list_schedule(shop, next(first_rules(shop)))
+    assert made is not None
+    state = _State(shop, made[1])
+    for _ in range(60):
+        operation = random.choice(state.critical(random))
+        move = state.propose(operation, random.choice((-4, -2, -1, 1, 2, 4)))
+        rank = shop.home[operation // shop.microbatches]
+        if move is not None and state.apply(move[1], move[2], rank):
+            fresh = _State(shop, state.copy())
+            assert (state.end, state.tail, state.length) == (fresh.end, fresh.tail, fresh.length)
+            assert (state.before, state.behind) == (fresh.before, fresh.behind)
+            assert state.level == pytest.approx(fresh.level)
+            assert respects(shop, state.copy())
+
+
+@given(problems(), st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_patterns_give_schedules_in_memory_or_none(problem, seed):
+    random, shop = Random(seed), compile_problem(problem)
+    made = list_schedule(shop, next(first_rules(shop)))
+    assert made is not None
+    starts = starts_of(shop, made[1])
+    assert starts is not None
+    pattern, count = pattern_of(shop, starts), 0
+    for _ in range(12):
+        found = pattern_schedule(shop, pattern)
+        count += found is not None
+        if found is not None:
+            assert respects(shop, found[1]) and starts_of(shop, found[1]) is not None
+        pattern = neighbour(shop, pattern, random)
+    # What leaves memory for what has begun, and lets all that is there go, never gets stuck.
+    assert pattern_schedule(shop, attrs.evolve(pattern, safe=True, loose=1e9)) is not None
 
 
 @given(problems(skips=False), st.integers(0, 9))

@@ -8,7 +8,8 @@ timed again, from the moved operations on.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from random import Random
 
 import attrs
@@ -160,32 +161,97 @@ class _State:
         self.before[after] = before
         self.before[none] = self.behind[none] = none
 
-    def _time(self, first: int, last: int) -> None:
-        """Heads from place `first` of the topological order on, tails before place `last`."""
+    def _time(
+        self, first: int, last: int, behind_it: Sequence[int] = (), before_it: Sequence[int] = ()
+    ) -> int:
+        """Heads and tails after a change between two places of the topological order, the work.
+
+        What follows is timed again as far as it changes; all of it if much does. `behind_it` and
+        `before_it` are places outside that have other neighbours than before.
+        """
+        order, place = self.topological, self.rank_in
         end, tail, ready, after = self.end, self.tail, self.ready, self.after
         before, behind, seconds = self.before, self.behind, self.seconds
-        order = self.topological
+        none, many = len(end) - 1, len(order) // 12
+        work = 0
+        if self.simple and last - first < many:
+            source, source_lag = self.source, self.source_lag
+            reader, reader_lag = self.reader, self.reader_lag
+            heap = [*range(first, last), *behind_it]
+            queued = set(heap)
+            while heap and work < many:
+                at = heappop(heap)
+                o = order[at]
+                work += 1
+                a = end[before[o]]
+                b = ready[o] = end[source[o]] + source_lag[o]
+                a = (a if a > b else b) + seconds[o]
+                if a != end[o]:
+                    end[o] = a
+                    for other in (behind[o], reader[o]):
+                        if other != none and place[other] not in queued:
+                            queued.add(place[other])
+                            heappush(heap, place[other])
+            if heap:
+                self._heads(heap[0])
+                work += (len(order) - heap[0]) // 8
+            heap = [*range(1 - last, 1 - first), *(-at for at in before_it)]
+            queued = set(heap)
+            count = 0
+            while heap and count < many:
+                at = heappop(heap)
+                o = order[-at]
+                count += 1
+                a = tail[behind[o]]
+                b = after[o] = tail[reader[o]] + reader_lag[o]
+                a = (a if a > b else b) + seconds[o]
+                if a != tail[o]:
+                    tail[o] = a
+                    for other in (before[o], source[o]):
+                        if other != none and -place[other] not in queued:
+                            queued.add(-place[other])
+                            heappush(heap, -place[other])
+            if heap:
+                self._tails(1 - heap[0])
+                work += (1 - heap[0]) // 8
+            work = 8 * (work + count)
+        else:
+            self._heads(first)
+            self._tails(last)
+            work = len(order) - first + last
+        self.length = max(end[sequence[-1]] for sequence in self.sequences if sequence)
+        return work
+
+    def _heads(self, first: int) -> None:
+        """Heads from place `first` of the topological order on."""
+        end, ready, before, seconds = self.end, self.ready, self.before, self.seconds
         if self.simple:
             source, lag = self.source, self.source_lag
-            for o in order[first:]:
+            for o in self.topological[first:]:
                 a = end[before[o]]
                 b = ready[o] = end[source[o]] + lag[o]
                 end[o] = (a if a > b else b) + seconds[o]
+            return
+        for o in self.topological[first:]:
+            ready[o] = b = max((end[s] + lag for s, lag in self.sources[o]), default=0.0)
+            a = end[before[o]]
+            end[o] = (a if a > b else b) + seconds[o]
+
+    def _tails(self, last: int) -> None:
+        """Tails before place `last` of the topological order."""
+        tail, after, behind, seconds = self.tail, self.after, self.behind, self.seconds
+        order = self.topological[last - 1 :: -1] if last else ()
+        if self.simple:
             reader, lag = self.reader, self.reader_lag
-            for o in order[last - 1 :: -1] if last else ():
+            for o in order:
                 a = tail[behind[o]]
                 b = after[o] = tail[reader[o]] + lag[o]
                 tail[o] = (a if a > b else b) + seconds[o]
-        else:
-            for o in order[first:]:
-                ready[o] = b = max((end[s] + lag for s, lag in self.sources[o]), default=0.0)
-                a = end[before[o]]
-                end[o] = (a if a > b else b) + seconds[o]
-            for o in order[last - 1 :: -1] if last else ():
-                after[o] = b = max((tail[r] + lag for r, lag in self.readers[o]), default=0.0)
-                a = tail[behind[o]]
-                tail[o] = (a if a > b else b) + seconds[o]
-        self.length = max(end[sequence[-1]] for sequence in self.sequences if sequence)
+            return
+        for o in order:
+            after[o] = b = max((tail[r] + lag for r, lag in self.readers[o]), default=0.0)
+            a = tail[behind[o]]
+            tail[o] = (a if a > b else b) + seconds[o]
 
     def critical(self, random: Random) -> list[int]:
         """The operations of a longest path, from its end to its begin."""
@@ -285,8 +351,16 @@ class _State:
             place[other] = index
         order.insert(to, order.pop(at))
         self._relink(order, min(at, to), max(at, to) + 1)
-        self._time(first, last + 1)
-        return len(topological) - first + last
+        # The neighbours of what moved have others before or behind them now.
+        after = self.behind[order[max(at, to)]]
+        before = self.before[order[min(at, to)]]
+        none = len(self.before) - 1
+        return self._time(
+            first,
+            last + 1,
+            () if after == none else (place[after],),
+            () if before == none else (place[before],),
+        )
 
     def _reached(
         self, operation: int, last: int, window: list[int]

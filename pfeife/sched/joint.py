@@ -232,11 +232,14 @@ def _roomiest(
     yield _stage_of(starts, units)
 
 
+_FAMILIES = tuple(name for name in POLICIES if name not in ("naive", "breadth-first", "loops"))
+
+
 def _seeds(problem: Problem, seconds: float) -> Iterator[Schedule]:
     """What the families make of a problem, as long as the time lasts."""
     deadline = time.monotonic() + seconds
     whole = not all(stage.splittable for stage in problem.stages)
-    for name in POLICIES:
+    for name in _FAMILIES:
         if time.monotonic() > deadline:
             return
         try:

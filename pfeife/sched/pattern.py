@@ -79,7 +79,7 @@ def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
 
 
 def pattern_schedule(shop: Shop, pattern: Pattern) -> tuple[float, Orders] | None:
-    """Seconds and orders of a pattern; None if ranks wait for one another or for memory."""
+    """Seconds and orders of a pattern; None if ranks wait for one another for ever."""
     floor = Floor(shop)
     return dispatch(floor, _chooser(floor, pattern))
 
@@ -95,7 +95,8 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
         turn = NEVER  # of all that is not blocked
         best, key = -1, NEVER
         best_w, key_w, waiting = -1, NEVER, 0
-        soon, stuck = NEVER, False
+        soon = wake = NEVER  # when the turn's is there, and when the first of all
+        stuck = False
         for s in floor.stages[rank]:
             k = done[s]
             i, w = s + count, s + 2 * count
@@ -110,13 +111,17 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
                 else:
                     if slot < turn:
                         turn, soon = slot, at
-                    if at <= now and slot < key:
+                    if at > now:
+                        wake = min(wake, at)
+                    elif slot < key:
                         key, best = slot, s
             if back < k:
                 at, slot = ready[i][back], slots[i] + back
                 if slot < turn:
                     turn, soon = slot, at
-                if at <= now and slot < key:
+                if at > now:
+                    wake = min(wake, at)
+                elif slot < key:
                     key, best = slot, i
             if done[w] < back and not whole[s]:
                 waiting += back - done[w]
@@ -126,6 +131,6 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
             return best, now
         if best_w >= 0 and (stuck or waiting > owed or soon - now >= gap * seconds[best_w]):
             return best_w, now
-        return -1, soon if soon > now else NEVER
+        return -1, wake
 
     return choose

@@ -27,6 +27,8 @@ from pfeife.sched.shop import (
 # Operations that a second looks at (about two thirds of what one 2020s core does in Python).
 _WORK_PER_SECOND = 8_000_000
 _LIST_WORK = 15  # of a list schedule, per operation of it
+_LARGE = 6_000  # operations, from which on it pays to learn from a smaller problem
+_FEW_MOVES = 1_500  # evaluations, with fewer of which annealing gets nowhere
 
 
 @attrs.frozen
@@ -66,9 +68,14 @@ def search_schedule(
     """
     search = _Search(problem, seconds, work, seed)
     search.seed(seeds)
-    search.list_schedules(0.15)
-    search.patterns(0.45)
-    search.anneal_best()
+    search.first_rules()
+    search.learn(0.3)
+    # A move costs a whole evaluation: with few of them left, more rules and patterns are better.
+    moves = search.work > _FEW_MOVES * search.shop.operations
+    search.change_rules(0.15 if moves else 0.6)
+    search.patterns(0.45 if moves else 1.0)
+    if moves:
+        search.anneal_best()
     return search.result()
 
 
@@ -141,12 +148,44 @@ class _Search:
         if made is not None:
             self.keep(_Candidate(*made, rule))
 
-    def list_schedules(self, share: float) -> None:
-        """Rules from a grid, then changes of the best ones."""
+    def try_pattern(self, pattern: Pattern) -> float:
+        """Seconds of a pattern's schedule, infinite if there is none."""
+        self.evaluations += 1
+        made = pattern_schedule(self.shop, pattern)
+        self.spent += self.shop.operations * (_LIST_WORK if made else _LIST_WORK // 2)
+        if made is None:
+            return math.inf
+        self.keep(_Candidate(*made, pattern=pattern))
+        return made[0]
+
+    def first_rules(self) -> None:
+        """Rules from a grid, as many as a tenth of the budget has time for."""
         for index, rule in enumerate(first_rules(self.shop)):
-            if index and not self.open(share):
+            if index and not self.open(0.1):
                 return
             self.try_rule(rule)
+
+    def learn(self, share: float) -> None:
+        """Rules and patterns that were good for fewer microbatches, in a large problem."""
+        m, few = self.shop.microbatches, 2 * self.shop.ranks
+        if m < 2 * few or self.shop.operations < _LARGE or not self.open(share):
+            return
+        small = _Search(attrs.evolve(self.problem, microbatches=few), math.inf, self.work, 0)
+        small.deadline, small.random, small.spent = self.deadline, self.random, self.spent
+        small.first_rules()
+        small.change_rules(0.6 * share)
+        small.patterns(share)
+        self.spent, self.evaluations = small.spent, self.evaluations + small.evaluations
+        self.interrupted = small.interrupted
+        for candidate in small.found[:12]:
+            if candidate.rule is not None:
+                caps = tuple(m if cap >= few else cap for cap in candidate.rule.caps)
+                self.try_rule(attrs.evolve(candidate.rule, caps=caps))
+            elif candidate.pattern is not None:
+                self.try_pattern(candidate.pattern)
+
+    def change_rules(self, share: float) -> None:
+        """Changes of the best rules."""
         while self.open(share):
             ruled = [c.rule for c in self.found if c.rule is not None]
             if not ruled:
@@ -185,13 +224,10 @@ class _Search:
         hot = 0.01 * self.best
         changed = pattern
         while self.open(until):
-            self.evaluations += 1
-            made = pattern_schedule(self.shop, changed)
-            self.spent += self.shop.operations * (_LIST_WORK if made else _LIST_WORK // 2)
+            made = self.try_pattern(changed)
             left = max(0.0, 1 - (self.spent / self.work - began) / (until - began))
-            if made and made[0] < current - hot * left * math.log(1 - random.random()):
-                current, pattern = made[0], changed
-                self.keep(_Candidate(*made, pattern=changed))
+            if made < current - hot * left * math.log(1 - random.random()):
+                current, pattern = made, changed
             changed = neighbour(self.shop, pattern, random)
 
     def anneal_best(self) -> None:
