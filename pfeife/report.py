@@ -93,6 +93,9 @@ def summary(plan: Plan, program: Program) -> str:
     """One line: how much is cut into what, and the expected step."""
     parameters = sum(port.bytes for port in program.ports(Role.PARAMETER))
     expected = "" if plan.step_seconds is None else f", {1e3 * plan.step_seconds:.1f} ms a step"
+    if plan.step_seconds and plan.bound_seconds:
+        gap = 100 * (plan.step_seconds / plan.bound_seconds - 1)
+        expected += f" (at most {gap:.1f} % over the best for these stages)"
     return (
         f"{size(parameters)} of parameters, {len(plan.stage_of_cluster)} clusters in "
         f"{plan.stages} stages on {len(plan.schedule.ranks)} ranks, "

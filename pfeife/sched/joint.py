@@ -10,11 +10,12 @@ import attrs
 
 from pfeife.plan import Machine, Network, Plan, Schedule
 from pfeife.program import Program
+from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.orders import folded, looped
 from pfeife.sched.policies import POLICIES, policy
-from pfeife.sched.problem import Problem
-from pfeife.sched.search import search_placements
+from pfeife.sched.problem import Problem, fits, makespan
+from pfeife.sched.search import Found, search_placements, search_schedule
 from pfeife.sched.seeds import fitting, fused
 from pfeife.sched.workload import Workload, stage_problem, workload_of
 
@@ -57,33 +58,93 @@ def search_plan(
     """The plan with the shortest simulated step that was found in `search_seconds`.
 
     One, two and three stages a rank are tried, dealt in turn and folded (V), with cuts that
-    balance the ranks' loads; every family of schedules that fits is a seed of the search. The
+    balance the ranks' loads; every family of schedules that fits is a seed of the search; then
+    borders move under the schedule that was found, and it is searched once more. The
     program is fused and annotated; if it is split into input- and weight-backwards, the schedules
     are too. Raises ValueError if nothing fits into the memory, with the figures of what comes
     nearest.
     """
-    deadline = time.monotonic() + search_seconds
+    began = time.monotonic()
     duplicated = cheap_to_recompute(program, wishes.machine)
     work, clusters = workload_of(program, duplicated), clusters_of(program, duplicated)
+    left = search_seconds - (time.monotonic() - began)
+    found = search_workload(work, clusters, wishes, search_seconds=left, seed=seed)
+    return attrs.evolve(found, duplicated=duplicated)
+
+
+def search_workload(
+    work: Workload,
+    clusters: Clusters,
+    wishes: Wishes,
+    *,
+    search_seconds: float = 20.0,
+    seed: int = 0,
+) -> Plan:
+    """The same from bare numbers."""
+    deadline = time.monotonic() + search_seconds
     layouts = _layouts(work, clusters, wishes)
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
         raise ValueError(_refusal(layouts, wishes))
+    layout, found = _searched(fitting_ones, deadline, seed)
+    layout, schedule = _moved(work, clusters, wishes, layout, found.schedule, deadline)
     left = deadline - time.monotonic()
-    problems = [layout.problem for layout in fitting_ones]
-    seeds = [list(_seeds(problem, 0.2 * left / len(problems))) for problem in problems]
-    at, found = search_placements(
-        problems, seconds=max(deadline - time.monotonic(), 0.1), seed=seed, seeds=seeds
-    )
-    problem = problems[at]
+    if left > 0.02 * search_seconds and found.gap > 1e-6:
+        again = search_schedule(layout.problem, seconds=left, seed=seed + 2, seeds=[schedule])
+        schedule = again.schedule
+    seconds = makespan(layout.problem, schedule)
     return Plan(
-        fitting_ones[at].stage_of,
-        found.schedule,
-        duplicated,
-        tuple(stage.seconds for stage in problem.stages),
-        found.seconds,
-        min(found.bound, found.seconds),
+        layout.stage_of,
+        schedule,
+        stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
+        step_seconds=seconds,
+        bound_seconds=min(lower_bound(layout.problem), seconds),
     )
+
+
+def _searched(layouts: Sequence[_Layout], deadline: float, seed: int) -> tuple[_Layout, Found]:
+    """The best schedule of all layouts, in two thirds of the time."""
+    left = deadline - time.monotonic()
+    problems = [layout.problem for layout in layouts]
+    seeds = [list(_seeds(problem, 0.2 * left / len(problems))) for problem in problems]
+    share = max(0.65 * (deadline - time.monotonic()), 0.05)
+    at, found = search_placements(problems, seconds=share, seed=seed, seeds=seeds)
+    return layouts[at], found
+
+
+def _moved(
+    work: Workload,
+    clusters: Clusters,
+    wishes: Wishes,
+    layout: _Layout,
+    schedule: Schedule,
+    deadline: float,
+) -> tuple[_Layout, Schedule]:
+    """Cuts moved border by border as long as the same schedule becomes shorter by it, in half of
+    the time that is left."""
+    until = time.monotonic() + 0.5 * (deadline - time.monotonic())
+    best, units = makespan(layout.problem, schedule), len(clusters.seconds)
+    starts = [unit for unit in range(1, units) if _begins(layout.stage_of, unit)]
+    loads = _Loads(clusters, layout.problem.stage_ranks, wishes.machine)
+    moved = wishes.cuts is None
+    while moved:
+        moved = False
+        for at, step in itertools.product(range(len(starts)), (-1, 1, -2, 2)):
+            if time.monotonic() > until:
+                return layout, schedule
+            tried = [s + step if index == at else s for index, s in enumerate(starts)]
+            if not loads.allowed(tried):
+                continue
+            other = _layout(work, wishes, _stage_of(tried, units), layout.problem.stage_ranks)
+            if fits(other.problem, schedule):
+                seconds = makespan(other.problem, schedule)
+                if seconds < best * (1 - 1e-9):
+                    layout, best, starts, moved = other, seconds, tried, True
+    return layout, schedule
+
+
+def _begins(stage_of: Sequence[int], unit: int) -> bool:
+    return stage_of[unit] != stage_of[unit - 1]
 
 
 def _layouts(work: Workload, clusters: Clusters, wishes: Wishes) -> list[_Layout]:
@@ -141,6 +202,12 @@ def _cuts(
     if start is not None:
         yield _stage_of(start, len(clusters.seconds))
         yield _stage_of(loads.improved(start), len(clusters.seconds))
+    units, stages = len(clusters.seconds), len(home)
+    by_count = [
+        unit for unit in range(1, units) if unit * stages // units != (unit - 1) * stages // units
+    ]
+    if loads.allowed(by_count):
+        yield _stage_of(by_count, units)
 
 
 def _stage_of(starts: Sequence[int], units: int) -> tuple[int, ...]:
@@ -193,11 +260,11 @@ class _Loads:
                     tried = list(best)
                     for index in range(at, min(at + together, len(best))):
                         tried[index] += step
-                    if self._allowed(tried) and self.cost(tried) < cost:
+                    if self.allowed(tried) and self.cost(tried) < cost:
                         best, cost, moved = tried, self.cost(tried), True
         return best
 
-    def _allowed(self, starts: Sequence[int]) -> bool:
+    def allowed(self, starts: Sequence[int]) -> bool:
         edges = [0, *starts, self.units]
         open_ = not any(start in self.clusters.blocked for start in starts)
         return open_ and all(low < high for low, high in pairwise(edges))
@@ -225,7 +292,7 @@ def _roomiest(
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
             tried = [s + step if i == at else s for i, s in enumerate(starts)]
-            if loads._allowed(tried):
+            if loads.allowed(tried):
                 less = _layout(work, wishes, _stage_of(tried, units), home).shortage
                 if less < shortage:
                     starts, shortage, moved = tried, less, True

@@ -1,0 +1,157 @@
+"""Cuts, placement and schedule together: feasible whenever anything is, and never worse than the
+families."""
+
+import itertools
+
+import attrs
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_cost import fused
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.program import Kind
+from pfeife.sched.cuts import Clusters
+from pfeife.sched.joint import Wishes, search_workload
+from pfeife.sched.orders import folded, looped
+from pfeife.sched.policies import POLICIES
+from pfeife.sched.problem import fits, makespan
+from pfeife.sched.seeds import fused as whole
+from pfeife.sched.workload import Flow, Workload, stage_problem, workload_of
+
+CORE = machine("cpu-core")
+
+
+@st.composite
+def workloads(draw, largest: int = 6) -> Workload:
+    """A chain of clusters that send to their neighbours and to themselves."""
+    units = draw(st.integers(2, largest))
+    seconds = st.floats(0.5, 2.0)
+    per_unit = {
+        kind: tuple(draw(seconds) for _ in range(units))
+        for kind in (Kind.FORWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
+    }
+    flows = []
+    for unit in range(units):
+        size = draw(st.integers(1, 9))
+        flows.append(Flow(size, unit, Kind.FORWARD, ((unit, Kind.WEIGHT_BACKWARD),)))
+        if unit + 1 < units:
+            ahead = ((unit + 1, Kind.FORWARD),)
+            flows.append(Flow(1, unit, Kind.FORWARD, ahead))
+            flows.append(Flow(1, unit + 1, Kind.INPUT_BACKWARD, ((unit, Kind.INPUT_BACKWARD),)))
+    parameters = tuple((draw(st.integers(0, 5)), frozenset({unit})) for unit in range(units))
+    temporaries = tuple(draw(st.integers(0, 3)) for _ in range(units))
+    return Workload(per_unit, parameters, tuple(flows), temporaries)
+
+
+def clusters(work: Workload) -> Clusters:
+    units = len(work.temporaries)
+    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(units))
+    return Clusters(seconds, (0,) * units, (0,) * units, (1,) * units)
+
+
+@given(work=workloads(), limit=st.integers(5, 60), ranks=st.integers(1, 3), count=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
+    """Every cut into one to three stages a rank on every placement: one microbatch at a time is
+    what needs the least memory."""
+    units = len(work.temporaries)
+    assume(units >= ranks)
+    wishes = Wishes(CORE, count, ranks, limit)
+    possible = False
+    for stages in (v * ranks for v in (1, 2, 3) if v * ranks <= units):
+        for starts in itertools.combinations(range(1, units), stages - 1):
+            cut = tuple(sum(start <= unit for start in starts) for unit in range(units))
+            for home in {looped(stages, ranks), folded(stages, ranks)}:
+                one = stage_problem(work, cut, home, count, machine=CORE, memory_limit=limit)
+                room = one.memory or ()
+                possible |= all(one.smallest_memory(r) <= room[r] for r in range(ranks))
+    if not possible:
+        with pytest.raises(ValueError, match="bytes for one microbatch on its worst rank"):
+            search_workload(work, clusters(work), wishes, search_seconds=0.05)
+        return
+    plan = search_workload(work, clusters(work), wishes, search_seconds=0.05)
+    home = plan.stage_ranks
+    problem = stage_problem(
+        work, plan.stage_of_cluster, home, count, machine=CORE, memory_limit=limit
+    )
+    assert fits(problem, plan.schedule)
+    assert sched.verify_schedule(plan.schedule, problem=problem)
+    assert plan.step_seconds == pytest.approx(makespan(problem, plan.schedule))
+    assert plan.bound_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+@given(work=workloads(8), count=st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+def test_no_family_is_better_on_its_cuts(work, count):
+    plan = search_workload(work, clusters(work), Wishes(CORE, count, 2, 10**9), search_seconds=0.3)
+    units = len(work.temporaries)
+    even = tuple(unit * 2 // units for unit in range(units))
+    problem = stage_problem(work, even, (0, 1), count, machine=CORE)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        order = POLICIES[name](2, count, (0, 1))
+        assert plan.step_seconds <= makespan(problem, order) * 1.0001
+        assert plan.step_seconds <= makespan(problem, whole(order)) * 1.0001
+
+
+@pytest.mark.parametrize("name", ["GPT", "UNet", "BatchNormNet"])
+def test_stage_problems_add_up(name):
+    """Seconds, parameters and saved bytes of all stages are those of all clusters."""
+    program = fused(name)
+    program = pfeife.annotate(estimate(program, CORE))(program)
+    work = workload_of(program)
+    assert not work.splittable
+    cut = tuple(unit * 3 // program.units for unit in range(program.units))
+    problem = stage_problem(work, cut, (0, 1, 0), 4, machine=CORE)
+    total = sum(call.seconds + call.accumulate_seconds for call in program.calls)
+    assert sum(stage.seconds for stage in problem.stages) == pytest.approx(total)
+    assert {(e.source, e.destination) for e in problem.edges} >= {(0, 1), (1, 2)}
+    split = pfeife.split_backward()(program)
+    split = pfeife.annotate(estimate(split, CORE))(split)
+    parts = stage_problem(workload_of(split), cut, (0, 1, 0), 4, machine=CORE)
+    for one, other in zip(problem.stages, parts.stages, strict=True):
+        assert other.splittable and one.forward == pytest.approx(other.forward)
+        assert other.backward == pytest.approx(one.backward, rel=0.2)
+        assert 0 <= other.kept <= other.saved
+    with pytest.raises(ValueError, match="have no costs"):
+        workload_of(fused(name))
+
+
+def test_the_limit_is_what_a_rank_has_for_everything():
+    """Parameters with gradients and optimizer state, temporaries and buffers come off first."""
+    flows = (
+        Flow(3, 0, Kind.FORWARD, ((1, Kind.FORWARD),)),
+        Flow(5, 0, Kind.FORWARD, ((0, Kind.BACKWARD),)),
+        Flow(3, 1, Kind.BACKWARD, ((0, Kind.BACKWARD),)),
+    )
+    seconds = {Kind.FORWARD: (1.0, 1.0), Kind.BACKWARD: (2.0, 2.0)}
+    work = Workload(seconds, ((10, frozenset({0})), (20, frozenset({0, 1}))), flows, (7, 8))
+    problem = stage_problem(
+        work, (0, 1), (0, 1), 4, machine=CORE, memory_limit=1000, state_factor=2.0
+    )
+    assert problem.memory == (1000 - 4 * 30 - 7 - 2 * 3, 1000 - 4 * 20 - 8 - 2 * 3)
+    assert [stage.saved for stage in problem.stages] == [5.0, 0.0]
+    together = stage_problem(work, (0, 1), (0, 0), 4, machine=CORE, memory_limit=1000)
+    assert together.memory == (1000 - 2 * 30 - 8,)
+
+
+def test_what_cannot_be_planned_says_why():
+    program = pfeife.annotate(estimate(fused("DropoutNet"), CORE))(fused("DropoutNet"))
+
+    def planned(**options):
+        return sched.plan(
+            program, machine=CORE, microbatches=4, schedule="search", search_seconds=0.1, **options
+        )
+
+    with pytest.raises(ValueError, match=r"50 stages on 50 ranks.* only 4 clusters"):
+        planned(ranks=50)
+    with pytest.raises(ValueError, match="no cut fits 100 bytes a rank on 2 ranks"):
+        planned(ranks=2, memory_limit=100)
+    assert planned(ranks=2).stages >= 2
+    assert planned(ranks=2, stages=4).stages == 4
+    by_hand = planned(ranks=2, cuts=(0, 0, 0, 1))
+    assert by_hand.stage_of_cluster == (0, 0, 0, 1)
+    tight = attrs.evolve(CORE, memory=10**9)
+    assert sched.plan(program, machine=tight, microbatches=4, ranks=2, stages=2).step_seconds
