@@ -203,9 +203,8 @@ def _cuts(
         yield _stage_of(start, len(clusters.seconds))
         yield _stage_of(loads.improved(start), len(clusters.seconds))
     units, stages = len(clusters.seconds), len(home)
-    by_count = [
-        unit for unit in range(1, units) if unit * stages // units != (unit - 1) * stages // units
-    ]
+    stage_of = [unit * stages // units for unit in range(units)]
+    by_count = [unit for unit in range(1, units) if _begins(stage_of, unit)]
     if loads.allowed(by_count):
         yield _stage_of(by_count, units)
 

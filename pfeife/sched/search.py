@@ -266,7 +266,8 @@ class _Search:
     def result(self) -> Found:
         """The best by the judge, which has transfers wait for one another."""
         judged: list[tuple[float, Schedule]] = list(self.given)
-        for candidate in self.found[:6]:
+        judges = max(1, min(6, 20_000 // self.shop.operations))  # one takes long for large ones
+        for candidate in self.found[:judges]:
             schedule = schedule_of(self.shop, candidate.orders)
             judged.append((makespan(self.problem, schedule), schedule))
         if not judged:
