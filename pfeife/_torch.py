@@ -29,6 +29,9 @@ from torch._functorch._aot_autograd.descriptors import (  # isort: skip
 # A mode in which tensors have shapes and no storage; there is no public name for it.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "BufferAOTInput",
     "FakeTensor",
@@ -39,6 +42,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "broken_guard",
     "flop_formulas",
     "frame_arguments",

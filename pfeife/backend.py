@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,18 +14,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
-from pfeife.cost import default_machine, estimate, measure
+from pfeife.cost import default_machine, estimate, machine, measure
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
 from pfeife.passes import annotate, compose, dp_wrap, fuse, insert_send_recv, partition, place
-from pfeife.plan import Mesh, Plan
+from pfeife.plan import Costs, Machine, Mesh, Network, Plan
 from pfeife.program import Port, Program, Role, holders
+from pfeife.progress import bar
 from pfeife.runtime.distributed import (
     DistributedPipeline,
     check_agreement,
     differing,
     from_rank_zero,
     join_world,
+    world_rank,
 )
 from pfeife.runtime.local import LocalPipeline
 from pfeife.sched import follow, lower, policy, split_at, verify_schedule
@@ -46,6 +49,12 @@ class Backend:
         self.compiled: list[Compiled] = []
         self.homes = WeakIdKeyDictionary()  # stages by parameter or buffer
         policy(options.schedule)
+        given = options.machine
+        self._machine = given if isinstance(given, Machine | None) else machine(given)
+        links = options.network
+        self._network = (
+            links if isinstance(links, Network | None) else plain.load(Network, Path(links))
+        )
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
@@ -68,16 +77,15 @@ class Backend:
         device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
         world = join_world(device)
         many = world > 1
-        machine = options.machine or default_machine(device)
+        target = self._machine or default_machine(device)
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
-        costs = measure(clusters) if options.costs == "measure" else estimate(clusters, machine)
-        clusters = annotate(costs)(clusters)
+        clusters = annotate(self._costs(clusters, target))(clusters)
         ranks = world // options.replicas if many else None
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         plan = make_plan(
             clusters,
-            machine=machine,
+            machine=target,
             microbatches=options.microbatches // options.replicas,
             stages=options.stages or (None if options.split_at else ranks),
             ranks=ranks,
@@ -85,6 +93,7 @@ class Backend:
             schedule=options.schedule if captured.program.ports(Role.LOSS) else "gpipe",
             cuts=self._cuts(clusters, captured, args, many),
             memory_limit=options.memory_limit,
+            network=self._network,
         )
         if many:
             plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
@@ -104,6 +113,13 @@ class Backend:
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _costs(self, clusters: Program, target: Machine) -> Costs:
+        if self.options.costs == "estimate":
+            return estimate(clusters, target)
+        cache = Path(self.options.cache) if self.options.cache else None
+        shown = bar("measuring") if world_rank() == 0 else None
+        return measure(clusters, cache=cache, progress=shown)
 
     def _cuts(
         self, clusters: Program, captured: Captured, args: Sequence[Any], many: bool

@@ -1,16 +1,29 @@
 """What a user may ask of the backend, checked before anything runs."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
-from pfeife.plan import Machine
+from pfeife.plan import Machine, Network
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
+
+
+def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Machine | str | os.PathLike):
+        raise ValueError(
+            f"option machine={value!r}: must be a Machine, the name of one, or a path to its JSON"
+        )
+
+
+def _network(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Network | str | os.PathLike):
+        raise ValueError(f"option network={value!r}: must be a Network or the path to its JSON")
 
 
 @attrs.frozen(kw_only=True)
@@ -23,7 +36,10 @@ class Options:
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     costs: "estimate", or "measure" by running every cluster on this machine.
-    machine: what to estimate for; this machine's kind unless given.
+    machine: what to estimate for, a Machine, the name of a shipped one ("h100-sxm") or a path to
+        its JSON; this machine's kind unless given.
+    network: what `pfeife bench-network` has measured, a Network or the path to its JSON.
+    cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     loss: which result is the loss, where several could be or nothing trains: an index into the
@@ -37,7 +53,9 @@ class Options:
     split_at: Mapping[str, str] | None = None
     replicas: int = attrs.field(default=1, validator=_count)
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
-    machine: Machine | None = None
+    machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
+    network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
+    cache: str | os.PathLike[str] | None = None
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     devices: tuple[str, ...] | None = attrs.field(
         default=None, converter=lambda given: given if given is None else tuple(given)

@@ -232,6 +232,8 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(schema.returns) != 1:
         return False
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True  # its schema promises a fresh tensor, its kernel looks at the input's storage
     returned = schema.returns[0].alias_info
     return returned is not None and not returned.is_write
 
@@ -241,3 +243,25 @@ def viewed(node: fx.Node) -> fx.Node:
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node that made the storage of a value: as `viewed`, and seen through the parts of
+    operations that return several views."""
+    base = viewed(node)
+    if base.target is operator.getitem and is_view(base.all_input_nodes[0]):
+        return storage_owner(base.all_input_nodes[0])
+    return base
+
+
+def owns_storage(body: fx.GraphModule, index: int) -> bool:
+    """Whether a body's result may be written to: its storage is the body's own, no other result
+    looks at it, and each of its elements stands there once."""
+    results = returned(body)
+    owner = storage_owner(results[index])
+    value = results[index].meta.get("val")
+    spread = value is None or any(
+        stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)
+    )
+    alone = sum(storage_owner(node) is owner for node in results) == 1
+    return alone and not spread and not is_source(owner)

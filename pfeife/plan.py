@@ -4,9 +4,12 @@ import csv
 import io
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from enum import StrEnum
+from itertools import pairwise
 
 import attrs
+import torch
 
 from pfeife.program import Kind
 
@@ -25,23 +28,86 @@ def _not_negative(instance: object, attribute: attrs.Attribute, value: float | N
         )
 
 
+def _fraction(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must be from 0 to 1, not {value}"
+        )
+
+
+_DTYPES = frozenset(
+    str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+)
+
+
+def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
+    rates = given if isinstance(given, Mapping) else {"float32": given}
+    return {dtype: float(rate) for dtype, rate in rates.items()}
+
+
+def _rates(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    where = f"{type(instance).__name__}.{attribute.name}"
+    unknown = sorted(set(value) - _DTYPES)
+    if unknown:
+        raise ValueError(f"{where}: {unknown} are no dtypes; write them as torch does: 'bfloat16'")
+    for dtype, rate in value.items():
+        if not rate > 0:
+            raise ValueError(f"{where}[{dtype!r}] must be positive, not {rate}")
+
+
+def _has_float32(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    if "float32" not in value:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} must have 'float32', which dtypes without "
+            f"a rate of their own run at; there are {sorted(value)}"
+        )
+
+
+def _fields(instance: object, attribute: attrs.Attribute, value: Mapping[str, str]) -> None:
+    unknown = sorted(set(value) - set(Machine.__annotations__))
+    if unknown:
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name}: {unknown} are no fields of a machine"
+        )
+
+
 @attrs.frozen
 class Machine:
     """What one rank has: rates are sustained, not peak.
 
-    `flops` in operations per second, `memory_bandwidth` and `link_bandwidth` in bytes per
-    second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
-    runtime adds to every action of a schedule) in seconds, `memory` in bytes.
+    `flops` in operations per second by dtype ("float32", "bfloat16"; a number alone is
+    float32's), `memory_bandwidth` and `link_bandwidth` (one direction to one other rank) in bytes
+    per second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
+    runtime adds to every action of a schedule) in seconds, `memory` in bytes. `overlap` is the
+    fraction of a transfer's time that is hidden from the ranks' computing: 1 where other hardware
+    moves the bytes, 0 where a rank is busy while it sends and receives.
+
+    For reports: `peak_flops` and `peak_memory_bandwidth` as the data sheet has them, and
+    `sources`, which says for a field where its value comes from and what was assumed.
+    `device_names` are the patterns (of fnmatch) of what torch.cuda.get_device_name calls it.
     """
 
     name: str
-    flops: float = attrs.field(validator=_positive)
+    flops: dict[str, float] = attrs.field(converter=_by_dtype, validator=[_rates, _has_float32])
     memory_bandwidth: float = attrs.field(validator=_positive)
     memory: int = attrs.field(validator=_positive)
     link_bandwidth: float = attrs.field(validator=_positive)
     link_latency: float = attrs.field(default=0.0, validator=_not_negative)
     launch_seconds: float = attrs.field(default=0.0, validator=_not_negative)
     action_seconds: float = attrs.field(default=0.0, validator=_not_negative)
+    overlap: float = attrs.field(default=1.0, validator=_fraction)
+    peak_flops: dict[str, float] = attrs.field(factory=dict, converter=_by_dtype, validator=_rates)
+    peak_memory_bandwidth: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_positive)
+    )
+    device_names: tuple[str, ...] = ()
+    sources: dict[str, str] = attrs.field(factory=dict, validator=_fields, repr=False)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second on a dtype: its own rate, else float32's."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
@@ -49,20 +115,49 @@ class Machine:
 
 @attrs.frozen
 class Link:
-    """One direction between two ranks: `seconds[i]` for a message of `sizes[i]` bytes, straight
-    lines between them, the last one going on. `residual` is the fit's largest relative error."""
+    """One direction between two ranks, for messages of `sizes[i]` bytes.
+
+    `seconds[i]` until it has arrived at a rank that waits for it; `sending[i]` and
+    `receiving[i]` are what it takes away from the computing of the two ranks (the cost model is
+    LogGP's with all of it by size; Alexandrov et al., JPDC 1997). Straight lines between the
+    sizes, the last one going on. `residual` is the largest relative error of the fit to
+    `seconds`.
+    """
 
     source: int
     destination: int
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    sending: tuple[float, ...]
+    receiving: tuple[float, ...]
     residual: float
 
+    def __attrs_post_init__(self) -> None:
+        lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
+        if lengths != {len(self.sizes)} or len(self.sizes) < 2:
+            raise ValueError(
+                f"Link {self.source} -> {self.destination}: figures for {lengths} sizes"
+            )
+        if any(low >= high for low, high in pairwise(self.sizes)):
+            raise ValueError(f"Link.sizes must ascend, not {self.sizes}")
+        for value in (*self.seconds, *self.sending, *self.receiving):
+            if not value >= 0:
+                raise ValueError(f"Link {self.source} -> {self.destination}: {value} seconds")
+
     def transfer_seconds(self, size: int) -> float:
+        return self._at(self.seconds, size)
+
+    def send_seconds(self, size: int) -> float:
+        return self._at(self.sending, size)
+
+    def receive_seconds(self, size: int) -> float:
+        return self._at(self.receiving, size)
+
+    def _at(self, seconds: tuple[float, ...], size: int) -> float:
         at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
         low, high = self.sizes[at - 1], self.sizes[at]
-        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * (size - low)
+        slope = (seconds[at] - seconds[at - 1]) / (high - low)
+        return seconds[at - 1] + slope * (size - low)
 
 
 @attrs.frozen
@@ -71,24 +166,41 @@ class Network:
 
     links: tuple[Link, ...]
 
-    def transfer_seconds(self, source: int, destination: int, size: int) -> float:
+    def link(self, source: int, destination: int) -> Link:
         """Raises ValueError for a pair of ranks that was not measured."""
         for link in self.links:
             if (link.source, link.destination) == (source, destination):
-                return link.transfer_seconds(size)
+                return link
         raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
+
+    def seen_by(self, machine: Machine) -> Machine:
+        """The machine with the figures of the slowest link, for decisions before ranks are
+        known."""
+        if not self.links:
+            return machine
+        slowest = max(self.links, key=lambda link: link.seconds[-1])
+        taken = max(slowest.sending[-1], slowest.receiving[-1]) / slowest.seconds[-1]
+        rising = slowest.seconds[-1] - slowest.seconds[0]
+        return attrs.evolve(
+            machine,
+            link_latency=slowest.seconds[0],
+            link_bandwidth=slowest.sizes[-1] / max(rising, 1e-12),
+            overlap=min(max(1 - taken, 0.0), 1.0),
+        )
 
 
 @attrs.frozen
 class Costs:
     """Seconds of one microbatch in every call of a program, by the name of the call's node.
 
-    `spread` is the measurements' interquartile range in seconds, empty for estimates.
+    `spread` is the measurements' interquartile range in seconds, empty for estimates;
+    `accumulate` what it takes to add the gradients of a call to those of earlier microbatches.
     """
 
     source: str
     seconds: dict[str, float]
     spread: dict[str, float] = attrs.Factory(dict)
+    accumulate: dict[str, float] = attrs.Factory(dict)
 
 
 class Do(StrEnum):
@@ -245,6 +357,35 @@ class Timeline:
         ranks = {event.rank for event in self.events}
         busy = sum(event.end - event.start for event in self.events if event.action.do.kind)
         return 1 - busy / (len(ranks) * self.seconds) if self.seconds else 0.0
+
+
+@attrs.frozen
+class MemoryPoint:
+    """Bytes that a rank holds beside what it holds all the time: the most during an action, and
+    after it."""
+
+    action: Action
+    peak: int
+    after: int
+
+
+@attrs.frozen
+class MemoryCurve:
+    """The bytes of one rank through a step, predicted or measured.
+
+    `held` is what is there before and after, by what it is (parameters, buffers, batch,
+    optimizer). `at_peak` says of a prediction what the rest is at its peak (gradients, saved,
+    received, temporaries, outputs).
+    """
+
+    rank: int
+    held: dict[str, int]
+    points: tuple[MemoryPoint, ...]
+    at_peak: dict[str, int] = attrs.Factory(dict)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + max((point.peak for point in self.points), default=0)
 
 
 @attrs.frozen

@@ -84,7 +84,8 @@ class Port:
 class Call:
     """One call of a body in the graph: its node, what it computes, for which cluster or stage.
 
-    `rank` is None before a plan has placed the stages, `seconds` before `annotate`.
+    `rank` is None before a plan has placed the stages, `seconds` before `annotate`;
+    `accumulate_seconds` is what adding its gradients to those of earlier microbatches takes.
     """
 
     node: str
@@ -92,6 +93,7 @@ class Call:
     unit: int
     rank: int | None = None
     seconds: float | None = None
+    accumulate_seconds: float = 0.0
 
 
 @attrs.frozen

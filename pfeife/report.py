@@ -1,9 +1,12 @@
 """Results as people read them: text tables of plans and timelines."""
 
+import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
+from pfeife.compare import Compared
 from pfeife.cost import stage_memory
-from pfeife.plan import Plan, Timeline
+from pfeife.plan import MemoryCurve, Network, Plan, Timeline
 from pfeife.program import Program, Role, holders, messages
 
 
@@ -95,3 +98,74 @@ def summary(plan: Plan, program: Program) -> str:
         f"{plan.stages} stages on {len(plan.schedule.ranks)} ranks, "
         f"{plan.schedule.microbatches} microbatches{expected} expected"
     )
+
+
+def network_table(network: Network) -> str:
+    """The links: latency, bandwidth of the largest message, and what overlaps with computing."""
+    rows = []
+    for link in network.links:
+        largest = link.sizes[-1]
+        taken = link.seconds[-1] - link.seconds[0]
+        rows.append(
+            (
+                f"{link.source} -> {link.destination}",
+                f"{1e6 * link.seconds[0]:.0f} us",
+                f"{largest / max(taken, 1e-12) / 1e9:.2f} GB/s",
+                f"{1e6 * link.sending[0]:.0f} us",
+                f"{100 * link.sending[-1] / link.seconds[-1]:.0f} %",
+                f"{100 * link.receiving[-1] / link.seconds[-1]:.0f} %",
+                f"{100 * link.residual:.1f} %",
+            )
+        )
+    head = ("link", "latency", "bandwidth", "send call", "taken by sending", "by receiving")
+    return table(rows, (*head, "residual of the fit"))
+
+
+def comparison_table(compared: Sequence[Compared]) -> str:
+    """Totals one by one, actions of the same kind and stage together (medians)."""
+    groups: dict[tuple, list[Compared]] = {}
+    for one in compared:
+        what = None if one.action is None else (one.action.stage, one.action.do)
+        groups.setdefault((one.rank, what), []).append(one)
+    in_seconds = any(one.predicted != int(one.predicted) for one in compared)
+    rows = []
+    for (rank, what), members in groups.items():
+        figures = [
+            statistics.median(getattr(one, side) for one in members)
+            for side in ("predicted", "measured")
+        ]
+        shown = [f"{1e3 * x:.2f} ms" if in_seconds else size(x) for x in figures]
+        ratio = Compared(rank, None, figures[0], figures[1]).ratio
+        label = "total" if what is None else f"{what[0]}{what[1]} x {len(members)}"
+        rows.append(("all" if rank is None else rank, label, *shown, f"{ratio:.3f}"))
+    return table(rows, ("rank", "what", "predicted", "measured", "ratio"))
+
+
+def memory_table(curves: Sequence[MemoryCurve]) -> str:
+    """A row a rank: what it holds all the time, what is there at its peak, and the peak."""
+    held = list(dict.fromkeys(word for curve in curves for word in curve.held))
+    beside = list(dict.fromkeys(word for curve in curves for word in curve.at_peak))
+    rows = []
+    for curve in curves:
+        action = max(curve.points, key=lambda point: point.peak).action if curve.points else ""
+        figures = [
+            *(curve.held.get(w, 0) for w in held),
+            *(curve.at_peak.get(w, 0) for w in beside),
+        ]
+        rows.append((curve.rank, *map(size, figures), size(curve.peak), action))
+    return table(rows, ("rank", *held, *beside, "peak", "in action"))
+
+
+def memory_chart(curve: MemoryCurve, width: int = 80, height: int = 8) -> str:
+    """The bytes of a rank over its actions, as columns; the bottom is what it always holds."""
+    peaks = [point.peak for point in curve.points] or [0]
+    shown = min(width, len(peaks))
+    edges = [len(peaks) * column // shown for column in range(shown + 1)]
+    columns = [max(peaks[low:high]) for low, high in pairwise(edges)]
+    top = max(*columns, 1)
+    lines = [
+        "".join("#" if value * height >= top * (level - 0.5) else " " for value in columns)
+        for level in range(height, 0, -1)
+    ]
+    always = size(sum(curve.held.values()))
+    return "\n".join([f"rank {curve.rank}: {size(curve.peak)} at the peak", *lines, f"on {always}"])

@@ -19,9 +19,11 @@ from models import CASES, EQUAL_TO_EAGER, case
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import CPU_CORE, estimate
+from pfeife.cost import estimate, machine
 from pfeife.runtime.distributed import DistributedPipeline, join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
+
+CPU_CORE = machine("cpu-core")
 
 
 def check_step(name: str, stages: int, schedule: str, replicas: int = 1, rounding=()) -> None:

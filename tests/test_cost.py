@@ -15,16 +15,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pfeife
-from pfeife.cost import CPU_CORE, H100, default_machine, estimate, measure, stage_memory
+from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint
 from pfeife.cost.network import fit
-from pfeife.plan import Costs, Machine, Network
+from pfeife.plan import Costs, Link, Machine, Network
 from pfeife.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import profile
 from pfeife.sched import clusters_of
 
+CPU_CORE = machine("cpu-core")
 aten = torch.ops.aten
 # Rates at which a second is easily counted: an operation a second, eight bytes a second.
 SLOW = Machine("slow", flops=1.0, memory_bandwidth=8.0, memory=1, link_bandwidth=1.0)
@@ -47,30 +48,6 @@ def flops_by_operation(nodes: list[torch.fx.Node]) -> dict[str, list[int]]:
         if node_flops(node):
             found.setdefault(str(node.target), []).append(node_flops(node))
     return found
-
-
-@pytest.mark.parametrize("machine", [CPU_CORE, H100])
-@pytest.mark.parametrize("field", ["flops", "memory_bandwidth", "memory", "link_bandwidth"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_rates_are_positive(machine, field, value):
-    with pytest.raises(ValueError, match=rf"Machine\.{field} must be positive, not {value}"):
-        attrs.evolve(machine, **{field: value})
-
-
-@pytest.mark.parametrize("field", ["link_latency", "launch_seconds"])
-@pytest.mark.parametrize("value", [-1e-9, float("nan")])
-def test_delays_are_not_negative(field, value):
-    assert getattr(attrs.evolve(CPU_CORE, **{field: 0}), field) == 0
-    with pytest.raises(ValueError, match=rf"Machine\.{field} must not be negative"):
-        attrs.evolve(CPU_CORE, **{field: value})
-
-
-def test_machines():
-    assert CPU_CORE.transfer_seconds(0) == CPU_CORE.link_latency
-    assert attrs.evolve(SLOW, link_latency=2.0, link_bandwidth=4.0).transfer_seconds(8) == 4.0
-    here = default_machine(torch.device("cpu"))
-    assert here.memory > 2**28 and attrs.evolve(here, memory=CPU_CORE.memory) == CPU_CORE
-    assert default_machine(torch.device("cuda", 3)) == H100
 
 
 @settings(max_examples=10)
@@ -299,7 +276,7 @@ def test_the_cache_is_used_and_never_trusted(tmp_path):
         return measure(program, repeats=2, cache=tmp_path, progress=lambda *n: runs.append(n))
 
     first = measured()
-    assert runs[-1] == (len(runs), len(runs)) and len(runs) < len(program.calls)
+    assert runs[-1] == (len(runs), len(runs)) and len(runs) < 3 * len(program.calls)
     assert measured() == first, "the second time comes from the cache"
     for damage in (b"", b"{", b"[]", b"\xff\xfe", b'{"key": "", "seconds": 1, "spread": 0}'):
         for path in tmp_path.glob("*.json"):
@@ -318,15 +295,16 @@ def test_the_cache_is_used_and_never_trusted(tmp_path):
 
 def test_links_are_fitted():
     """Through the points where they rise, between and beyond them in straight lines."""
-    link = fit(0, 1, (1000, 10_000), (2e-6, 11e-6))
-    assert link.residual < 1e-6
+    sizes = (1000, 10_000)
+    values, residual = fit(sizes, (2e-6, 11e-6))
+    link = Link(0, 1, (0, *sizes), values, values, (0.0,) * 3, residual)
+    assert residual < 1e-6 and link.send_seconds(1000) == link.transfer_seconds(1000)
     for size, seconds in ((1000, 2e-6), (5500, 6.5e-6), (10_000, 11e-6), (20_000, 21e-6)):
         assert math.isclose(link.transfer_seconds(size), seconds, rel_tol=1e-6)
-    dented = fit(0, 1, (1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
-    rising = [dented.transfer_seconds(size) for size in (0, 1000, 10_000, 100_000)]
-    assert rising == sorted(rising) and 0.2 < dented.residual < 1
+    rising, residual = fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
+    assert list(rising) == sorted(rising) and 0.2 < residual < 1
     with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
-        Network((link,)).transfer_seconds(1, 0, 5)
+        Network((link,)).link(1, 0)
 
 
 def test_predicted_and_profiled_steps_have_the_same_actions():

@@ -12,13 +12,14 @@ ROOT = Path(__file__).parent.parent
 # A module may import from the lines above its own, and from its own folder; modules of one line
 # stand side by side.
 LAYERS = [
-    "program seeding boundary plain",
+    "program seeding boundary plain progress",
     "plan outline _torch",
-    "arguments evaluate options",
+    "arguments evaluate options wiring clocks",
     "capture passes cost",
     "sched runtime microbatch",
+    "compare",
     "report testing call",
-    "backend",
+    "backend __main__",
 ]
 APART = {"passes", "sched", "runtime"}  # what they share lives below them
 
@@ -63,7 +64,7 @@ def test_a_module(path):
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    assert not calls & {"print", "eval", "exec"}
+    assert not calls & {"eval", "exec"} and ("print" not in calls or me == "__main__")
     assert ast.get_docstring(tree), "a module says what it is for"
 
 

@@ -10,7 +10,7 @@ from models import CASES, EQUAL_TO_EAGER, case
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import CPU_CORE, estimate, measure
+from pfeife.cost import estimate, machine, measure
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import (
     assert_same,
@@ -20,6 +20,8 @@ from pfeife.testing import (
     plans,
     tied_across,
 )
+
+CPU_CORE = machine("cpu-core")
 
 
 def clusters(program: pfeife.Program) -> pfeife.Program:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pfeife import plain
-from pfeife.cost import CPU_CORE, H100
+from pfeife.cost import machine
 from pfeife.plan import (
     RECEIVES,
     SENDS,
@@ -32,6 +32,8 @@ from pfeife.plan import (
 )
 from pfeife.sched import chain, gpipe, insert_actions, one_f_one_b, verify_schedule
 
+CPU_CORE = machine("cpu-core")
+H100 = machine("h100-sxm")
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 rates = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -50,8 +52,21 @@ def tuples(of: st.SearchStrategy) -> st.SearchStrategy[tuple]:
 
 
 schedules = st.builds(Schedule, tuples(tuples(actions())))
+dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
 machines = st.builds(
-    Machine, st.text(), rates, rates, st.integers(1, 2**62), rates, seconds, seconds
+    Machine,
+    st.text(),
+    rates | st.dictionaries(dtypes, rates).map(lambda some: some | {"float32": 1.0}),
+    rates,
+    st.integers(1, 2**62),
+    rates,
+    seconds,
+    seconds,
+    overlap=st.floats(0, 1),
+    peak_flops=st.dictionaries(dtypes, rates),
+    peak_memory_bandwidth=st.none() | rates,
+    device_names=tuples(st.text(max_size=4)),
+    sources=st.dictionaries(st.sampled_from(["flops", "memory"]), st.text(max_size=4)),
 )
 costs = st.builds(Costs, st.text(), st.dictionaries(st.text(), numbers, max_size=4))
 timelines = st.builds(
@@ -165,8 +180,8 @@ def test_json_fields(value):
             "Plan.duplicated: expected a list",
         ),
         (Timeline, '{"events": [[]]}', r"Timeline.events\[0\]: expected an object"),
-        (Machine, plain.to_json(H100).replace("80000000000", "8e10"), "memory: expected int"),
-        (Machine, plain.to_json(H100).replace("80000000000", "-1"), "memory must be positive"),
+        (Machine, plain.to_json(H100).replace(": 80000000000", ": 8e10"), "memory: expected int"),
+        (Machine, plain.to_json(H100).replace(": 80000000000", ": -1"), "memory must be positive"),
         (Machine, plain.to_json(H100).replace("1e-05", "-1"), "link_latency must not be neg"),
         (Costs, "[" * 100_000, "Costs: this is not JSON"),
         (Costs, "[" * 900 + "]" * 900, "Costs: expected an object"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import case
 
 import pfeife
-from pfeife.cost import CPU_CORE, estimate
+from pfeife.cost import estimate, machine
 from pfeife.plain import from_json, to_json
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Machine, Plan, Schedule, Timeline, parse_action
 from pfeife.program import Kind, Reduction
@@ -33,6 +33,7 @@ from pfeife.sched import (
 )
 from pfeife.sched.cuts import Clusters, borders
 
+CPU_CORE = machine("cpu-core")
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 

@@ -8,9 +8,11 @@ from torch import fx
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import CPU_CORE
+from pfeife.cost import machine
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
+
+CPU_CORE = machine("cpu-core")
 
 
 @pytest.fixture(scope="module")

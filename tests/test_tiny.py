@@ -5,8 +5,10 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import CPU_CORE, estimate
+from pfeife.cost import estimate, machine
 from pfeife.runtime import LocalPipeline
+
+CPU_CORE = machine("cpu-core")
 
 
 def test_the_whole_stack():

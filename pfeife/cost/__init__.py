@@ -1,16 +1,17 @@
 """What things cost: seconds and bytes, estimated or measured, as plain data."""
 
 from pfeife.cost.estimate import estimate
-from pfeife.cost.machine import CPU_CORE, H100, default_machine
+from pfeife.cost.machine import default_machine, machine, machines
 from pfeife.cost.measure import measure
-from pfeife.cost.memory import StageMemory, stage_memory
+from pfeife.cost.memory import StageMemory, memory_curves, stage_memory
 
 __all__ = [
-    "CPU_CORE",
-    "H100",
     "StageMemory",
     "default_machine",
     "estimate",
+    "machine",
+    "machines",
     "measure",
+    "memory_curves",
     "stage_memory",
 ]

@@ -10,7 +10,8 @@ from pfeife import plain
 
 @attrs.frozen
 class Measured:
-    """What `repeats` runs took: median and spread (upper minus lower quartile) in seconds.
+    """What `repeats` runs took: median and spread (upper minus lower quartile) in seconds, and
+    the median of adding the gradients to others.
 
     `key` is the whole text that the entry is for: a damaged or foreign file does not match it.
     """
@@ -19,6 +20,7 @@ class Measured:
     seconds: float
     spread: float
     repeats: int
+    accumulate: float
 
 
 def find(folder: Path, key: str) -> Measured | None:
@@ -28,6 +30,7 @@ def find(folder: Path, key: str) -> Measured | None:
     except (OSError, ValueError):
         return None
     sound = found.key == key and found.seconds > 0 and found.spread >= 0 and found.repeats > 0
+    sound = sound and found.accumulate >= 0
     return found if sound else None
 
 

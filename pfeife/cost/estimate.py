@@ -9,21 +9,28 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.outline import is_view
 from pfeife.plan import Costs, Machine
-from pfeife.program import Program
+from pfeife.program import Program, Role, call_of, returned
 from pfeife.seeding import seeded
 
 
 def estimate(program: Program, machine: Machine) -> Costs:
-    """Seconds of every call: per operation the larger of FLOPs over the machine's rate and
-    bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
+    """Seconds of every call: per operation the larger of FLOPs over the machine's rate for their
+    dtype and bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
 
-    FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written.
+    FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
+    add up a gradient reads two tensors and writes one.
     """
     seconds = {
         call.node: sum(node_seconds(node, machine) for node in program.body(call).graph.nodes)
         for call in program.calls
     }
-    return Costs(f"estimate for {machine.name}", seconds)
+    results = returned(program.module)
+    accumulate: dict[str, float] = {}
+    for port in program.ports(Role.GRADIENT):
+        call = call_of(results[port.name]).name
+        adding = machine.launch_seconds + 3 * port.bytes / machine.memory_bandwidth
+        accumulate[call] = accumulate.get(call, 0.0) + adding
+    return Costs(f"estimate for {machine.name}", seconds, accumulate=accumulate)
 
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:
@@ -32,7 +39,8 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
         return 0.0
     moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     moved += _bytes(node.meta.get("val"))
-    work = max(node_flops(node) / machine.flops, moved / machine.memory_bandwidth)
+    computed = node_flops(node) / machine.flops_of(_dtype(node))
+    work = max(computed, moved / machine.memory_bandwidth)
     return machine.launch_seconds + work
 
 
@@ -53,6 +61,13 @@ def node_flops(node: fx.Node) -> int:
 def _operation(node: fx.Node) -> tuple[Any, tuple]:
     """What a node runs, and on which arguments; a seeded operation is seen through."""
     return (node.args[0], node.args[3:]) if node.target is seeded else (node.target, node.args)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """That of a node's first tensor argument: what is multiplied has one dtype."""
+    leaves = pytree.tree_leaves((_operation(node)[1], node.kwargs))
+    values = [leaf.meta.get("val") for leaf in leaves if isinstance(leaf, fx.Node)]
+    return next((v.dtype for v in values if isinstance(v, torch.Tensor)), torch.float32)
 
 
 def _bytes(value: Any) -> int:

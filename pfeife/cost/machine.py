@@ -1,39 +1,60 @@
-"""Machines to plan for."""
+"""Machines to plan for: profiles that come with the package, and files of one's own."""
 
 import os
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
 
 import attrs
 import torch
 
+from pfeife import plain
 from pfeife.plan import Machine
 
-# A CPU core with 256-bit FMA at about 3 GHz sustains about 50 GFLOP/s in float32 matrix products;
-# these rates only have to be in proportion, since `measure` replaces them where it matters.
-CPU_CORE = Machine(
-    name="cpu core",
-    flops=5e10,
-    memory_bandwidth=1e10,
-    memory=4 * 2**30,
-    link_bandwidth=2e9,
-    link_latency=6e-5,
-    launch_seconds=5e-6,
-)
-# NVIDIA H100 SXM data sheet: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB, NVLink 450 GB/s a direction;
-# sustained rates taken as 60 % of the peaks.
-H100 = Machine(
-    name="h100 sxm",
-    flops=5.9e14,
-    memory_bandwidth=2.0e12,
-    memory=80 * 10**9,
-    link_bandwidth=2.7e11,
-    link_latency=1e-5,
-    launch_seconds=5e-6,
-)
+_PROFILES = resources.files("pfeife.cost") / "machines"
+_UNKNOWN_GPU = "h100-sxm"
+
+
+def machines() -> tuple[str, ...]:
+    """The names of the profiles that come with the package."""
+    names = (file.name for file in _PROFILES.iterdir())
+    return tuple(sorted(n.removesuffix(".json") for n in names if n.endswith(".json")))
+
+
+def machine(name: str | os.PathLike[str]) -> Machine:
+    """The shipped profile of this name, or the one in a JSON file that `plain.save` could have
+    written. Raises ValueError if it is neither, or the file is damaged."""
+    if name in machines():
+        return plain.from_json(Machine, (_PROFILES / f"{name}.json").read_text(encoding="utf-8"))
+    if Path(name).is_file():
+        return plain.load(Machine, Path(name))
+    near = get_close_matches(os.fspath(name).lower(), machines(), n=1, cutoff=0.0)
+    raise ValueError(
+        f"machine {os.fspath(name)!r} is no file and none of {list(machines())}; "
+        f"the nearest is {near[0]!r}"
+    )
+
+
+def machine_called(device_name: str) -> Machine | None:
+    """The shipped profile of a GPU, by what torch.cuda.get_device_name calls it."""
+    for known in map(machine, machines()):
+        if any(fnmatchcase(device_name, pattern) for pattern in known.device_names):
+            return known
+    return None
 
 
 def default_machine(device: torch.device) -> Machine:
     """A guess at the machine that a device belongs to, good enough to balance stages."""
     if device.type == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return attrs.evolve(CPU_CORE, memory=pages)
-    return H100
+        return _with_memory(machine("cpu-core"), pages)
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+        found = machine_called(torch.cuda.get_device_name(device)) or machine(_UNKNOWN_GPU)
+        return _with_memory(found, torch.cuda.get_device_properties(device).total_memory)
+    return machine(_UNKNOWN_GPU)
+
+
+def _with_memory(profile: Machine, memory: int) -> Machine:
+    sources = profile.sources | {"memory": "what this computer says that it has"}
+    return attrs.evolve(profile, memory=memory, sources=sources)

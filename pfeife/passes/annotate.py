@@ -15,7 +15,14 @@ def annotate(costs: Costs) -> Callable[[Program], Program]:
         missing = [call.node for call in program.calls if call.node not in costs.seconds]
         if missing:
             raise ValueError(f"the costs ({costs.source}) know nothing of {missing}")
-        calls = tuple(attrs.evolve(c, seconds=costs.seconds[c.node]) for c in program.calls)
+        calls = tuple(
+            attrs.evolve(
+                call,
+                seconds=costs.seconds[call.node],
+                accumulate_seconds=costs.accumulate.get(call.node, 0.0),
+            )
+            for call in program.calls
+        )
         return attrs.evolve(program, calls=calls)
 
     return run

@@ -43,14 +43,18 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
 
 
 def _placed(call: Call, program: Program, plan: Plan) -> Call:
-    seconds = [
-        c.seconds
+    within = [
+        c
         for c in program.calls
         if (c.kind, plan.stage_of_cluster[c.unit]) == (call.kind, call.unit)
     ]
-    known = [s for s in seconds if s is not None]
-    total = sum(known) if len(known) == len(seconds) else None
-    return attrs.evolve(call, rank=plan.stage_ranks[call.unit], seconds=total)
+    known = [c.seconds for c in within if c.seconds is not None]
+    return attrs.evolve(
+        call,
+        rank=plan.stage_ranks[call.unit],
+        seconds=sum(known) if len(known) == len(within) else None,
+        accumulate_seconds=sum(c.accumulate_seconds for c in within),
+    )
 
 
 def views_of_inputs(flat: Program) -> set[str]:

@@ -14,6 +14,7 @@ from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role
 from pfeife.runtime.interpret import (
+    Layouts,
     RankRunner,
     Step,
     Tensors,
@@ -44,8 +45,8 @@ class DistributedTransport:
         self.offset = self.replica * mesh.ranks
         self.groups = self._groups(reductions)
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
-        self.announced: dict[int, deque[Tensors]] = {}
-        self.leaving: deque[tuple[list[dist.Work], Tensors]] = deque()
+        self.announced: dict[int, deque[Layouts]] = {}
+        self.leaving: dict[int, deque[tuple[list[dist.Work], Tensors]]] = {}
 
     def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
         """A process group for every set of ranks that reduces together, made in one order."""
@@ -59,25 +60,33 @@ class DistributedTransport:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
         return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
 
-    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
-        self.announced.setdefault(source, deque()).extend(shapes)
+    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+        self.announced.setdefault(source, deque()).extend(messages)
         self._post(source)
 
     def _post(self, source: int) -> None:
         waiting = self.waiting.setdefault(source, deque())
         announced = self.announced[source]
         while announced and len(waiting) < AHEAD:
-            shapes = announced.popleft()
-            buffers = tuple(torch.empty_like(one, device=self.device) for one in map(_real, shapes))
+            buffers = tuple(layout.empty(self.device) for layout in announced.popleft())
             works = [dist.irecv(_flat(one), self.offset + source) for one in buffers]
             waiting.append((buffers, works))  # type: ignore[arg-type]
 
-    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
-        laid_out = tuple(_like(value, shape) for value, shape in zip(values, shapes, strict=True))
+    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
+        laid_out = tuple(
+            value if value.stride() == layout.strides else layout.copy(value)
+            for value, layout in zip(values, layouts, strict=True)
+        )
         works = [dist.isend(_flat(value), self.offset + destination) for value in laid_out]
-        self.leaving.append((works, laid_out))  # type: ignore[arg-type]
-        while self.leaving and all(work.is_completed() for work in self.leaving[0][0]):
-            self.leaving.popleft()
+        leaving = self.leaving.setdefault(destination, deque())
+        leaving.append((works, laid_out))  # type: ignore[arg-type]
+
+    def release(self, destination: int, count: int) -> None:
+        # Gloo's sends say that they are completed only when they have been waited for, so it
+        # matters to know without asking when that takes no time.
+        for _ in range(count):
+            for work in self.leaving[destination].popleft()[0]:
+                work.wait()
 
     def receive(self, source: int) -> Tensors:
         buffers, works = self.waiting[source].popleft()
@@ -95,24 +104,8 @@ class DistributedTransport:
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
-        while self.leaving:
-            for work in self.leaving.popleft()[0]:
-                work.wait()
-
-
-def _real(shape: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the shape and strides that a fake one would have as a dense copy."""
-    return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device="meta")
-
-
-def _like(value: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
-    """The value in the layout that the receiver has prepared, copied only if it differs."""
-    strides = torch.empty_like(_real(shape)).stride()
-    if value.stride() == strides:
-        return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
-        value
-    )
+        for destination, leaving in self.leaving.items():
+            self.release(destination, len(leaving))
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
@@ -303,3 +296,8 @@ def leave_world() -> None:
     """Ends the default process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def world_rank() -> int:
+    """This process's rank, 0 if it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0

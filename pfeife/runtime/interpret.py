@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 import torch
 from torch import fx
 
+from pfeife.clocks import released
 from pfeife.evaluate import Result, State, mean_loss, named_batch, step_inputs
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.program import (
@@ -20,11 +21,34 @@ from pfeife.program import (
     Reduction,
     Role,
     find_node,
-    messages,
     returned,
 )
+from pfeife.wiring import Wiring, summed_in_place
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+@attrs.frozen
+class Layout:
+    """How a value lies in a message: dense, in the order of strides in which it was captured."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "Layout":
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return Layout(tuple(value.shape), torch.empty_like(meta).stride(), value.dtype)
+
+    def empty(self, device: torch.device | None) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def copy(self, value: torch.Tensor) -> torch.Tensor:
+        return self.empty(value.device).copy_(value)
+
+
+Layouts = tuple[Layout, ...]
 
 
 class Transport(Protocol):
@@ -35,14 +59,17 @@ class Transport(Protocol):
 
     device: torch.device | None
 
-    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
-        """Announces the messages of a channel in their order, by fake tensors."""
+    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+        """Announces the messages of a channel in their order."""
 
-    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
         """Sends one message; returns before it has arrived."""
 
     def receive(self, source: int) -> Tensors:
         """The next message of the channel."""
+
+    def release(self, destination: int, count: int) -> None:
+        """Says that the first `count` messages to a rank that still count as sent have arrived."""
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """The reduced gradient, of this rank's part and the others'."""
@@ -76,22 +103,20 @@ class RankRunner:
     def __init__(self, program: Program, schedule: Schedule, rank: int):
         self.program, self.rank = program, rank
         self.actions = schedule.ranks[rank]
-        self.messages = messages(program)
+        self.wiring = Wiring(program)
         self.outputs = _outputs_by_node(program)
         self.buffers = _updated_buffers(program)
         self.constants = _constants(program)
-        table: dict[Action, tuple[Handler, tuple[str, ...]]] = {}
+        table: dict[Action, Handler] = {}
         self.steps: list[tuple[Action, Handler]] = []
-        reads: list[tuple[str, ...]] = []
         for action in self.actions:
             key = attrs.evolve(action, microbatch=None)
             if key not in table:
                 table[key] = self._bind(key)
-            handler, names = table[key]
-            self.steps.append((action, handler))
-            reads.append(names)
-        self.drops = self._last_uses(reads)
-        self.expected: dict[tuple[int, int], dict[int, list[Tensors]]] = {}
+            self.steps.append((action, table[key]))
+        self.drops = self.wiring.last_uses(self.actions)
+        self.released = released(schedule)[rank]
+        self.expected: dict[tuple[int, int], dict[int, list[Layouts]]] = {}
         self.backward_begin = next(
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
@@ -126,43 +151,41 @@ class RankRunner:
         `observe` is called after each of them.
         """
         last = len(self.steps) if end is None else end
-        for source, shapes in self._expected(begin, last).items():
-            step.transport.expect(source, shapes)
+        for source, layouts in self._expected(begin, last).items():
+            step.transport.expect(source, layouts)
         with torch.no_grad():
             for index in range(begin, last):
                 action, handler = self.steps[index]
                 try:
                     handler(step, action.microbatch)
-                    if observe:
-                        observe(action)
                 except Exception as error:
                     error.add_note(f"on rank {self.rank}, in action {action} of the schedule")
                     raise
                 for name in self.drops[index]:
                     step.values[action.microbatch].pop(name, None)  # type: ignore[index]
+                for destination, count in self.released.get(index, {}).items():
+                    step.transport.release(destination, count)
+                if observe:
+                    observe(action)
         return step
 
-    def _bind(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
-        """The handler of an action of any microbatch, and the values that it reads."""
+    def _bind(self, action: Action) -> Handler:
+        """The handler of an action of any microbatch."""
         if action.do.kind:
-            calls = [
-                c for c in self.program.calls if c.unit == action.stage and action.runs(c.kind)
-            ]
-            bound = [self._compute(call) for call in calls]
-            names = tuple(name for _, reads in bound for name in reads)
-            return _in_turn([handler for handler, _ in bound]), names
+            return _in_turn([self._compute(call) for call in self.wiring.calls(action)])
         if action.do == Do.REDUCE_GRAD:
-            return self._reduce(action.stage), ()
+            return self._reduce(action.stage)
         return self._transfer(action)
 
-    def _compute(self, call: Call) -> tuple[Handler, tuple[str, ...]]:
-        node = find_node(self.program.module, call.node)
+    def _compute(self, call: Call) -> Handler:
         body = self.program.body(call).forward
-        reads = tuple(argument.name for argument in node.all_input_nodes)
-        slots: list[tuple[str, Any]] = [
-            (user.name, user.args[1]) for user in node.users if user.target is operator.getitem
+        reads, slots = self.wiring.arguments(call), self.wiring.results(call)
+        summed = summed_in_place(self.program, call)
+        outputs = [
+            (port, name, port.name in summed)
+            for name, _ in slots
+            for port in self.outputs.get(name, ())
         ]
-        outputs = [(port, name) for name, _ in slots for port in self.outputs.get(name, ())]
         buffers = [n for n in reads if n in self.buffers] if call.kind == Kind.FORWARD else []
 
         def compute(step: Step, microbatch: int | None) -> None:
@@ -173,18 +196,25 @@ class RankRunner:
             results = body(*[values[name] for name in reads])
             for name, index in slots:
                 values[name] = results[index]
-            for port, name in outputs:
-                self._output(step, microbatch, port, values[name])
+            for port, name, in_place in outputs:
+                self._output(step, microbatch, port, values[name], in_place)
 
-        return compute, (*reads, *(name for name, _ in slots))
+        return compute
 
-    def _output(self, step: Step, microbatch: int, port: Port, value: torch.Tensor) -> None:
+    def _output(
+        self, step: Step, microbatch: int, port: Port, value: torch.Tensor, in_place: bool
+    ) -> None:
         if port.role == Role.GRADIENT:
             before = step.sums.get(port.name)
-            step.sums[port.name] = value if before is None else before + value
+            if before is None:
+                step.sums[port.name] = value
+            else:
+                step.sums[port.name] = before.add_(value) if in_place else before + value
         elif port.role == Role.BUFFER_UPDATE:
             slot = next(name for name, fqn in self.buffers.items() if fqn == port.fqn)
             step.buffers[slot] = value
+        elif port.role == Role.LOSS:  # some kernels leave a scalar in a storage of many elements
+            step.results[microbatch][port.name] = value.clone()
         else:
             step.results[microbatch][port.name] = value
 
@@ -217,59 +247,38 @@ class RankRunner:
                 gradients[port.fqn] = part if before is None else before + part
         return gradients
 
-    def _transfer(self, action: Action) -> tuple[Handler, tuple[str, ...]]:
-        message = self._message(action)
-        shapes = self._shapes(message)
+    def _transfer(self, action: Action) -> Handler:
+        message = self.wiring.message(action)
+        layouts = self._layouts(message)
         if action.do in SENDS:
 
             def send(step: Step, microbatch: int | None) -> None:
                 values = step.values[microbatch]  # type: ignore[index]
                 step.transport.send(
-                    message.destination, tuple(values[n] for n in message.values), shapes
+                    message.destination, tuple(values[n] for n in message.values), layouts
                 )
 
-            return send, message.values
+            return send
 
         def receive(step: Step, microbatch: int | None) -> None:
             arrived = step.transport.receive(message.source)
             step.values[microbatch].update(zip(message.copies, arrived, strict=True))  # type: ignore[index]
 
-        return receive, message.copies
+        return receive
 
-    def _message(self, action: Action) -> Message:
-        sending = action.do in SENDS
-        ends = (action.stage, action.peer) if sending else (action.peer, action.stage)
-        forward = action.do in (Do.SEND_F, Do.RECV_F)
-        for message in self.messages:
-            same = (message.sender.unit, message.reader) == ends
-            if same and (message.sender.kind == Kind.FORWARD) == forward:
-                return message
-        raise ValueError(f"rank {self.rank}: the program has no message for the action {action}")
-
-    def _shapes(self, message: Message) -> Tensors:
+    def _layouts(self, message: Message) -> Layouts:
         nodes = [find_node(self.program.module, name) for name in message.values]
-        return tuple(node.meta["val"] for node in nodes)
+        return tuple(Layout.of(node.meta["val"]) for node in nodes)
 
-    def _expected(self, begin: int, end: int) -> dict[int, list[Tensors]]:
+    def _expected(self, begin: int, end: int) -> dict[int, list[Layouts]]:
         """By their source the messages that arrive during a part of the schedule."""
         if (begin, end) not in self.expected:
             found = self.expected.setdefault((begin, end), {})
             for action in self.actions[begin:end]:
                 if action.do in RECEIVES:
-                    message = self._message(action)
-                    found.setdefault(message.source, []).append(self._shapes(message))
+                    message = self.wiring.message(action)
+                    found.setdefault(message.source, []).append(self._layouts(message))
         return self.expected[begin, end]
-
-    def _last_uses(self, reads: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """For every action the values of its microbatch that nothing uses after it."""
-        kept = {port.name for port in self.program.ports(*STATE_ROLES)} | set(self.constants)
-        last: dict[tuple[int | None, str], int] = {}
-        for index, (action, names) in enumerate(zip(self.actions, reads, strict=True)):
-            last.update({(action.microbatch, name): index for name in names if name not in kept})
-        drops: list[list[str]] = [[] for _ in self.actions]
-        for (_, name), index in last.items():
-            drops[index].append(name)
-        return [tuple(names) for names in drops]
 
     def result(self, step: Step) -> Result:
         """What this rank knows of the step's result once its schedule has run."""

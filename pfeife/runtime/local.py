@@ -10,7 +10,7 @@ import torch
 from pfeife.evaluate import Result, State, add, averaged, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import RankRunner, Step, Tensors, Watch, microbatch_inputs
+from pfeife.runtime.interpret import Layouts, RankRunner, Step, Tensors, Watch, microbatch_inputs
 
 
 class Aborted(RuntimeError):
@@ -39,14 +39,17 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
         self.world, self.rank, self.offset, self.device = world, rank, offset, device
 
-    def expect(self, source: int, shapes: Sequence[Tensors]) -> None:
+    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
         pass
 
-    def send(self, destination: int, values: Tensors, shapes: Tensors) -> None:
+    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
         channel = (self.offset + self.rank, self.offset + destination)
         with self.world.changed:
             self.world.channels.setdefault(channel, deque()).append(values)
             self.world.changed.notify_all()
+
+    def release(self, destination: int, count: int) -> None:
+        pass
 
     def receive(self, source: int) -> Tensors:
         channel = (self.offset + source, self.offset + self.rank)

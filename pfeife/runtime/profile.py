@@ -1,14 +1,18 @@
-"""What a real step took, as the same kind of timeline as the simulator's."""
+"""What a real step took, in the same data as what was predicted of it: seconds and bytes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from pfeife import plain
+from pfeife._torch import TorchDispatchMode
 from pfeife.evaluate import State
-from pfeife.plan import Action, Event, Timeline
+from pfeife.plan import Action, Event, MemoryCurve, MemoryPoint, Timeline
+from pfeife.program import Role, holders
 from pfeife.runtime.distributed import DistributedPipeline, from_all_ranks
 from pfeife.runtime.interpret import Observer
 from pfeife.runtime.local import LocalPipeline
@@ -63,6 +67,107 @@ def profile(
     texts = from_all_ranks(plain.to_json(Timeline(tuple(watch.events))), pipeline.device)
     first = texts[: pipeline.transport.mesh.ranks]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all storages that operations of this thread make, while they live.
+
+    Those of `known` tensors are not counted. Gives a point of the curve for every action.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], device: torch.device):
+        super().__init__()
+        self.device = device
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = self.peak = 0
+        self.points: list[MemoryPoint] = []
+        for tensor in known:
+            self._add(tensor, 0)
+
+    def _add(self, tensor: torch.Tensor, size: int) -> None:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage.cdata not in self.live:
+            self.live[storage.cdata] = (storage, size)
+            self.bytes += size
+
+    def _purge(self) -> None:
+        for key in [key for key, (storage, _) in self.live.items() if storage.expired()]:
+            self.bytes -= self.live.pop(key)[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self._purge()
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device.type:
+                self._add(tensor, tensor.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def __call__(self, rank: int) -> Observer:
+        def observe(action: Action) -> None:
+            self._purge()
+            self.points.append(MemoryPoint(action, self.peak, self.bytes))
+            self.peak = self.bytes
+
+        return observe
+
+
+class CudaMemory:
+    """The same from the statistics of torch's CUDA allocator, which rounds."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.points = device, list[MemoryPoint]()
+        torch.cuda.synchronize(device)
+        self.before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def __call__(self, rank: int) -> Observer:
+        def observe(action: Action) -> None:
+            peak = torch.cuda.max_memory_allocated(self.device) - self.before
+            now = torch.cuda.memory_allocated(self.device) - self.before
+            self.points.append(MemoryPoint(action, peak, now))
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+        return observe
+
+
+def profile_memory(
+    pipeline: DistributedPipeline,
+    state: State,
+    microbatches: Sequence[Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> tuple[MemoryCurve, ...]:
+    """Runs one step (arguments as for `evaluate`) and returns the bytes that every rank held.
+
+    Collective; the ranks of the first replica. On CPUs live tensors are counted, on CUDA the
+    allocator is asked. What the rank's stages hold all the time is counted from `state`, the
+    batch and the optimizer's state.
+    """
+    step = pipeline.start(state, microbatches, **options)
+    program, rank = pipeline.program, pipeline.transport.rank
+    batch = [x for x in pytree.tree_leaves(list(microbatches)) if isinstance(x, torch.Tensor)]
+    held = {"batch": sum(tensor.nbytes for tensor in batch)}
+    for role, word in ((Role.PARAMETER, "parameters"), (Role.BUFFER, "buffers")):
+        homes = holders(program, role)
+        mine = [name for name, calls in homes.items() if any(c.rank == rank for c in calls)]
+        held[word] = sum(state[name].nbytes for name in mine)
+    if optimizer is not None:
+        kept = [x for x in pytree.tree_leaves(list(optimizer.state.values()))]
+        held["optimizer"] = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+    if pipeline.device.type == "cuda":
+        watch = CudaMemory(pipeline.device)
+        step.run(watch=watch)
+        points = watch.points
+    else:
+        known = [*state.values(), *(v for values in step.step.values for v in values.values())]
+        with LiveTensors(known, pipeline.device) as tensors:
+            step.run(watch=tensors)
+        points = tensors.points
+    text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
+    texts = from_all_ranks(text, pipeline.device)[: pipeline.transport.mesh.ranks]
+    return tuple(plain.from_json(MemoryCurve, one) for one in texts)
 
 
 def _ordered(events: list[Event]) -> Timeline:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pfeife.plan import SENDS, Action, Do, Kind, Machine, Plan, Schedule
+from pfeife.plan import SENDS, Action, Do, Kind, Machine, Network, Plan, Schedule
 from pfeife.program import Program, Role
 from pfeife.sched.cuts import (
     Clusters,
@@ -29,6 +29,7 @@ def plan(
     schedule: str = "1f1b",
     cuts: Sequence[int] | None = None,
     memory_limit: int | None = None,
+    network: Network | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program.
 
@@ -37,8 +38,10 @@ def plan(
     slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
     as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
     them in turn and share the limit equally.
+    A measured `network` takes the place of the machine's figures for links.
     Raises ValueError if the wishes contradict each other or the program.
     """
+    machine = network.seen_by(machine) if network else machine
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
     by_hand = _cuts_by_hand(program, cuts, stages)

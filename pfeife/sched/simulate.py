@@ -1,21 +1,31 @@
 """An event-driven run of a schedule in simulated time."""
 
+from collections import Counter
 from collections.abc import Callable
 
-from pfeife.plan import RECEIVES, SENDS, Action, Event, Schedule, Timeline, received_as
+from pfeife.plan import RECEIVES, SENDS, Action, Do, Event, Schedule, Timeline, received_as
 
+REDUCE = Do.REDUCE_GRAD
 Seconds = Callable[[Action], float]
 
 
-def simulate(schedule: Schedule, seconds: Seconds, overhead: float = 0.0) -> Timeline:
+def _nothing(action: Action) -> float:
+    return 0.0
+
+
+def simulate(
+    schedule: Schedule, seconds: Seconds, overhead: float = 0.0, occupied: Seconds = _nothing
+) -> Timeline:
     """The timeline of a lowered schedule whose every action takes `seconds(action)`.
 
-    A rank does one thing at a time. A send costs the rank nothing: its seconds are those of the
-    transfer, and a channel (pair of ranks, one direction) carries one transfer at a time. A
-    receive waits for the arrival. `overhead` seconds of the rank come to every action. Raises
-    ValueError if the schedule deadlocks.
+    A rank does one thing at a time. A send's seconds are those of the transfer, and a channel
+    (pair of ranks, one direction) carries one transfer at a time; a receive waits for the
+    arrival. Of their ranks' time they take what `occupied` says, a receive only where the rank
+    has not waited as long anyway. A reduction begins on all ranks that have it together.
+    `overhead` seconds of the rank come to every action. Raises ValueError if the schedule
+    deadlocks.
     """
-    run = _Run(schedule, seconds, overhead)
+    run = _Run(schedule, seconds, overhead, occupied)
     waiting = {rank: iter(actions) for rank, actions in enumerate(schedule.ranks)}
     next_of = {rank: next(actions, None) for rank, actions in waiting.items()}
     moved = True
@@ -33,8 +43,11 @@ def simulate(schedule: Schedule, seconds: Seconds, overhead: float = 0.0) -> Tim
 class _Run:
     """The clocks of ranks and channels while a schedule runs."""
 
-    def __init__(self, schedule: Schedule, seconds: Seconds, overhead: float):
+    def __init__(self, schedule: Schedule, seconds: Seconds, overhead: float, occupied: Seconds):
         self.home, self.seconds, self.overhead = schedule.stage_ranks, seconds, overhead
+        self.occupied = occupied
+        self.sharing = Counter(a for rank in schedule.ranks for a in rank if a.do == REDUCE)
+        self.joined: dict[Action, dict[int, float]] = {}
         self.clock = [0.0] * len(schedule.ranks)
         self.free: dict[tuple[int, int], float] = {}
         self.arrival: dict[Action, float] = {}
@@ -48,11 +61,18 @@ class _Run:
             channel = (rank, self.home[action.peer])
             arrives = max(start, self.free.get(channel, 0.0)) + self.seconds(action)
             self.free[channel] = self.arrival[received_as(action)] = arrives
-            self.clock[rank] = start + self.overhead
+            self.clock[rank] = start + self.occupied(action) + self.overhead
         elif action.do in RECEIVES:
             if action not in self.arrival:
                 return False
-            self.clock[rank] = max(start, self.arrival[action]) + self.overhead
+            ready = max(start + self.occupied(action), self.arrival[action])
+            self.clock[rank] = ready + self.overhead
+        elif action.do == REDUCE:
+            joined = self.joined.setdefault(action, {})
+            joined[rank] = start
+            if len(joined) < self.sharing[action]:
+                return False
+            self.clock[rank] = max(joined.values()) + self.seconds(action) + self.overhead
         else:
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))

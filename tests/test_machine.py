@@ -1,0 +1,196 @@
+"""Machines: profiles whose every figure has a source, names that are found or refused."""
+
+import json
+from importlib import resources
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import pfeife
+from pfeife import plain
+from pfeife.cost import default_machine, estimate, machine, machines
+from pfeife.cost.estimate import node_flops, node_seconds
+from pfeife.cost.machine import machine_called
+from pfeife.plan import Machine
+
+CORE, H100 = machine("cpu-core"), machine("h100-sxm")
+aten = torch.ops.aten
+
+
+def test_names():
+    assert {"cpu-core", "v100-sxm2-32gb", "a100-sxm-80gb", "h100-sxm", "h200-sxm"} < set(machines())
+    assert {"b200-hgx", "mi300x", "rtx-4090", "l40s"} < set(machines())
+    assert list(machines()) == sorted(machines())
+
+
+@pytest.mark.parametrize("name", machines())
+def test_a_shipped_profile(name):
+    """Every figure that somebody wrote down has a source; what is sustained is below the peak."""
+    profile = machine(name)
+    assert profile.name == name
+    defaults = Machine("", 1.0, 1.0, 1, 1.0)
+    for field in attrs.fields(Machine):
+        figure = field.name not in ("name", "device_names", "sources")
+        if figure and getattr(profile, field.name) != getattr(defaults, field.name):
+            source = profile.sources[field.name]
+            assert "https://" in source or source.startswith("Assumed"), field.name
+    assert set(profile.flops) == set(profile.peak_flops) >= {"float32", "float64"}
+    for dtype, rate in profile.flops.items():
+        assert 0.3 * profile.peak_flops[dtype] < rate <= profile.peak_flops[dtype], dtype
+    if name != "cpu-core":
+        assert profile.peak_memory_bandwidth and profile.device_names
+        assert 0.5 < profile.memory_bandwidth / profile.peak_memory_bandwidth <= 1
+        assert profile.link_bandwidth < profile.memory_bandwidth
+        assert profile.flops["float16"] > profile.flops["float32"]
+    written = plain.to_json(profile)
+    assert plain.from_json(Machine, written) == profile
+    assert plain.to_json(plain.from_json(Machine, written)) == written
+    assert "http" not in str(profile), "the sources are not part of what is printed"
+
+
+def test_damaged_profiles_are_refused():
+    """What an editor might do to a file that a person made from a shipped one."""
+    text = (resources.files("pfeife.cost") / "machines" / "h100-sxm.json").read_text()
+    assert plain.from_json(Machine, text) == H100
+    float32 = '"float32": 53000000000000.0'
+    for old, new, message in (
+        (float32, '"float23": 5', r"flops: \['float23'\] are no dtypes; .* 'bfloat16'"),
+        (f"{float32},", "", r"flops must have 'float32', .* there are \['bfloat16'"),
+        (float32, '"float32": -1', r"Machine\.flops\['float32'\] must be positive, not -1"),
+        (float32, '"float32": "5"', r"Machine\.flops\.float32: expected a finite float"),
+        ('"peak_flops": {', '"peak_flops": {"half": 1,', r"peak_flops: \['half'\] are no dtypes"),
+        ('"link_latency"', '"latency"', r"unknown fields \['latency'\]"),
+        ('"link_latency"', '"overlap": 2, "link_latency"', "overlap must be from 0 to 1, not 2"),
+        ('"link_latency"', '"overlap": null, "link_latency"', "overlap: expected a finite float"),
+        ('"memory": 8', '"memory": -8', "memory must be positive, not -8"),
+        ('"peak_memory_bandwidth": 3', '"peak_memory_bandwidth": -3', "bandwidth must be positive"),
+        ('"sources": {', '"sources": {"colour": "red",', r"sources: \['colour'\] are no fields"),
+        ('"sources": {', '"sources": {"memory": 3,', "a field twice"),
+        ("}\n}\n", "}\n", "this is not JSON"),
+    ):
+        assert old in text, old
+        with pytest.raises(ValueError, match=message):
+            plain.from_json(Machine, text.replace(old, new, 1))
+
+
+def test_names_and_paths(tmp_path):
+    """A name that is none is answered with the names there are; a file is read as strictly."""
+    with pytest.raises(ValueError, match=r"'H100-smx' is no file and none of \[.*'cpu-core'.*\]; "):
+        machine("H100-smx")
+    with pytest.raises(ValueError, match="the nearest is 'h100-sxm'"):
+        machine("H100-smx")
+    with pytest.raises(ValueError, match="is no file and none of"):
+        machine(tmp_path / "none.json")
+    mine = attrs.evolve(H100, name="mine", flops={"float32": 1.0, "float16": 3.0}, overlap=0.25)
+    plain.save(mine, tmp_path / "mine.json")
+    assert machine(tmp_path / "mine.json") == machine(str(tmp_path / "mine.json")) == mine
+    (tmp_path / "mine.json").write_text(json.dumps({"name": "mine"}))
+    with pytest.raises(ValueError, match=r"mine\.json: Machine: .*missing fields \['flops', "):
+        machine(tmp_path / "mine.json")
+
+
+@pytest.mark.parametrize("known", [CORE, H100], ids=lambda one: one.name)
+@pytest.mark.parametrize("field", ["memory_bandwidth", "memory", "link_bandwidth"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_rates_are_positive(known, field, value):
+    with pytest.raises(ValueError, match=rf"Machine\.{field} must be positive, not {value}"):
+        attrs.evolve(known, **{field: value})
+    for rates in ("flops", "peak_flops"):
+        with pytest.raises(ValueError, match=rf"Machine\.{rates}\['float32'\] must be positive"):
+            attrs.evolve(known, **{rates: value})
+
+
+@pytest.mark.parametrize("field", ["link_latency", "launch_seconds", "action_seconds", "overlap"])
+@pytest.mark.parametrize("value", [-1e-9, float("nan")])
+def test_what_is_not_negative(field, value):
+    assert getattr(attrs.evolve(CORE, **{field: 0}), field) == 0
+    with pytest.raises(ValueError, match=rf"Machine\.{field} must (not be neg|be from 0)"):
+        attrs.evolve(CORE, **{field: value})
+
+
+def test_rates_by_dtype():
+    """A number alone is float32's; a dtype without a rate of its own runs at that."""
+    simple = Machine("m", 1e14, 1e12, 2**43, 1e11)
+    assert simple.flops == {"float32": 1e14}
+    assert simple.flops_of(torch.float32) == simple.flops_of(torch.bfloat16) == 1e14
+    assert H100.flops_of(torch.bfloat16) == H100.flops["bfloat16"] > H100.flops_of(torch.float32)
+    given = {"float32": 1, "float16": 2}
+    copied = attrs.evolve(simple, flops=given)
+    given["float32"] = 5
+    assert copied.flops_of(torch.float32) == 1 and copied.flops_of(torch.float16) == 2
+
+
+def test_transfers():
+    assert CORE.transfer_seconds(0) == CORE.link_latency
+    assert attrs.evolve(CORE, link_latency=2.0, link_bandwidth=4.0).transfer_seconds(8) == 4.0
+
+
+def test_estimates_by_dtype():
+    """The same products take what the machine needs in their own dtype, forward and backward."""
+
+    def program(dtype: torch.dtype) -> pfeife.Program:
+        weight = nn.Parameter(torch.randn(8, 8, dtype=dtype))
+        step = pfeife.capture(lambda x: (x @ weight).float().sum(), torch.randn(4, 8, dtype=dtype))
+        return pfeife.fuse()(step)
+
+    rates = {"float32": 4.0, "bfloat16": 16.0, "float64": 1.0}
+    slow = Machine("slow", rates, memory_bandwidth=1e30, memory=1, link_bandwidth=1.0)
+    totals = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
+        made = program(dtype)
+        nodes = [node for call in made.calls for node in made.body(call).graph.nodes]
+        products = [node for node in nodes if node_flops(node)]
+        assert len(products) == 2
+        for node in products:
+            seconds = node_flops(node) / slow.flops_of(dtype)
+            assert node_seconds(node, slow) == pytest.approx(seconds)
+        totals[dtype] = sum(estimate(made, slow).seconds.values())
+    assert totals[torch.float64] == pytest.approx(4 * totals[torch.float32])
+    assert totals[torch.float32] == pytest.approx(4 * totals[torch.bfloat16])
+    assert totals[torch.float16] == pytest.approx(totals[torch.float32])
+
+
+def test_gpus_are_known_by_name():
+    for called, name in {
+        "Tesla V100-SXM2-16GB": "v100-sxm2-32gb",
+        "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+        "NVIDIA H100 80GB HBM3": "h100-sxm",
+        "NVIDIA H200": "h200-sxm",
+        "NVIDIA B200": "b200-hgx",
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA GeForce RTX 4090": "rtx-4090",
+        "NVIDIA L40S": "l40s",
+    }.items():
+        assert machine_called(called) == machine(name)
+    for called in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA L40", ""):
+        assert machine_called(called) is None
+
+
+def test_the_machine_that_a_device_belongs_to():
+    here = default_machine(torch.device("cpu"))
+    assert here.memory > 2**28
+    assert attrs.evolve(here, memory=CORE.memory, sources=CORE.sources) == CORE
+    beyond = torch.device("cuda", torch.cuda.device_count())
+    assert default_machine(beyond) == default_machine(torch.device("meta")) == H100
+    if torch.cuda.is_available():
+        gpu = default_machine(torch.device("cuda"))
+        assert gpu.memory == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_a_machine_as_an_option(tmp_path):
+    """By its name or file, wrong ones are refused before anything is captured."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(4, 4)
+    plain.save(H100, tmp_path / "mine.json")
+    seconds = []
+    for given in ("h100-sxm", H100, tmp_path / "mine.json", "cpu-core"):
+        step = pfeife.compile(lambda x: model(x).square().sum(), stages=2, machine=given)
+        step(x).backward()
+        seconds.append(step.backend.compiled[0].plan.stage_seconds)
+        torch._dynamo.reset()
+    assert seconds[0] == seconds[1] == seconds[2] != seconds[3]
+    with pytest.raises(ValueError, match="'h1000' is no file and none of"):
+        pfeife.backend(machine="h1000")
+    with pytest.raises(ValueError, match="option machine=5: must be a Machine, the name of one"):
+        pfeife.backend(machine=5)
