@@ -229,7 +229,7 @@ def recomputing(draw: st.DrawFn, plan: Plan, program: Program) -> Plan:
             choose_recompute, partition(plan)(program), machine=machine("cpu-core")
         )
         least, most = (max(one.saved for one in choice(budget)) for budget in ("full", "none"))
-        budgets = st.integers(least, max(least, most)) | st.sampled_from(
+        budgets: Any = st.integers(least, max(least, most)) | st.sampled_from(
             ["none", "full", "selective"]
         )
         return attrs.evolve(plan, recompute=choice(draw(budgets), duplicated=plan.duplicated))
