@@ -147,6 +147,23 @@ def test_weights_gradients_recompute_for_themselves(stages, budget):
             assert _leads_to_a_gradient(split, unit, body, node), node
 
 
+def test_what_several_weights_gradients_share_stays_with_them():
+    """In the first stage too, where no other backward waits."""
+    first, one, other = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def step(x):
+        shared = torch.nn.functional.gelu(first(x))
+        return (one(shared) * other(shared)).sum()
+
+    fused = clusters(pfeife.capture(step, torch.randn(3, 4)))
+    plan = Plan((0,) * fused.units, sched.gpipe(1, 1))
+    choice = choose_recompute(pfeife.partition(plan)(fused), "selective", machine=NO_PRODUCTS)
+    passes = (pfeife.partition(attrs.evolve(plan, recompute=choice)), pfeife.split_backward())
+    split = pfeife.compose(*passes)(fused)
+    names = [{node.name for node in again(split, kind, 0)} for kind in (Kind("I"), Kind("W"))]
+    assert names == [set(), {"gelu_again"}]
+
+
 def is_operation(node: torch.fx.Node) -> bool:
     """Parts of a tuple are where it is made, whoever reads them."""
     return node.target is not operator.getitem
@@ -327,6 +344,30 @@ def test_selective_leaves_heavy_operations_alone():
         assert choice[unit].saved < stage_memory(staged)[unit].saved
         body = staged.body(staged.call(Kind.FORWARD, unit)).graph.nodes
         assert any(compute_bound(node, slow) for node in body)
+
+
+def test_heavy_operations_with_several_results_keep_them_all():
+    """Fused attention keeps its result and the sums that its backward reads."""
+    lins = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def step(x):
+        q, k, v = (lin(x).view(2, 1, 3, 4) for lin in lins[:3])
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return lins[3](mixed.tanh()).square().mean()
+
+    microbatches = [(torch.randn(2, 3, 4),) for _ in range(2)]
+    program = pfeife.capture(step, *microbatches[0])
+    state = {n: v.clone() for n, v in pfeife.state_of(program, lins).items()}
+    fused = clusters(program)
+    plan = Plan((0,) * fused.units, sched.gpipe(1, 2))
+    staged = pfeife.partition(plan)(fused)
+    for speed in (NO_PRODUCTS, CPU_CORE):
+        choice = choose_recompute(staged, "selective", machine=speed)
+        chosen_plan = attrs.evolve(plan, recompute=choice)
+        less = check_pass(pfeife.partition(chosen_plan), fused, state, microbatches)
+        assert [stage.saved for stage in stage_memory(less)] == [choice[0].saved]
+        attends = any("attention" in name for name in choice[0].names)
+        assert attends == (speed is CPU_CORE)
 
 
 def test_seconds_are_added_to_the_backward():

@@ -8,7 +8,7 @@ from torch import fx
 
 from pfeife.outline import Group
 from pfeife.plan import Plan
-from pfeife.program import Kind, Program, Role
+from pfeife.program import Kind, Program, Role, has_effects
 
 
 def recomputed(
@@ -32,7 +32,7 @@ def recomputed(
     for node in flat.module.graph.nodes:
         again.add(node)
     before = _readers_of_updated(flat, groups)
-    again.graph.eliminate_dead_code()
+    again.graph.eliminate_dead_code(has_effects)
     result = attrs.evolve(flat, module=fx.GraphModule(flat.module, again.graph))
     for name in sorted(before - _readers_of_updated(result, again.groups)):
         raise ValueError(
@@ -49,6 +49,8 @@ def _named(flat: Program, groups: Mapping[str, Group], plan: Plan) -> set[fx.Nod
     found: set[fx.Node] = set()
     for stage, option in enumerate(plan.recompute):
         for name in option.names:
+            if name in plan.duplicated:
+                continue  # every body that reads it computes it anyhow
             if groups.get(name) != Group(stage, Kind.FORWARD):
                 raise ValueError(f"the plan recomputes {name}, which stage {stage} does not make")
             found.add(nodes[name])

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.cost.memory import Storage, storage_in, storage_of
 from pfeife.plan import Machine, RecomputeOption
-from pfeife.program import Kind, Program, Role, call_of, find_node, is_source, returned
+from pfeife.program import Kind, Program, Role, call_of, find_node, has_effects, is_source, returned
 
 Budget = Literal["none", "full", "selective"] | int
 
@@ -58,7 +58,7 @@ def _choice(stage: "_Stage", budget: Budget) -> RecomputeOption:
         return stage.option(())
     if budget == "selective":
         heavy = {node for node in stage.nodes if compute_bound(node, stage.machine)}
-        return attrs.evolve(stage, fixed=stage.fixed | heavy).fewest
+        return attrs.evolve(stage, fixed=_with_parts(stage.fixed | heavy, stage.nodes)).fewest
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise ValueError(
             f"recompute: {budget!r} is not 'none', 'full', 'selective' or a number of bytes"
@@ -116,7 +116,8 @@ class _Stage:
         return self._better(least, least.saved)
 
     def fastest(self, budget: int) -> RecomputeOption:
-        """The least time for so many bytes, which must be enough."""
+        """The least time for so many bytes, which must be enough: to within 0.01% unless the
+        search ended at its limit (SEARCH_NODES), and never slower than `fewest`."""
         return self._better(self.fewest, budget)
 
     def _better(self, known: RecomputeOption, budget: int) -> RecomputeOption:
@@ -170,7 +171,7 @@ class _Stage:
             integrality=[0] * len(again) + [1] * len(storages),
             bounds=Bounds(0, 1),
             constraints=[*_at_least_one(rows, len(cost)), LinearConstraint(sizes, -np.inf, most)],
-            options={"node_limit": SEARCH_NODES},
+            options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
         )
         return None if found.x is None else [s for s in storages if found.x[place[s]] > 0.5]
 
@@ -289,10 +290,16 @@ def _fixed(
             cone = _cone([made[update.args[1]]]) if call_of(update) is forward else []
             if not any(placeholder in node.all_input_nodes for node in cone):
                 unsafe.add(placeholder)
-    fixed: set[fx.Node] = set()
+    fixed = {
+        node for node in nodes if has_effects(node) or not unsafe.isdisjoint(node.all_input_nodes)
+    }
+    return _with_parts(fixed, nodes)
+
+
+def _with_parts(makers: Collection[fx.Node], nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes and, of those that make tuples, the parts."""
+    found = set(makers)
     for node in nodes:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        part = node.target is operator.getitem and source in fixed
-        if part or node.is_impure() or not unsafe.isdisjoint(node.all_input_nodes):
-            fixed.add(node)
-    return frozenset(fixed)
+        if node.target is operator.getitem and node.all_input_nodes[0] in found:
+            found.add(node)
+    return frozenset(found)
