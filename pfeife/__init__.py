@@ -15,7 +15,7 @@ from pfeife.passes import (
     record,
     split_backward,
 )
-from pfeife.plan import Action, Costs, Machine, Mesh, Plan, Schedule, Timeline
+from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Schedule, Timeline
 from pfeife.program import Call, Kind, Port, Program, Role, verify
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "Port",
     "Program",
+    "RecomputeOption",
     "Result",
     "Role",
     "Schedule",

@@ -389,12 +389,27 @@ class MemoryCurve:
 
 
 @attrs.frozen
+class RecomputeOption:
+    """What one stage computes again in its backward instead of saving it.
+
+    `names` are nodes of the stage's forward; what they read and is not named is saved. Then a
+    microbatch keeps `saved` bytes from forward to backward, and its backward takes
+    `extra_seconds` more.
+    """
+
+    saved: int = attrs.field(default=0, validator=_not_negative)
+    extra_seconds: float = attrs.field(default=0.0, validator=_not_negative)
+    names: tuple[str, ...] = ()
+
+
+@attrs.frozen
 class Plan:
     """Where to cut, where to run, and in which order.
 
     `stage_of_cluster` has a stage for every cluster; the stages' ranks are those of the
     schedule. Values of the nodes named in `duplicated` are computed by every stage that reads
-    them instead of sent. `stage_seconds` (forward and backward of one microbatch) and
+    them instead of sent. `recompute` has an option for every stage, or is empty: then all that a
+    backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
     `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
     stages on these ranks takes less than `bound_seconds`.
     """
@@ -405,6 +420,7 @@ class Plan:
     stage_seconds: tuple[float, ...] | None = None
     step_seconds: float | None = None
     bound_seconds: float | None = None
+    recompute: tuple[RecomputeOption, ...] = ()
 
     @property
     def stages(self) -> int:

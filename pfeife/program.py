@@ -207,6 +207,12 @@ def is_source(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
+def has_effects(node: fx.Node) -> bool:
+    """Whether a node does more than to compute its value; what may draw random numbers does not,
+    for draws are seeded (attention counts as random even without dropout)."""
+    return node.is_impure(impure_random=False)
+
+
 def value_of(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor that stands for a node's value; None where it is not one tensor."""
     value = node.meta.get("val")

@@ -4,6 +4,7 @@ Needs hypothesis (the extra `dev`).
 """
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import nn
 
+from pfeife.cost import machine
 from pfeife.evaluate import Result, State, evaluate, mean_loss
+from pfeife.outline import inline
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.plan import Plan
-from pfeife.program import Program, Role, verify
-from pfeife.sched import clusters_of, policy
+from pfeife.plan import Plan, RecomputeOption
+from pfeife.program import Kind, Program, Role, verify
+from pfeife.sched import choose_recompute, clusters_of, policy
 
 
 def fingerprint(program: Program) -> str:
@@ -215,6 +218,29 @@ def plans(
     placed = tuple(stage % count for stage in range(len(cuts) + 1))
     order = policy(draw(st.sampled_from(names)))(len(cuts) + 1, microbatches, placed)
     return Plan(stage_of, order)
+
+
+@st.composite
+def recomputing(draw: st.DrawFn, plan: Plan, program: Program) -> Plan:
+    """A plan of a fused program with what its stages recompute: any of their forwards' nodes, or
+    what `choose_recompute` takes for a drawn budget."""
+    if draw(st.booleans()):
+        choice = functools.partial(
+            choose_recompute, partition(plan)(program), machine=machine("cpu-core")
+        )
+        least, most = (max(one.saved for one in choice(budget)) for budget in ("full", "none"))
+        budgets: Any = st.integers(least, max(least, most)) | st.sampled_from(
+            ["none", "full", "selective"]
+        )
+        return attrs.evolve(plan, recompute=choice(draw(budgets), duplicated=plan.duplicated))
+    _, groups = inline(program)
+    names: list[list[str]] = [[] for _ in range(plan.stages)]
+    for name, group in groups.items():
+        if group.kind == Kind.FORWARD and name not in plan.duplicated:
+            names[plan.stage_of_cluster[group.unit]].append(name)
+    drawn = [draw(st.sets(st.sampled_from(one or [""]))) - {""} for one in names]
+    options = [RecomputeOption(names=tuple(sorted(one))) for one in drawn]
+    return attrs.evolve(plan, recompute=tuple(options))
 
 
 def tied_across(plan: Plan, program: Program) -> set[str]:

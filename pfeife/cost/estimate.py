@@ -37,11 +37,21 @@ def node_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of one node; views and what is no operation take none."""
     if node.op != "call_function" or is_view(node) or not hasattr(_operation(node)[0], "_schema"):
         return 0.0
+    return machine.launch_seconds + max(_rooflines(node, machine))
+
+
+def compute_bound(node: fx.Node, machine: Machine) -> bool:
+    """Whether a node computes longer than it moves bytes."""
+    computed, moved = _rooflines(node, machine)
+    return computed > moved
+
+
+def _rooflines(node: fx.Node, machine: Machine) -> tuple[float, float]:
+    """Seconds that a node computes, and that it moves bytes."""
     moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     moved += _bytes(node.meta.get("val"))
     computed = node_flops(node) / machine.flops_of(_dtype(node))
-    work = max(computed, moved / machine.memory_bandwidth)
-    return machine.launch_seconds + work
+    return computed, moved / machine.memory_bandwidth
 
 
 def node_flops(node: fx.Node) -> int:

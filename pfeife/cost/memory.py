@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from pfeife.clocks import released
 from pfeife.outline import storage_owner
@@ -19,9 +19,11 @@ from pfeife.program import (
     Message,
     Program,
     Role,
+    call_of,
     find_node,
     holders,
     node_bytes,
+    receive,
     returned,
 )
 from pfeife.wiring import Wiring, summed_in_place
@@ -45,21 +47,66 @@ def stage_memory(program: Program) -> tuple[StageMemory, ...]:
     for name, users in holders(program).items():
         for unit in {call.unit for call in users}:
             parameters[unit] += sizes[name]
-    calls = {call.node: call for call in program.calls}
+    bodies = {call.node: Body.of(program.body(call)) for call in program.calls}
     for call in program.calls:
-        body = Body.of(program.body(call))
-        most[call.unit] = max(most[call.unit], body.peak)
-        if call.kind == Kind.FORWARD:
-            kept: dict[int, set[fx.Node]] = {}  # storages that later bodies of a stage look at
-            for user in find_node(program.module, call.node).users:
-                storage = body.results[user.args[1]]  # type: ignore[index]
-                readers = [calls[reader.name] for reader in user.users if reader.name in calls]
-                for unit in {r.unit for r in readers if r.kind != Kind.FORWARD}:
-                    if storage in body.sizes and storage not in kept.setdefault(unit, set()):
-                        kept[unit].add(storage)
-                        saved[unit] += body.sizes[storage]
+        most[call.unit] = max(most[call.unit], bodies[call.node].peak)
+    for unit, storages in enumerate(kept_storages(program)):
+        saved[unit] = sum(storage.bytes for storage in storages)
     found = zip(parameters, saved, most, strict=True)
     return tuple(StageMemory(*one) for one in found)
+
+
+@attrs.frozen
+class Storage:
+    """Memory that a call allocates in one microbatch, by the node of the call's body, or of the
+    program if the call's rank receives it."""
+
+    call: str
+    node: str
+    bytes: int
+
+
+def storage_of(program: Program, value: fx.Node) -> Storage | None:
+    """Whose storage a value of a graph of calls looks at; None for an input's."""
+    if value.op != "call_function":
+        return None
+    maker = value.all_input_nodes[0]
+    if maker.target is receive:
+        return Storage(maker.name, value.name, node_bytes(value))
+    body = program.module.get_submodule(str(maker.target))
+    assert isinstance(body, fx.GraphModule)
+    return storage_in(program, maker, body, returned(body)[value.args[1]])
+
+
+def storage_in(
+    program: Program, call: fx.Node, body: fx.GraphModule, node: fx.Node
+) -> Storage | None:
+    """Whose storage a node of a call's body looks at; None for an input's, or no tensor."""
+    owner = storage_owner(node)
+    if owner.op == "call_function":
+        size = node_bytes(owner)
+        return Storage(call.name, owner.name, size) if isinstance(_value(owner), Tensor) else None
+    if owner.op != "placeholder":
+        return None
+    placeholders = [one for one in body.graph.nodes if one.op == "placeholder"]
+    return storage_of(program, call.all_input_nodes[placeholders.index(owner)])
+
+
+def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
+    """For every stage what forwards made and its backward reads."""
+    calls = {call.node: call for call in program.calls}
+    kept: list[set[Storage]] = [set() for _ in range(program.units)]
+    for value in program.module.graph.nodes:
+        maker = calls.get(call_of(value).name) if value.op == "call_function" else None
+        if maker is None or maker.kind != Kind.FORWARD:
+            continue
+        readers = [calls[user.name] for user in value.users if user.name in calls]
+        units = {reader.unit for reader in readers if reader.kind != Kind.FORWARD}
+        storage = storage_of(program, value) if units else None
+        for unit in units if storage else ():
+            assert storage is not None
+            kept[unit].add(storage)
+    return tuple(frozenset(one) for one in kept)
 
 
 @attrs.frozen(eq=False)

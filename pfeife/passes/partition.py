@@ -7,18 +7,20 @@ import torch
 from torch import fx
 
 from pfeife.outline import Group, inline, outline, viewed
+from pfeife.passes.recompute import recomputed
 from pfeife.plan import Plan
-from pfeife.program import Call, Port, Program, Role, is_source, returned, source_line
+from pfeife.program import Call, Kind, Port, Program, Role, is_source, returned, source_line
 
 
 def partition(plan: Plan) -> Callable[[Program], Program]:
     """A pass from cluster calls to stage calls, each placed on its rank.
 
     Any value may cross any stages. Values that the plan names as duplicated, and views of
-    inputs, are computed by every stage that reads them. A gradient that several stages add to
-    becomes one gradient port a stage, so that the parts are summed once a step (this
-    re-associates that sum). Raises ValueError if the plan is for another program, if a value
-    would flow backwards, or if a buffer that is updated is used by two stages.
+    inputs, are computed by every stage that reads them; what it has a stage recompute, by the
+    stage's backward (see `recomputed`), whose seconds become more. A gradient that several
+    stages add to becomes one gradient port a stage, so that the parts are summed once a step
+    (this re-associates that sum). Raises ValueError if the plan is for another program, if a
+    value would flow backwards, or if a buffer that is updated is used by two stages.
     """
 
     def run(program: Program) -> Program:
@@ -34,6 +36,7 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         }
         _check_buffers(flat, groups)
         flat, groups = _separate_sums(flat, groups)
+        flat, groups = recomputed(flat, groups, plan)
         staged = outline(flat, groups, {*plan.duplicated, *views_of_inputs(flat)})
         return attrs.evolve(
             staged, calls=tuple(_placed(call, program, plan) for call in staged.calls)
@@ -49,10 +52,12 @@ def _placed(call: Call, program: Program, plan: Plan) -> Call:
         if (c.kind, plan.stage_of_cluster[c.unit]) == (call.kind, call.unit)
     ]
     known = [c.seconds for c in within if c.seconds is not None]
+    again = plan.recompute and call.kind == Kind.BACKWARD
+    extra = plan.recompute[call.unit].extra_seconds if again else 0.0
     return attrs.evolve(
         call,
         rank=plan.stage_ranks[call.unit],
-        seconds=sum(known) if len(known) == len(within) else None,
+        seconds=sum(known) + extra if len(known) == len(within) else None,
         accumulate_seconds=sum(c.accumulate_seconds for c in within),
     )
 

@@ -1,6 +1,6 @@
 """Backward into input-gradient and weight-gradient parts (zero bubble, ICLR 2024, section 2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 from torch import fx
@@ -14,7 +14,9 @@ def split_backward() -> Callable[[Program], Program]:
     """A pass that splits every stage's backward in two.
 
     The input-backward is what other stages' backwards wait for; where none waits (the first
-    stage), what more than one gradient is computed from. All else is weight-backward.
+    stage), what more than one gradient is computed from. All else is weight-backward. So what a
+    backward recomputes comes with the part that reads it: with the input-backward only as far
+    as that needs it, from where the weight-backward gets it too.
     """
 
     def run(program: Program) -> Program:
@@ -47,17 +49,33 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
         if not is_source(node) and node.op != "output" and groups[node.name].kind == Kind.BACKWARD
     ]
     unit = {node: groups[node.name].unit for node in backward}
-    early: dict[fx.Node, bool] = {}
+    inside = {node: [u for u in node.users if unit.get(u) == unit[node]] for node in backward}
+    early: set[fx.Node] = set()
     feeds: dict[fx.Node, set[str]] = {}
     for node in reversed(backward):
-        inside = [user for user in node.users if unit.get(user) == unit[node]]
         outside = any(user in unit and unit[user] != unit[node] for user in node.users)
-        early[node] = outside or node in waited_for or any(early[user] for user in inside)
+        if outside or node in waited_for or not early.isdisjoint(inside[node]):
+            early.add(node)
         names = {name for name in gradients if results.get(name) is node}
-        feeds[node] = names.union(*(feeds[user] for user in inside))
-    ahead = {unit[node] for node in backward if early[node]}
-    return {
-        node.name
-        for node in backward
-        if early[node] or (unit[node] not in ahead and len(feeds[node]) > 1)
-    }
+        feeds[node] = names.union(*(feeds[user] for user in inside[node]))
+    ahead = {unit[node] for node in early}
+    arriving = _of_gradients(flat, unit)
+    for node in reversed(backward):  # where nobody waits
+        shared = node in arriving and len(feeds[node]) > 1
+        if unit[node] not in ahead and (shared or not early.isdisjoint(inside[node])):
+            early.add(node)
+    return {node.name for node in early}
+
+
+def _of_gradients(flat: Program, unit: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The backward nodes that are computed from a gradient that arrives at their stage."""
+    tangents = {port.name for port in flat.ports(Role.TANGENT)}
+    found: set[fx.Node] = set()
+    for node in unit:  # in the graph's order
+        sources = node.all_input_nodes
+        if any(
+            source.name in tangents or source in found or unit.get(source, unit[node]) != unit[node]
+            for source in sources
+        ):
+            found.add(node)
+    return found

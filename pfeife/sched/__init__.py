@@ -17,6 +17,7 @@ from pfeife.sched.policies import (
     policy,
 )
 from pfeife.sched.predict import predict
+from pfeife.sched.recompute import choose_recompute, recompute_options
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 from pfeife.sched.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
@@ -27,6 +28,7 @@ __all__ = [
     "balanced",
     "chain",
     "cheap_to_recompute",
+    "choose_recompute",
     "clusters_of",
     "dual_pipe_v",
     "eager_one_f_one_b",
@@ -47,6 +49,7 @@ __all__ = [
     "plan",
     "policy",
     "predict",
+    "recompute_options",
     "simulate",
     "split_at",
     "splits",

@@ -1,0 +1,118 @@
+"""What a stage's backward computes again instead of keeping it since the forward."""
+
+import operator
+from collections.abc import Mapping
+
+import attrs
+from torch import fx
+
+from pfeife.outline import Group
+from pfeife.plan import Plan
+from pfeife.program import Kind, Program, Role, has_effects
+
+
+def recomputed(
+    flat: Program, groups: Mapping[str, Group], plan: Plan
+) -> tuple[Program, dict[str, Group]]:
+    """A flat program whose backwards read copies of what the plan has them recompute.
+
+    A copy stands before the first node that reads it and belongs to that backward; forwards lose
+    what then nobody reads, and other stages are sent what they were. Copies read the buffers of
+    the same microbatch's forward, and random operations draw what they drew there. Raises
+    ValueError for names that are no nodes of the stage's forward, or for a buffer that the
+    forward would no longer read.
+    """
+    if not plan.recompute:
+        return flat, dict(groups)
+    if len(plan.recompute) != plan.stages:
+        raise ValueError(
+            f"the plan recomputes in {len(plan.recompute)} stages, it has {plan.stages}"
+        )
+    again = _Again(flat, groups, _named(flat, groups, plan))
+    for node in flat.module.graph.nodes:
+        again.add(node)
+    before = _readers_of_updated(flat, groups)
+    again.graph.eliminate_dead_code(has_effects)
+    result = attrs.evolve(flat, module=fx.GraphModule(flat.module, again.graph))
+    for name in sorted(before - _readers_of_updated(result, again.groups)):
+        raise ValueError(
+            f"the plan recomputes all that the forward reads buffer {name} for, and the "
+            "step updates it: its old value would be lost; recompute less of it"
+        )
+    names = {node.name for node in again.graph.nodes}
+    return result, {name: group for name, group in again.groups.items() if name in names}
+
+
+def _named(flat: Program, groups: Mapping[str, Group], plan: Plan) -> set[fx.Node]:
+    """The nodes that a plan has recomputed, parts of tuples with their makers."""
+    nodes = {node.name: node for node in flat.module.graph.nodes}
+    found: set[fx.Node] = set()
+    for stage, option in enumerate(plan.recompute):
+        for name in option.names:
+            if name in plan.duplicated:
+                continue  # every body that reads it computes it anyhow
+            if groups.get(name) != Group(stage, Kind.FORWARD):
+                raise ValueError(f"the plan recomputes {name}, which stage {stage} does not make")
+            found.add(nodes[name])
+            while nodes[name].target is operator.getitem:
+                name = nodes[name].all_input_nodes[0].name
+                found.add(nodes[name])
+    return found
+
+
+class _Again:
+    """A new graph, copied node by node."""
+
+    def __init__(self, flat: Program, groups: Mapping[str, Group], named: set[fx.Node]):
+        self.named, self.groups = named, dict(groups)
+        self.graph = fx.Graph()
+        self.here: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def add(self, node: fx.Node) -> None:
+        group = self.groups.get(node.name)
+        if group is None or group.kind == Kind.FORWARD:
+            self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
+            return
+        pending = [node]
+        while pending:
+            missing = [
+                source
+                for source in pending[-1].all_input_nodes
+                if self._repeats(source, group) and source not in self.copies
+            ]
+            if missing:
+                pending += reversed(missing)
+                continue
+            last = pending.pop()
+            if last is node:
+                self.here[node] = self._copy(node, group)
+            elif last not in self.copies:
+                self.copies[last] = self._copy(last, group, f"{last.name}_again")
+
+    def _repeats(self, node: fx.Node, group: Group) -> bool:
+        return node in self.named and self.groups[node.name].unit == group.unit
+
+    def _copy(self, node: fx.Node, group: Group, name: str | None = None) -> fx.Node:
+        def read(value: fx.Node) -> fx.Node:
+            return self.copies[value] if self._repeats(value, group) else self.here[value]
+
+        if name is None:
+            return self.graph.node_copy(node, read)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        copied.meta = dict(node.meta)
+        self.groups[copied.name] = group
+        return copied
+
+
+def _readers_of_updated(flat: Program, groups: Mapping[str, Group]) -> set[str]:
+    """The updated buffers that forwards read: there the runtime sees which value is theirs."""
+    updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
+    names = {port.name: port.fqn for port in flat.ports(Role.BUFFER) if port.fqn in updated}
+    return {
+        names[node.name]
+        for node in flat.module.graph.nodes
+        if node.name in names
+        and any(u.name in groups and groups[u.name].kind == Kind.FORWARD for u in node.users)
+    }
