@@ -28,7 +28,7 @@ from pfeife.passes import (
     split_backward,
 )
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
-from pfeife.program import Port, Program, Role, holders
+from pfeife.program import Kind, Port, Program, Role, holders
 from pfeife.progress import bar
 from pfeife.runtime.distributed import (
     DistributedPipeline,
@@ -91,13 +91,13 @@ class Backend:
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
         # With the loss outside the gradients arrive when all forwards are done.
         order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
-        if splits(order) and captured.program.ports(Role.TANGENT):
-            clusters = split_backward()(clusters)
+        split = splits(order) and bool(captured.program.ports(Role.TANGENT))
+        whole, clusters = clusters, split_backward()(clusters) if split else clusters
         clusters = annotate(self._costs(clusters, target))(clusters)
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         cuts = self._cuts(clusters, captured, args, many)
-        plan, program = self._planned(clusters, target, order, cuts, world, device)
+        plan, program = self._planned(whole, clusters, target, order, cuts, world, device)
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, many)
         if devices:
@@ -116,6 +116,7 @@ class Backend:
 
     def _planned(
         self,
+        whole: Program,
         clusters: Program,
         target: Machine,
         order: str,
@@ -123,9 +124,11 @@ class Backend:
         world: int,
         device: torch.device,
     ) -> tuple[Plan, Program]:
-        """The plan, and the program of its ranks; planned again with less memory as long as the
+        """The plan of the `clusters` with costs, and the ranks' program of them as they were before
+        their backwards were split; planned again with less memory as long as the
         account of every byte says that a rank would need more than its limit."""
         options, many = self.options, world > 1
+        split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world // options.replicas if many else None
         ranks = len(options.devices) if options.devices else ranks
         limit = options.memory_limit
@@ -145,7 +148,10 @@ class Backend:
             if many:
                 plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-            program = compose(partition(plan), insert_send_recv(), dp_wrap(mesh))(clusters)
+            passes = [partition(plan), insert_send_recv(), dp_wrap(mesh)]
+            if split:
+                passes.insert(1, split_backward())
+            program = compose(*passes)(whole)
             if limit is None or options.memory_limit is None:
                 return plan, program
             curves = memory_curves(program, lower(plan.schedule, program))

@@ -3,18 +3,20 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import attrs
 
-from pfeife.plan import Machine, Network, Plan, Schedule
-from pfeife.program import Program
+from pfeife.outline import Group, inline, outline
+from pfeife.plan import Machine, Network, Plan, RecomputeOption, Schedule
+from pfeife.program import Kind, Program
 from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.orders import folded, looped
 from pfeife.sched.policies import POLICIES, policy
 from pfeife.sched.problem import Problem, fits, makespan
+from pfeife.sched.recompute import recompute_options
 from pfeife.sched.search import Found, search_placements, search_schedule
 from pfeife.sched.seeds import fitting, fused
 from pfeife.sched.workload import Workload, stage_problem, workload_of
@@ -44,6 +46,7 @@ class _Layout:
 
     stage_of: tuple[int, ...]
     problem: Problem
+    work: Workload
 
     @property
     def shortage(self) -> float:
@@ -58,7 +61,8 @@ def search_plan(
     """The plan with the shortest simulated step that was found in `search_seconds`.
 
     One, two and three stages a rank are tried, dealt in turn and folded (V), with cuts that
-    balance the ranks' loads; every family of schedules that fits is a seed of the search; then
+    balance the ranks' loads; where memory is short also with as little recomputed as makes room;
+    every family of schedules that fits is a seed of the search; then
     borders move under the schedule that was found, and it is searched once more. The
     program is fused and annotated; if it is split into input- and weight-backwards, the schedules
     are too. Raises ValueError if nothing fits into the memory, with the figures of what comes
@@ -68,8 +72,32 @@ def search_plan(
     duplicated = cheap_to_recompute(program, wishes.machine)
     work, clusters = workload_of(program, duplicated), clusters_of(program, duplicated)
     left = search_seconds - (time.monotonic() - began)
-    found = search_workload(work, clusters, wishes, search_seconds=left, seed=seed)
+    found = search_workload(
+        work,
+        clusters,
+        wishes,
+        search_seconds=left,
+        seed=seed,
+        options=lambda: _options(program, wishes.machine, duplicated),
+    )
     return attrs.evolve(found, duplicated=duplicated)
+
+
+def _options(
+    program: Program, machine: Machine, duplicated: Sequence[str]
+) -> tuple[tuple[RecomputeOption, ...], ...]:
+    """What every cluster may recompute; of a split program, with its backward whole again."""
+    flat, groups = inline(program)
+    whole = {
+        name: group if group.kind == Kind.FORWARD else Group(group.unit, Kind.BACKWARD)
+        for name, group in groups.items()
+    }
+    clusters = outline(flat, whole, word="cluster")
+    seconds = {call.node: call.seconds for call in program.calls}
+    calls = tuple(attrs.evolve(c, seconds=seconds.get(c.node)) for c in clusters.calls)
+    return recompute_options(
+        attrs.evolve(clusters, calls=calls), machine, duplicated=duplicated, most=4
+    )
 
 
 def search_workload(
@@ -79,15 +107,19 @@ def search_workload(
     *,
     search_seconds: float = 20.0,
     seed: int = 0,
+    options: Callable[[], Sequence[Sequence[RecomputeOption]]] | None = None,
 ) -> Plan:
-    """The same from bare numbers."""
+    """The same from bare numbers; `options` is asked for what clusters may recompute (from the
+    fastest option to the one that keeps least) where memory is short."""
     deadline = time.monotonic() + search_seconds
     layouts = _layouts(work, clusters, wishes)
+    if options is not None and any(_short(layout, wishes) for layout in layouts):
+        layouts += _lighter(layouts, wishes, options())
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
         raise ValueError(_refusal(layouts, wishes))
     layout, found = _searched(fitting_ones, deadline, seed)
-    layout, schedule = _moved(work, clusters, wishes, layout, found.schedule, deadline)
+    layout, schedule = _moved(clusters, wishes, layout, found.schedule, deadline)
     left = deadline - time.monotonic()
     if left > 0.02 * search_seconds and found.gap > 1e-6:
         again = search_schedule(layout.problem, seconds=left, seed=seed + 2, seeds=[schedule])
@@ -99,7 +131,79 @@ def search_workload(
         stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
         step_seconds=seconds,
         bound_seconds=min(lower_bound(layout.problem), seconds),
+        recompute=_recompute(layout),
     )
+
+
+def _recompute(layout: _Layout) -> tuple[RecomputeOption, ...]:
+    """What the stages recompute, all that their clusters do; empty if none does."""
+    if not layout.work.recompute:
+        return ()
+    found = []
+    for stage, costs in enumerate(layout.problem.stages):
+        mine = [o for u, o in layout.work.recompute.items() if layout.stage_of[u] == stage]
+        names = tuple(name for option in mine for name in option.names)
+        extra = sum(option.extra_seconds for option in mine)
+        found.append(RecomputeOption(int(costs.saved), extra, names))
+    return tuple(found)
+
+
+def _short(layout: _Layout, wishes: Wishes) -> bool:
+    """Whether a rank cannot hold as many microbatches as there are ranks."""
+    return any(_needed(layout, rank, 1.0, wishes) > 0 for rank in range(wishes.ranks))
+
+
+def _needed(layout: _Layout, rank: int, share: float, wishes: Wishes) -> float:
+    """Bytes that a rank lacks to have a share of as many microbatches in flight as there are
+    ranks, and one in any case."""
+    count = max(1, round(share * min(wishes.ranks, wishes.microbatches)))
+    limits = layout.problem.memory or ()
+    return count * layout.problem.smallest_memory(rank) - limits[rank]
+
+
+def _lighter(
+    layouts: Sequence[_Layout], wishes: Wishes, options: Sequence[Sequence[RecomputeOption]]
+) -> list[_Layout]:
+    """The layouts with as little recomputed on every rank as makes room for all, half or one of
+    the microbatches that want to be in flight."""
+    found = []
+    for layout, share in itertools.product(layouts, (1.0, 0.5, 0.0)):
+        chosen: dict[int, RecomputeOption] = {}
+        for rank in range(wishes.ranks):
+            count = max(1, round(share * min(wishes.ranks, wishes.microbatches)))
+            lacking = _needed(layout, rank, share, wishes) / count
+            units = [
+                unit
+                for unit, stage in enumerate(layout.stage_of)
+                if layout.problem.stage_ranks[stage] == rank
+            ]
+            chosen |= _relief(units, options, lacking)
+        if chosen:
+            relieved = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
+            work = attrs.evolve(layout.work, recompute=chosen, relieved=relieved)
+            home = layout.problem.stage_ranks
+            found.append(_layout(work, wishes, layout.stage_of, home))
+    return found
+
+
+def _relief(
+    units: Sequence[int], options: Sequence[Sequence[RecomputeOption]], lacking: float
+) -> dict[int, RecomputeOption]:
+    """Options of clusters that save the bytes that are lacking, the cheapest by the byte first."""
+    at = dict.fromkeys(units, 0)
+
+    def price(unit: int) -> float:
+        now, then = options[unit][at[unit]], options[unit][at[unit] + 1]
+        return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
+
+    while lacking > 0:
+        open_ = [unit for unit in units if at[unit] + 1 < len(options[unit])]
+        if not open_:
+            break
+        unit = min(open_, key=price)
+        lacking -= options[unit][at[unit]].saved - options[unit][at[unit] + 1].saved
+        at[unit] += 1
+    return {unit: options[unit][index] for unit, index in at.items() if index}
 
 
 def _searched(layouts: Sequence[_Layout], deadline: float, seed: int) -> tuple[_Layout, Found]:
@@ -113,7 +217,6 @@ def _searched(layouts: Sequence[_Layout], deadline: float, seed: int) -> tuple[_
 
 
 def _moved(
-    work: Workload,
     clusters: Clusters,
     wishes: Wishes,
     layout: _Layout,
@@ -135,7 +238,9 @@ def _moved(
             tried = [s + step if index == at else s for index, s in enumerate(starts)]
             if not loads.allowed(tried):
                 continue
-            other = _layout(work, wishes, _stage_of(tried, units), layout.problem.stage_ranks)
+            other = _layout(
+                layout.work, wishes, _stage_of(tried, units), layout.problem.stage_ranks
+            )
             if fits(other.problem, schedule):
                 seconds = makespan(other.problem, schedule)
                 if seconds < best * (1 - 1e-9):
@@ -177,7 +282,7 @@ def _layout(work: Workload, wishes: Wishes, cut: tuple[int, ...], home: tuple[in
         memory_limit=wishes.memory_limit,
         state_factor=wishes.state_factor,
     )
-    return _Layout(cut, problem)
+    return _Layout(cut, problem, work)
 
 
 def _placements(units: int, wishes: Wishes) -> Iterator[tuple[int, ...]]:

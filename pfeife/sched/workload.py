@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from pfeife.cost.memory import Body
-from pfeife.plan import Machine, Network
+from pfeife.plan import Machine, Network, RecomputeOption
 from pfeife.program import Call, Kind, Program, Role, call_of, holders, is_source, node_bytes
 from pfeife.sched.problem import Edge, Problem, StageCosts
 
@@ -28,12 +28,16 @@ class Workload:
 
     `seconds[kind][cluster]` of one microbatch; `parameters` has bytes and clusters of every
     parameter; `temporaries` the most bytes that a body of the cluster needs while it runs.
+    `recompute` says by cluster what its backward does again; `relieved` how many bytes of a
+    microbatch that saves.
     """
 
     seconds: dict[Kind, tuple[float, ...]]
     parameters: tuple[tuple[int, frozenset[int]], ...]
     flows: tuple[Flow, ...]
     temporaries: tuple[int, ...]
+    recompute: dict[int, RecomputeOption] = attrs.Factory(dict)
+    relieved: dict[int, int] = attrs.Factory(dict)
 
     @property
     def splittable(self) -> bool:
@@ -188,14 +192,22 @@ class _Builder:
             values = self.work.seconds.get(kind, ())
             return sum(v for unit, v in enumerate(values) if self.stage_of[unit] == stage)
 
-        whole = total(Kind.BACKWARD)
+        again = sum(
+            option.extra_seconds
+            for unit, option in self.work.recompute.items()
+            if self.stage_of[unit] == stage
+        )
+        less = sum(
+            size for unit, size in self.work.relieved.items() if self.stage_of[unit] == stage
+        )
         kept = self.kept[stage]
+        saved = max(self.saved[stage], kept)
         return StageCosts(
             total(Kind.FORWARD),
-            whole + total(Kind.INPUT_BACKWARD),
+            total(Kind.BACKWARD) + total(Kind.INPUT_BACKWARD) + again,
             total(Kind.WEIGHT_BACKWARD),
-            float(max(self.saved[stage], kept)),
-            float(kept),
+            float(max(saved - less, 0)),
+            float(min(kept, max(saved - less, 0))),
             self.work.splittable,
         )
 
