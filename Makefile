@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint benchmarks clean
 
 demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -25,6 +25,11 @@ lint: .venv/dev
 .venv/dev: .venv/run
 	$(PIP) -e '.[dev,models]'
 	@touch $@
+
+benchmarks: .venv/dev
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/fidelity.py
+	$(BIN)/python benchmarks/together.py
 
 clean:
 	rm -rf .venv build *.egg-info

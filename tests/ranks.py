@@ -34,7 +34,12 @@ def check_step(name: str, stages: int, schedule: str, replicas: int = 1, roundin
     microbatches = [one.batch(2, seed) for seed in range(4)]
     expected = eager_accumulation(one.step, one.model, microbatches)
     step = pfeife.compile(
-        one.step, microbatches=4, stages=stages, schedule=schedule, replicas=replicas
+        one.step,
+        microbatches=4,
+        stages=stages,
+        schedule=schedule,
+        replicas=replicas,
+        search_seconds=0.5,
     )
     batch = tuple(torch.cat(parts) for parts in zip(*microbatches, strict=True))
     before = {n: b.clone() for n, b in one.model.named_buffers()}
@@ -229,7 +234,10 @@ def checks(world: int) -> dict:
         for stages, replicas in plans:
             if replicas > 1 and name == "BatchNormNet":
                 continue  # replicas keep the statistics of their own microbatches
-            for schedule in ("gpipe", "1f1b"):
+            families = ["gpipe", "1f1b"]
+            if name in ("GPT", "UNet") and replicas == 1:
+                families += ["zb-h1", "zb-v"] if stages == 4 else ["search"]
+            for schedule in families:
                 rounding = () if replicas == 1 else None
                 arguments = (name, stages, schedule, replicas, rounding)
                 found[f"{name}, {stages} stages, {schedule}, {replicas} replicas"] = (

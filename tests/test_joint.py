@@ -7,11 +7,12 @@ import attrs
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from models import case
 from test_cost import fused
 
 import pfeife
-from pfeife import sched
-from pfeife.cost import estimate, machine
+from pfeife import plain, sched
+from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import Kind
 from pfeife.sched.cuts import Clusters
 from pfeife.sched.joint import Wishes, search_workload
@@ -155,3 +156,53 @@ def test_what_cannot_be_planned_says_why():
     assert by_hand.stage_of_cluster == (0, 0, 0, 1)
     tight = attrs.evolve(CORE, memory=10**9)
     assert sched.plan(program, machine=tight, microbatches=4, ranks=2, stages=2).step_seconds
+
+
+def test_the_number_of_microbatches_is_chosen():
+    """Many fill the pipeline, too many pay for launches; what cannot be planned is left out."""
+    one = case("GPT")
+
+    def programs(on) -> dict[int, pfeife.Program]:
+        found = {}
+        for count in (1, 2, 8):
+            whole = pfeife.fuse()(pfeife.capture(one.step, *one.batch(16 // count)))
+            found[count] = pfeife.annotate(estimate(whole, on))(whole)
+        return found
+
+    free = {"launch_seconds": 0.0, "link_latency": 0.0}
+    quick = attrs.evolve(CORE, **free, link_bandwidth=1e18, memory_bandwidth=1e18)
+    best, plan = sched.choose_microbatches(programs(quick), machine=quick, stages=2)
+    assert (best, plan.schedule.microbatches) == (8, 8)
+    slow = attrs.evolve(CORE, launch_seconds=1.0)
+    assert sched.choose_microbatches(programs(slow), machine=slow, stages=2)[0] == 1
+    with pytest.raises(ValueError, match="90 stages"):
+        sched.choose_microbatches(programs(slow), machine=slow, stages=90)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.55])
+def test_short_memory_is_made_up_for_by_recomputing(share):
+    """The plan keeps to a limit that no schedule without recomputing keeps to, or is slower."""
+    one = case("GPT")
+    whole = pfeife.fuse()(pfeife.capture(one.step, *one.batch(16)))
+    program = pfeife.annotate(estimate(whole, CORE))(whole)
+
+    def peak(plan: pfeife.Plan) -> int:
+        ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(program)
+        return max(c.peak for c in memory_curves(ranks, sched.lower(plan.schedule, ranks)))
+
+    def planned(limit: int | None) -> pfeife.Plan:
+        return sched.plan(
+            program,
+            machine=CORE,
+            microbatches=4,
+            ranks=2,
+            schedule="search",
+            memory_limit=limit,
+            search_seconds=1.0,
+        )
+
+    free = planned(None)
+    tight = planned(int(share * peak(free)))
+    assert not free.recompute and peak(tight) < peak(free)
+    assert tight.step_seconds >= free.step_seconds * (1 - 1e-9)
+    assert plain.from_json(pfeife.Plan, plain.to_json(tight)) == tight

@@ -1,9 +1,10 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data."""
 
+from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow, marked, split_at
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
 from pfeife.sched.orders import folded, looped
-from pfeife.sched.planner import in_flight, plan, splits
+from pfeife.sched.planner import choose_microbatches, in_flight, plan, splits
 from pfeife.sched.policies import (
     POLICIES,
     eager_one_f_one_b,
@@ -17,17 +18,25 @@ from pfeife.sched.policies import (
     policy,
 )
 from pfeife.sched.predict import predict
+from pfeife.sched.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.sched.recompute import choose_recompute, recompute_options
+from pfeife.sched.search import search_placements, search_schedule
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
+from pfeife.sched.workload import stage_problem, workload_of
 from pfeife.sched.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 __all__ = [
     "POLICIES",
+    "Edge",
+    "Problem",
+    "StageCosts",
     "Transfer",
     "balanced",
     "chain",
+    "chain_edges",
     "cheap_to_recompute",
+    "choose_microbatches",
     "choose_recompute",
     "clusters_of",
     "dual_pipe_v",
@@ -42,6 +51,7 @@ __all__ = [
     "looped",
     "loops",
     "lower",
+    "lower_bound",
     "marked",
     "naive",
     "one_f_one_b",
@@ -50,12 +60,16 @@ __all__ = [
     "policy",
     "predict",
     "recompute_options",
+    "search_placements",
+    "search_schedule",
     "simulate",
     "split_at",
     "splits",
+    "stage_problem",
     "v_half",
     "v_min",
     "verify_schedule",
+    "workload_of",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -1,7 +1,8 @@
 """Cuts and schedule decided together: a `Plan`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -100,6 +101,30 @@ def plan(
         step_seconds=simulate(lowered, seconds_of(problem)).seconds,
         bound_seconds=lower_bound(problem) if trained else None,
     )
+
+
+def choose_microbatches(
+    programs: Mapping[int, Program], *, search_seconds: float = 20.0, **wishes: Any
+) -> tuple[int, Plan]:
+    """The number of microbatches with the shortest step, and its plan.
+
+    `programs` has the same step, fused and annotated, captured with a microbatch of as many rows
+    as that number leaves of the batch; the other arguments are those of `plan`, and the time for
+    a search is shared. Raises ValueError if none of them can be planned, for the first one's
+    reason.
+    """
+    found: dict[int, Plan] = {}
+    refused: list[ValueError] = []
+    for count, program in programs.items():
+        share = search_seconds / len(programs)
+        try:
+            found[count] = plan(program, microbatches=count, search_seconds=share, **wishes)
+        except ValueError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0] if refused else ValueError("no programs to choose from")
+    best = min(found, key=lambda count: found[count].step_seconds or 0.0)
+    return best, found[best]
 
 
 def _cuts_by_hand(
