@@ -15,7 +15,8 @@ from pfeife import plain, sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import Kind
 from pfeife.sched.cuts import Clusters
-from pfeife.sched.joint import Wishes, search_workload
+from pfeife.sched.joint import search_workload
+from pfeife.sched.layouts import Wishes
 from pfeife.sched.orders import folded, looped
 from pfeife.sched.policies import POLICIES
 from pfeife.sched.problem import fits, makespan

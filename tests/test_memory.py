@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
-from pfeife.cost.memory import Body, optimizer_bytes
+from pfeife.cost.body import Body
+from pfeife.cost.memory import optimizer_bytes
 from pfeife.plan import Action, Do
 from pfeife.runtime.profile import LiveTensors
 from pfeife.testing import nets, plans

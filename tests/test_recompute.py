@@ -15,8 +15,8 @@ from test_passes import captured, clusters, lowered
 import pfeife
 from pfeife import plain, sched
 from pfeife.cost import machine, memory_curves, stage_memory
+from pfeife.cost.body import kept_storages
 from pfeife.cost.estimate import compute_bound, node_seconds
-from pfeife.cost.memory import kept_storages
 from pfeife.plan import Plan, RecomputeOption
 from pfeife.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline

@@ -1,9 +1,10 @@
 """What things cost: seconds and bytes, estimated or measured, as plain data."""
 
+from pfeife.cost.body import StageMemory, stage_memory
 from pfeife.cost.estimate import estimate
 from pfeife.cost.machine import default_machine, machine, machines
 from pfeife.cost.measure import measure
-from pfeife.cost.memory import StageMemory, memory_curves, stage_memory
+from pfeife.cost.memory import memory_curves
 
 __all__ = [
     "StageMemory",

@@ -16,7 +16,8 @@ from pfeife.sched.cuts import (
     clusters_of,
     marked,
 )
-from pfeife.sched.joint import Wishes, search_plan
+from pfeife.sched.joint import search_plan
+from pfeife.sched.layouts import Wishes
 from pfeife.sched.lower import insert_actions
 from pfeife.sched.orders import looped
 from pfeife.sched.policies import forward_only, placement, policy

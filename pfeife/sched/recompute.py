@@ -16,8 +16,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import Tensor, fx
 
+from pfeife.cost.body import Storage, storage_in, storage_of
 from pfeife.cost.estimate import compute_bound, node_seconds
-from pfeife.cost.memory import Storage, storage_in, storage_of
 from pfeife.plan import Machine, RecomputeOption
 from pfeife.program import Kind, Program, Role, call_of, find_node, has_effects, is_source, returned
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from pfeife.cost.memory import Body
+from pfeife.cost.body import Body
 from pfeife.plan import Machine, Network, RecomputeOption
 from pfeife.program import Call, Kind, Program, Role, call_of, holders, is_source, node_bytes
 from pfeife.sched.problem import Edge, Problem, StageCosts

@@ -1,0 +1,179 @@
+"""Storages: what a body allocates, and what a stage keeps between its calls."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+
+from pfeife.outline import storage_owner
+from pfeife.program import (
+    Kind,
+    Program,
+    Role,
+    call_of,
+    holders,
+    node_bytes,
+    receive,
+    returned,
+)
+
+
+@attrs.frozen
+class StageMemory:
+    """Bytes of one stage: its parameters, what one microbatch keeps from its forward to its
+    backward (values that look at one another's storage are counted once), and the most that one
+    of its bodies needs beside its arguments while it runs, results included."""
+
+    parameters: int
+    saved: int
+    temporaries: int
+
+
+def stage_memory(program: Program) -> tuple[StageMemory, ...]:
+    """The account of every stage of a partitioned program."""
+    sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
+    parameters, saved, most = ([0] * program.units for _ in range(3))
+    for name, users in holders(program).items():
+        for unit in {call.unit for call in users}:
+            parameters[unit] += sizes[name]
+    bodies = {call.node: Body.of(program.body(call)) for call in program.calls}
+    for call in program.calls:
+        most[call.unit] = max(most[call.unit], bodies[call.node].peak)
+    for unit, storages in enumerate(kept_storages(program)):
+        saved[unit] = sum(storage.bytes for storage in storages)
+    found = zip(parameters, saved, most, strict=True)
+    return tuple(StageMemory(*one) for one in found)
+
+
+@attrs.frozen
+class Storage:
+    """Memory that a call allocates in one microbatch, by the node of the call's body, or of the
+    program if the call's rank receives it."""
+
+    call: str
+    node: str
+    bytes: int
+
+
+def storage_of(program: Program, value: fx.Node) -> Storage | None:
+    """Whose storage a value of a graph of calls looks at; None for an input's."""
+    if value.op != "call_function":
+        return None
+    maker = value.all_input_nodes[0]
+    if maker.target is receive:
+        return Storage(maker.name, value.name, node_bytes(value))
+    body = program.module.get_submodule(str(maker.target))
+    assert isinstance(body, fx.GraphModule)
+    return storage_in(program, maker, body, returned(body)[value.args[1]])
+
+
+def storage_in(
+    program: Program, call: fx.Node, body: fx.GraphModule, node: fx.Node
+) -> Storage | None:
+    """Whose storage a node of a call's body looks at; None for an input's, or no tensor."""
+    owner = storage_owner(node)
+    if owner.op == "call_function":
+        size = node_bytes(owner)
+        return Storage(call.name, owner.name, size) if isinstance(_value(owner), Tensor) else None
+    if owner.op != "placeholder":
+        return None
+    placeholders = [one for one in body.graph.nodes if one.op == "placeholder"]
+    return storage_of(program, call.all_input_nodes[placeholders.index(owner)])
+
+
+def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
+    """For every stage what forwards made and its backward reads."""
+    calls = {call.node: call for call in program.calls}
+    kept: list[set[Storage]] = [set() for _ in range(program.units)]
+    for value in program.module.graph.nodes:
+        maker = calls.get(call_of(value).name) if value.op == "call_function" else None
+        if maker is None or maker.kind != Kind.FORWARD:
+            continue
+        readers = [calls[user.name] for user in value.users if user.name in calls]
+        units = {reader.unit for reader in readers if reader.kind != Kind.FORWARD}
+        storage = storage_of(program, value) if units else None
+        for unit in units if storage else ():
+            assert storage is not None
+            kept[unit].add(storage)
+    return tuple(frozenset(one) for one in kept)
+
+
+@attrs.frozen(eq=False)
+class Body:
+    """What a body allocates: bytes by the node that made a storage, the maker of every result's
+    storage (an argument's node is not among `sizes`), and the peak while it runs, arguments not
+    counted.
+
+    A value is freed after the last node that reads it or a view of it, as fx's code does. Every
+    storage is rounded up to a multiple of `rounding` bytes.
+    """
+
+    sizes: dict[fx.Node, int]
+    results: tuple[fx.Node, ...]
+    peak: int
+
+    @staticmethod
+    def of(body: fx.GraphModule, rounding: int = 1) -> "Body":
+        nodes = [node for node in body.graph.nodes if node.op == "call_function"]
+        owners = {node: storage_owner(node) for node in nodes}
+        parts: dict[fx.Node, list[fx.Node]] = {}  # of an operation with several results
+        for node in nodes:
+            source = node.all_input_nodes[0] if node.all_input_nodes else None
+            if owners[node] is node and isinstance(_value(node), torch.Tensor) and source in parts:
+                parts[source].append(node)
+            elif owners[node] is node and not isinstance(_value(node), torch.Tensor):
+                parts[node] = []
+        part_of = {part: whole for whole, group in parts.items() for part in group}
+        ends: dict[fx.Node, int] = {}
+        for index, node in enumerate(nodes):
+            for one in (node, *node.all_input_nodes):
+                if one in owners:
+                    ends[owners[one]] = index
+                for part in parts.get(one, ()):  # the tuple holds all its parts
+                    ends[part] = max(ends.get(part, 0), index)
+        results = returned(body)
+        kept = [storage_owner(node) for node in results]
+        ends |= {owner: len(nodes) for owner in kept}
+        sizes = {n: rounded(node_bytes(n), rounding) for n in nodes if owners[n] is n}
+        sizes |= {node: _untaken(node, group, rounding) for node, group in parts.items()}
+        born: dict[fx.Node, list[fx.Node]] = {}
+        for node in sizes:
+            born.setdefault(part_of.get(node, node), []).append(node)
+        dying: dict[int, int] = Counter()
+        for node, size in sizes.items():
+            dying[ends[node]] += size
+        live = peak = 0
+        for index, node in enumerate(nodes):
+            live += sum(sizes[one] for one in born.get(node, ()))
+            peak = max(peak, live)
+            live -= dying[index]
+        return Body(sizes, tuple(kept), peak)
+
+
+def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:
+    """Bytes of the results of an operation that are made although nothing asks for them."""
+    values, taken = _value(node), {part.args[1] for part in parts}
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    mask: Any = given.get("output_mask")  # some fake kernels return what it says is not wanted
+    return sum(
+        rounded(tensor_bytes(value), rounding)
+        for index, value in enumerate(values if isinstance(values, tuple | list) else ())
+        if index not in taken and isinstance(value, torch.Tensor) and (mask is None or mask[index])
+    )
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def rounded(size: int, rounding: int) -> int:
+    return -(-size // rounding) * rounding
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.dtype.itemsize
