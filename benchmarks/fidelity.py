@@ -50,7 +50,7 @@ def configurations(repeats: int) -> list[Configuration]:
         case = make()
         program = pfeife.capture(case.step, *case.draw())
         clusters = pfeife.fuse()(program)
-        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=repeats)))(clusters)
+        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=3 * repeats)))(clusters)
         for name in SCHEDULES:
             for count in MICROBATCHES:
                 plan = sched.plan(

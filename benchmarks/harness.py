@@ -19,8 +19,16 @@ DEVICE = torch.device("cpu")
 
 
 def launch(file: str, ranks: int = 2) -> None:
-    """Replaces this process by torchrun with the same file and arguments."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    """Replaces this process by torchrun with the same file and arguments.
+
+    glibc is told to keep freed memory: else it returns large activations to the system again and
+    again, at moments that nobody can predict (torch's tuning guide wants another allocator).
+    """
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(2**25),
+        "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.execv(sys.executable, [*command, "--nproc-per-node", str(ranks), file, *sys.argv[1:]])
 

@@ -50,7 +50,7 @@ def main(repeats: int = 7) -> None:
         torch.manual_seed(0)
         case = make()
         clusters = pfeife.split_backward()(pfeife.fuse()(pfeife.capture(case.step, *case.draw())))
-        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=9)))(clusters)
+        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=27)))(clusters)
         planned = sched.plan(
             clusters,
             machine=host,
