@@ -148,10 +148,11 @@ class Backend:
             if many:
                 plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-            passes = [partition(plan), insert_send_recv(), dp_wrap(mesh)]
-            if split:
-                passes.insert(1, split_backward())
-            program = compose(*passes)(whole)
+            passes = [insert_send_recv(), dp_wrap(mesh)]
+            if split and plan.recompute:  # which part repeats what is known of whole backwards
+                program = compose(partition(plan), split_backward(), *passes)(whole)
+            else:
+                program = compose(partition(plan), *passes)(clusters)
             if limit is None or options.memory_limit is None:
                 return plan, program
             curves = memory_curves(program, lower(plan.schedule, program))

@@ -223,7 +223,7 @@ def test_what_cannot_be_is_said_before_anything_runs():
         ({"microbatches": 2, "stages": 99}, r"only \d+ clusters"),
         ({"schedule": "zigzag"}, "schedule='zigzag' is not known"),
         ({"microbatches": 3, "replicas": 2}, "every replica takes the same number"),
-        ({"stages": 2, "devices": ["cpu"]}, "one device a rank"),
+        ({"stages": 1, "devices": ["cpu", "cpu"]}, "every rank needs a stage"),
         ({"costs": "guess"}, "must be 'estimate' or 'measure'"),
         ({"split_at": {"nothing": "begin"}}, "no module of that name"),
         ({"loss": 1}, "loss=1: result 1 is no differentiable scalar"),

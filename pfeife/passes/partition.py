@@ -24,6 +24,11 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
     """
 
     def run(program: Program) -> Program:
+        if plan.recompute and any(call.kind in _PARTS for call in program.calls):
+            raise ValueError(
+                "the plan recomputes, and the program's backwards are split already; partition the "
+                "program as it was before, then split_backward()"
+            )
         if len(plan.stage_of_cluster) != program.units:
             raise ValueError(
                 f"the plan is for {len(plan.stage_of_cluster)} clusters, "
@@ -43,6 +48,9 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         )
 
     return run
+
+
+_PARTS = (Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 
 
 def _placed(call: Call, program: Program, plan: Plan) -> Call:
