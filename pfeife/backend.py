@@ -33,8 +33,8 @@ from pfeife.progress import bar
 from pfeife.runtime.distributed import (
     DistributedPipeline,
     check_agreement,
+    decided_by_rank_zero,
     differing,
-    from_rank_zero,
     join_world,
     world_rank,
 )
@@ -56,7 +56,8 @@ class Backend:
     def __init__(self, options: Options):
         self.options = options
         self.compiled: list[Compiled] = []
-        self.homes = WeakIdKeyDictionary()  # stages by parameter or buffer
+        self.homes = WeakIdKeyDictionary()  # (stage, rank)s by parameter or buffer
+        self.placed: tuple[int, ...] | None = None  # the ranks of the stages that they are about
         if options.schedule != "search":
             policy(options.schedule)
         given = options.machine
@@ -97,7 +98,11 @@ class Backend:
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         cuts = self._cuts(clusters, captured, args, many)
-        plan, program = self._planned(whole, clusters, target, order, cuts, world, device)
+        slots = dict(zip(captured.arguments, args, strict=True))
+        at_home = many and bool(self._known_homes(captured.program, slots))
+        plan, program = self._planned(
+            whole, clusters, target, order, cuts, self.placed if at_home else None, world, device
+        )
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, many)
         if devices:
@@ -105,7 +110,7 @@ class Backend:
         schedule = verify_schedule(lower(plan.schedule, program))
         if many:
             check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
-            self._settle(captured, program, args, device)
+            self._settle(captured, program, plan.stage_ranks, args, device)
         pipeline = (
             DistributedPipeline(program, schedule, device)
             if many
@@ -121,6 +126,7 @@ class Backend:
         target: Machine,
         order: str,
         cuts: tuple[int, ...] | None,
+        placement: tuple[int, ...] | None,
         world: int,
         device: torch.device,
     ) -> tuple[Plan, Program]:
@@ -131,9 +137,11 @@ class Backend:
         split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world // options.replicas if many else None
         ranks = len(options.devices) if options.devices else ranks
-        limit = options.memory_limit
+        limit, worst = options.memory_limit, 0
+        refused: ValueError | None = None
         for _ in range(6):
-            plan = make_plan(
+            make = functools.partial(
+                make_plan,
                 clusters,
                 machine=target,
                 microbatches=options.microbatches // options.replicas,
@@ -144,9 +152,15 @@ class Backend:
                 memory_limit=limit,
                 network=self._network,
                 search_seconds=options.search_seconds,
+                placement=placement,
             )
-            if many:
-                plan = plain.from_json(Plan, from_rank_zero(plain.to_json(plan), device))
+            try:
+                plan = self._decided(make, device) if many else make()
+            except ValueError as error:
+                if not worst:
+                    raise
+                refused = error
+                break
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
             passes = [insert_send_recv(), dp_wrap(mesh)]
             if split and plan.recompute:  # which part repeats what is known of whole backwards
@@ -163,7 +177,12 @@ class Backend:
         raise ValueError(
             f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
             "worst rank; use more stages, smaller microbatches or a larger limit"
-        )
+        ) from refused
+
+    @staticmethod
+    def _decided(make: Callable[[], Plan], device: torch.device) -> Plan:
+        """Rank 0's plan, or its reason that there is none, on every rank."""
+        return plain.from_json(Plan, decided_by_rank_zero(lambda: plain.to_json(make()), device))
 
     def _costs(self, clusters: Program, target: Machine) -> Costs:
         if self.options.costs == "estimate":
@@ -179,18 +198,25 @@ class Backend:
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = self._known_homes(captured.program, slots) if many else {}
         if homes:
-            return follow(clusters, homes)
+            return follow(
+                clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}
+            )
         return split_at(clusters, self.options.split_at) if self.options.split_at else None
 
     def _settle(
-        self, captured: Captured, program: Program, args: Sequence[Any], device: torch.device
+        self,
+        captured: Captured,
+        program: Program,
+        placed: tuple[int, ...],
+        args: Sequence[Any],
+        device: torch.device,
     ) -> None:
         """Notes which stages hold which state. What is new here must have the same values on
         every rank: else one of them holds stale ones, or was given another batch."""
         slots = dict(zip(captured.arguments, args, strict=True))
         found = holders(program, Role.PARAMETER, Role.BUFFER)
         homes = {
-            port.fqn: frozenset(call.unit for call in found.get(port.fqn, ()))
+            port.fqn: frozenset((call.unit, call.rank) for call in found.get(port.fqn, ()))
             for port in self._trained(program)
         }
         known = self._known_homes(program, slots)
@@ -210,6 +236,7 @@ class Backend:
             )
         for port in self._trained(program):
             self.homes[slots[port.name]] = homes[port.fqn]
+        self.placed = self.placed or placed
 
     @staticmethod
     def _trained(program: Program) -> list[Port]:
@@ -220,7 +247,7 @@ class Backend:
 
     def _known_homes(
         self, program: Program, slots: Mapping[str | None, Any]
-    ) -> dict[str, frozenset[int]]:
+    ) -> dict[str, frozenset[tuple[int, int]]]:
         """Where earlier programs have put this program's state, by canonical names."""
         ports = program.ports(Role.PARAMETER, Role.BUFFER)
         return {p.fqn: self.homes[slots[p.name]] for p in ports if slots[p.name] in self.homes}

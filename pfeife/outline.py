@@ -227,13 +227,21 @@ def _holder(module: fx.GraphModule, graph: fx.Graph) -> torch.nn.Module:
     return holder
 
 
+# Their schemas promise fresh tensors, their kernels look at the input's storage.
+_SILENT_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at its input's storage in another way."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(schema.returns) != 1:
         return False
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True  # its schema promises a fresh tensor, its kernel looks at the input's storage
+    if node.target in _SILENT_VIEWS:
+        return True
     returned = schema.returns[0].alias_info
     return returned is not None and not returned.is_write
 
@@ -255,8 +263,8 @@ def storage_owner(node: fx.Node) -> fx.Node:
 
 
 def owns_storage(body: fx.GraphModule, index: int) -> bool:
-    """Whether a body's result may be written to: its storage is the body's own, no other result
-    looks at it, and each of its elements stands there once."""
+    """Whether a body's result may be written to: an operation of torch's own made its storage in
+    the body, no other result looks at it, and each of its elements stands there once."""
     results = returned(body)
     owner = storage_owner(results[index])
     value = results[index].meta.get("val")
@@ -264,4 +272,6 @@ def owns_storage(body: fx.GraphModule, index: int) -> bool:
         stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)
     )
     alone = sum(storage_owner(node) is owner for node in results) == 1
-    return alone and not spread and not is_source(owner)
+    maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
+    known = getattr(maker.target, "namespace", "") in ("aten", "prims")  # others may hide views
+    return alone and not spread and known

@@ -133,16 +133,17 @@ class Link:
     residual: float
 
     def __attrs_post_init__(self) -> None:
+        where = f"Link {self.source} -> {self.destination}"
         lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
         if lengths != {len(self.sizes)} or len(self.sizes) < 2:
-            raise ValueError(
-                f"Link {self.source} -> {self.destination}: figures for {lengths} sizes"
-            )
-        if any(low >= high for low, high in pairwise(self.sizes)):
-            raise ValueError(f"Link.sizes must ascend, not {self.sizes}")
-        for value in (*self.seconds, *self.sending, *self.receiving):
-            if not value >= 0:
-                raise ValueError(f"Link {self.source} -> {self.destination}: {value} seconds")
+            raise ValueError(f"{where}: figures for {lengths} sizes")
+        if self.sizes[0] != 0 or any(low >= high for low, high in pairwise(self.sizes)):
+            raise ValueError(f"{where}: Link.sizes must ascend from 0, not {self.sizes}")
+        for values in (self.seconds, self.sending, self.receiving):
+            if not values[0] >= 0 or any(not low <= high for low, high in pairwise(values)):
+                raise ValueError(f"{where}: seconds {values} are negative or fall")
+        if not self.seconds[-1] > 0 or not self.residual >= 0:
+            raise ValueError(f"{where}: no seconds, or a residual of {self.residual}")
 
     def transfer_seconds(self, size: int) -> float:
         return self._at(self.seconds, size)

@@ -21,7 +21,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline, join_world
+from pfeife.runtime.distributed import DistributedPipeline, decided_by_rank_zero, join_world
 from pfeife.runtime.profile import profile_memory
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
@@ -101,6 +101,69 @@ def check_loop() -> None:
         assert "not the same on all ranks" in str(error)
     else:
         raise AssertionError("stale parameters were not refused")
+
+
+def check_placement_is_kept() -> None:
+    """Later graphs of a model run where its parameters were trained, also on folded stages."""
+    folded, searched = {"schedule": "zb-v", "stages": 4}, {"schedule": "search", "stages": None}
+    for options in ({**folded, "loss": 0}, folded, {**searched, "loss": 0}, searched):
+        torch._dynamo.reset()
+        one = case("GPT")
+        other = CASES["GPT"](copy.deepcopy(one.model))
+        step = pfeife.compile(one.step, microbatches=2, search_seconds=0.3, **options)
+        optimizers = [torch.optim.SGD(c.model.parameters(), lr=0.5) for c in (one, other)]
+        for seed in range(3):
+            batch = one.batch(4, seed)
+            step(*batch).backward()
+            for part in zip(*(x.chunk(2) for x in batch), strict=True):
+                (other.step(*part) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            if "loss" in options:  # the same step without gradients
+                parts = zip(*(x.chunk(2) for x in batch), strict=True)
+                assert torch.equal(step(*batch), sum(other.step(*part) / 2 for part in parts))
+            else:  # the model alone
+                alone = torch.compile(one.model, backend=step.backend, dynamic=True)
+                expected = torch.cat([other.model(part) for part in batch[0].chunk(2)])
+                assert torch.equal(alone(batch[0]), expected), options
+
+
+def check_steps_that_overlap() -> None:
+    """Two forwards before their backwards; forwards that are never differentiated keep nothing."""
+    one = case("GPT")
+    model = pfeife.compile(one.model, microbatches=2)
+    first, second = one.batch(4, 0)[0], one.batch(4, 1)[0]
+    for _ in range(2):
+        (model(first).sum() + model(second).sum()).backward()
+        found = {n: p.grad.clone() for n, p in one.model.named_parameters() if p.grad is not None}
+        for parameter in one.model.parameters():
+            parameter.grad = None
+        plain = CASES["GPT"](copy.deepcopy(one.model)).model
+        sum(plain(part).sum() for x in (first, second) for part in x.chunk(2)).backward()
+        expected = dict(plain.named_parameters())
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name].grad)
+    pipeline = model.backend.compiled[0].pipeline
+    for _ in range(3):
+        model(first)
+    assert not any(pipeline.transport.leaving.values())
+
+
+def check_a_refusal_on_one_rank() -> None:
+    """What rank 0 decides holds: if it refuses, all do."""
+
+    def refuse() -> str:
+        raise ValueError("no plan")
+
+    try:
+        decided_by_rank_zero(refuse, torch.device("cpu"))
+    except ValueError as error:
+        assert str(error) == "no plan"
+    else:
+        raise AssertionError("rank 0's refusal was lost")
+    assert decided_by_rank_zero(lambda: "plan", torch.device("cpu")) == "plan"
 
 
 def check_loss_outside() -> None:
@@ -247,6 +310,9 @@ def checks(world: int) -> dict:
         found |= {
             "loop": check_loop,
             "loss outside": check_loss_outside,
+            "placement is kept": check_placement_is_kept,
+            "steps that overlap": check_steps_that_overlap,
+            "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):

@@ -257,3 +257,37 @@ def test_a_gradient_with_two_names():
         outputs=(*fused.outputs, attrs.evolve(port, name="again")),
     )
     assert not {name, "again"} & summed_in_place(pfeife.verify(twice), call)
+
+
+class Joined(torch.autograd.Function):
+    """A cat whose backward looks at its gradient without saying so."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return torch.cat([a, b])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(gradient.unsafe_chunk(2))
+
+
+def test_views_that_hide():
+    """unsafe_split promises fresh tensors and gives views."""
+    torch.manual_seed(0)
+    a, b, c = (nn.Parameter(torch.randn(rows, 4)) for rows in (2, 2, 4))
+    u = nn.Parameter(torch.randn(4, 4))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.u = a, b, c, u
+
+        def forward(self, x):
+            return ((x + Joined.apply(self.a, self.b) + self.c) @ self.u).square().sum()
+
+    model = Model()
+    batch = [(torch.randn(4, 4),) for _ in range(3)]
+    program = pfeife.capture(model, *batch[0])
+    state = pfeife.state_of(program, model)
+    sent, schedule = staged(program, "gpipe", 1, False)
+    assert_same(pfeife.evaluate(program, state, batch), LocalPipeline(sent, schedule)(state, batch))

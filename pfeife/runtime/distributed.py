@@ -1,10 +1,11 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
 import atexit
+import copy
 import hashlib
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ class DistributedTransport:
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
         self.announced: dict[int, deque[Layouts]] = {}
         self.leaving: dict[int, deque[tuple[list[dist.Work], Tensors]]] = {}
+        self.finished: Counter[int] = Counter()
+
+    def for_step(self) -> "DistributedTransport":
+        """The same transport with sent messages of its own: steps may overlap, and each knows
+        when its own messages have arrived."""
+        other = copy.copy(self)
+        other.leaving, other.finished = {}, Counter()
+        return other
 
     def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
         """A process group for every set of ranks that reduces together, made in one order."""
@@ -84,9 +93,14 @@ class DistributedTransport:
     def release(self, destination: int, count: int) -> None:
         # Gloo's sends say that they are completed only when they have been waited for, so it
         # matters to know without asking when that takes no time.
-        for _ in range(count):
-            for work in self.leaving[destination].popleft()[0]:
-                work.wait()
+        known = min(count, self.finished[destination])
+        self.finished[destination] -= known
+        for _ in range(count - known):
+            self._wait_for_first(destination)
+
+    def _wait_for_first(self, destination: int) -> None:
+        for work in self.leaving[destination].popleft()[0]:
+            work.wait()
 
     def receive(self, source: int) -> Tensors:
         buffers, works = self.waiting[source].popleft()
@@ -104,8 +118,11 @@ class DistributedTransport:
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
+        """Waits until all that this step has sent has arrived."""
         for destination, leaving in self.leaving.items():
-            self.release(destination, len(leaving))
+            while leaving:
+                self._wait_for_first(destination)
+                self.finished[destination] += 1
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
@@ -144,7 +161,7 @@ class DistributedPipeline:
         inputs = microbatch_inputs(
             self.program, microbatches, seed, tangents, self.transport.replica
         )
-        return DistributedStep(self, self.runner.start(state, inputs, self.transport))
+        return DistributedStep(self, self.runner.start(state, inputs, self.transport.for_step()))
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -167,8 +184,8 @@ class DistributedStep:
         border = runner.backward_begin
         begin, end = (0 if forward else border), (None if backward else border)
         runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
-        if backward:
-            self.pipeline.transport.finish()
+        assert isinstance(self.step.transport, DistributedTransport)
+        self.step.transport.finish()
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
@@ -233,6 +250,21 @@ def from_rank_zero(text: str, device: torch.device) -> str:
     )
     dist.broadcast(shared, 0)
     return bytes(shared.tolist()).decode()
+
+
+def decided_by_rank_zero(decide: Callable[[], str], device: torch.device) -> str:
+    """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
+    ranks raise it."""
+    text = ""
+    if dist.get_rank() == 0:
+        try:
+            text = "+" + decide()
+        except ValueError as error:
+            text = "-" + str(error)
+    shared = from_rank_zero(text, device)
+    if shared.startswith("-"):
+        raise ValueError(shared[1:])
+    return shared[1:]
 
 
 def from_all_ranks(text: str, device: torch.device) -> list[str]:

@@ -19,8 +19,8 @@ _FEW = 4000  # cuts that are looked at one by one where memory is short
 @attrs.frozen
 class Wishes:
     """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank,
-    optimizer state in multiples of the parameters, stages if their number is given, and cuts
-    likewise."""
+    optimizer state in multiples of the parameters, stages if their number is given, cuts
+    and the stages' ranks likewise."""
 
     machine: Machine
     microbatches: int
@@ -30,6 +30,7 @@ class Wishes:
     state_factor: float = 0.0
     stages: int | None = None
     cuts: tuple[int, ...] | None = None
+    placement: tuple[int, ...] | None = None
 
 
 @attrs.frozen
@@ -87,6 +88,9 @@ def layout_of(
 
 
 def _placements(units: int, wishes: Wishes) -> Iterator[tuple[int, ...]]:
+    if wishes.placement:
+        yield wishes.placement
+        return
     if wishes.cuts:
         counts = [wishes.cuts[-1] + 1]
     else:

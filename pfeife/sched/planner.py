@@ -20,7 +20,8 @@ from pfeife.sched.joint import search_plan
 from pfeife.sched.layouts import Wishes
 from pfeife.sched.lower import insert_actions
 from pfeife.sched.orders import looped
-from pfeife.sched.policies import forward_only, placement, policy
+from pfeife.sched.policies import forward_only, policy
+from pfeife.sched.policies import placement as placement_of
 from pfeife.sched.problem import seconds_of, transfers
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
@@ -41,6 +42,7 @@ def plan(
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     search_seconds: float = 20.0,
     seed: int = 0,
+    placement: Sequence[int] | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
     schedule shall be.
@@ -53,9 +55,9 @@ def plan(
     slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
     as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
     them in turn and share the limit equally.
-    `optimizer` says what state is kept beside the parameters. A measured `network` takes the
-    place of the machine's figures for links.
-    Raises ValueError if the wishes contradict each other or the program.
+    `placement` has the ranks of the stages where they are given. `optimizer` says what state is
+    kept beside the parameters. A measured `network` takes the place of the machine's figures
+    for links. Raises ValueError if the wishes contradict each other or the program.
     """
     machine = network.seen_by(machine) if network else machine
     by_hand = _cuts_by_hand(program, cuts, stages)
@@ -71,11 +73,12 @@ def plan(
             state_factor(optimizer),
             stages,
             by_hand,
+            tuple(placement[:count]) if placement else None,
         )
         return search_plan(program, wishes, search_seconds=search_seconds, seed=seed)
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
-    placed = _placed(schedule, count, ranks or count)
+    placed = tuple(placement[:count]) if placement else _placed(schedule, count, ranks or count)
     family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
     order = family(count, microbatches, placed)
     stage_of = by_hand or balanced(
@@ -154,7 +157,7 @@ def splits(schedule: str) -> bool:
     """Whether the schedules of a family, or those that a search finds, split backwards."""
     if schedule == "search":
         return True
-    order = policy(schedule)(4, 4, placement(schedule, 4, 2))
+    order = policy(schedule)(4, 4, placement_of(schedule, 4, 2))
     return any(a.do == Do.INPUT_BACKWARD for actions in order.ranks for a in actions)
 
 
@@ -164,7 +167,7 @@ def _placed(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
             f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
             f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
         )
-    return looped(stages, ranks) if schedule == "search" else placement(schedule, stages, ranks)
+    return looped(stages, ranks) if schedule == "search" else placement_of(schedule, stages, ranks)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
