@@ -28,6 +28,7 @@ lint: .venv/dev
 
 benchmarks: .venv/dev
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/planning_time.py
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/together.py
 
