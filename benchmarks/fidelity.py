@@ -6,7 +6,6 @@ Each configuration is planned from costs that are measured cluster by cluster (a
 `bench_network`); then it runs, one step of every configuration in turn.
 """
 
-import os
 import random
 import statistics
 import time
@@ -15,14 +14,13 @@ import attrs
 import models
 import torch
 import torch.distributed as dist
-from harness import DEVICE, Ready, in_turn, launch, mean_costs, of_rank_zero, ready
+from harness import Ready, in_turn, mean_costs, of_rank_zero, ready, run
 from scipy.stats import spearmanr
 
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
-from pfeife.runtime.distributed import join_world, leave_world
 from pfeife.runtime.profile import profile_memory
 
 CASES = (models.gpt, models.skip_net, models.large_head)
@@ -107,8 +105,6 @@ def deep_model(depth: int = 48) -> None:
 
 
 def main(repeats: int = 9) -> None:
-    torch.set_num_threads(1)
-    join_world(DEVICE)
     deep_model()
     rank_correlation()
     planned = configurations(repeats)
@@ -144,12 +140,7 @@ def main(repeats: int = 9) -> None:
                 f"{what}: median error {100 * statistics.median(errors):.1f} %, "
                 f"worst {100 * max(errors):.1f} % of {len(errors)}"
             )
-    dist.barrier()
-    leave_world()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        launch(__file__)
+    run(__file__, main)

@@ -4,6 +4,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -13,7 +14,13 @@ import torch.distributed as dist
 import pfeife
 from pfeife import plain, sched
 from pfeife.program import Program
-from pfeife.runtime.distributed import DistributedPipeline, from_all_ranks, from_rank_zero
+from pfeife.runtime.distributed import (
+    DistributedPipeline,
+    from_all_ranks,
+    from_rank_zero,
+    join_world,
+    leave_world,
+)
 
 DEVICE = torch.device("cpu")
 
@@ -21,16 +28,27 @@ DEVICE = torch.device("cpu")
 def launch(file: str, ranks: int = 2) -> None:
     """Replaces this process by torchrun with the same file and arguments.
 
-    glibc is told to keep freed memory: else it returns large activations to the system again and
-    again, at moments that nobody can predict (torch's tuning guide wants another allocator).
+    Unless --default-malloc is given, glibc is told to keep freed memory: else it returns large
+    activations to the system again and again, at moments that nobody can predict (torch's tuning
+    guide wants another allocator).
     """
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(2**25),
-        "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    }
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "--default-malloc" not in sys.argv:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**25)
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**33)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     os.execv(sys.executable, [*command, "--nproc-per-node", str(ranks), file, *sys.argv[1:]])
+
+
+def run(file: str, main: Callable[[], None]) -> None:
+    """What a benchmark's file does: starts its ranks, or is one of them."""
+    if "RANK" not in os.environ:
+        launch(file)
+    torch.set_num_threads(1)
+    join_world(DEVICE)
+    main()
+    dist.barrier()
+    leave_world()
 
 
 def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:

@@ -43,10 +43,8 @@ def main() -> None:
         )
         taken = time.perf_counter() - start
         gap = 100 * (plan.step_seconds / plan.bound_seconds - 1)
-        rows.append(
-            (program.units, ranks, microbatches, f"{budget:.0f} s", f"{taken:.1f} s", plan.stages)
-            + (f"{gap:.2f} %",)
-        )
+        times = (f"{budget:.0f} s", f"{taken:.1f} s")
+        rows.append((program.units, ranks, microbatches, *times, plan.stages, f"{gap:.2f} %"))
     head = ("clusters", "ranks", "microbatches", "budget", "planning", "stages", "over bound")
     print(report.table(rows, head))
 

@@ -6,20 +6,18 @@ Two Gloo ranks; costs measured cluster by cluster. The even split has the same n
 in every stage; the best family is the one that is predicted to be fastest on it.
 """
 
-import os
 import statistics
 
 import attrs
 import models
 import torch
 import torch.distributed as dist
-from harness import DEVICE, in_turn, launch, mean_costs, of_rank_zero, ready
+from harness import in_turn, mean_costs, of_rank_zero, ready, run
 
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
-from pfeife.runtime.distributed import join_world, leave_world
 from pfeife.sched.policies import POLICIES, placement
 
 MICROBATCHES, RANKS = 8, 2
@@ -41,8 +39,6 @@ def even_plans(clusters: pfeife.Program) -> dict[str, pfeife.Plan]:
 
 
 def main(repeats: int = 7) -> None:
-    torch.set_num_threads(1)
-    join_world(DEVICE)
     network = bench_network()
     host = attrs.evolve(machine("cpu-core"), action_seconds=2e-5)
     rows = []
@@ -90,12 +86,7 @@ def main(repeats: int = 7) -> None:
         head = ("model", "best family on an even split", "searched stages", "predicted even")
         head = (*head, "searched", "ratio", "measured even", "searched", "ratio", "over bound")
         print(report.table(rows, head))
-    dist.barrier()
-    leave_world()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        launch(__file__)
+    run(__file__, main)

@@ -97,12 +97,15 @@ class Backend:
         clusters = annotate(self._costs(clusters, target))(clusters)
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
-        cuts = self._cuts(clusters, captured, args, many)
         slots = dict(zip(captured.arguments, args, strict=True))
-        at_home = many and bool(self._known_homes(captured.program, slots))
-        plan, program = self._planned(
-            whole, clusters, target, order, cuts, self.placed if at_home else None, world, device
-        )
+        homes = self._known_homes(captured.program, slots) if many else {}
+        wishes = {
+            "machine": target,
+            "schedule": order,
+            "cuts": self._cuts(clusters, homes),
+            "placement": self.placed if homes else None,
+        }
+        plan, program = self._planned(whole, clusters, wishes, world, device)
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, many)
         if devices:
@@ -123,36 +126,32 @@ class Backend:
         self,
         whole: Program,
         clusters: Program,
-        target: Machine,
-        order: str,
-        cuts: tuple[int, ...] | None,
-        placement: tuple[int, ...] | None,
+        wishes: Mapping[str, Any],
         world: int,
         device: torch.device,
     ) -> tuple[Plan, Program]:
-        """The plan of the `clusters` with costs, and the ranks' program of them as they were before
-        their backwards were split; planned again with less memory as long as the
-        account of every byte says that a rank would need more than its limit."""
+        """The plan of the `clusters` with costs, and the ranks' program; planned again with less
+        memory as long as the account of every byte says that a rank would need more than its
+        limit. `whole` are the clusters before their backwards were split, `wishes` those for the
+        planner that are not options."""
         options, many = self.options, world > 1
         split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world // options.replicas if many else None
         ranks = len(options.devices) if options.devices else ranks
+        by_rank = not options.split_at and wishes["schedule"] != "search"
         limit, worst = options.memory_limit, 0
         refused: ValueError | None = None
         for _ in range(6):
             make = functools.partial(
                 make_plan,
                 clusters,
-                machine=target,
+                **wishes,
                 microbatches=options.microbatches // options.replicas,
-                stages=options.stages or (None if options.split_at or order == "search" else ranks),
+                stages=options.stages or (ranks if by_rank else None),
                 ranks=ranks,
-                schedule=order,
-                cuts=cuts,
                 memory_limit=limit,
                 network=self._network,
                 search_seconds=options.search_seconds,
-                placement=placement,
             )
             try:
                 plan = self._decided(make, device) if many else make()
@@ -192,11 +191,9 @@ class Backend:
         return measure(clusters, cache=cache, progress=shown)
 
     def _cuts(
-        self, clusters: Program, captured: Captured, args: Sequence[Any], many: bool
+        self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
     ) -> tuple[int, ...] | None:
         """Cuts that are given: by where the state is at home already, or by the options."""
-        slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self._known_homes(captured.program, slots) if many else {}
         if homes:
             return follow(
                 clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}

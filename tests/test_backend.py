@@ -11,6 +11,7 @@ from models import CASES, EQUAL_TO_EAGER, case
 from torch import nn
 
 import pfeife
+from pfeife.cost import memory_curves
 from pfeife.testing import assert_same, eager_accumulation
 
 
@@ -473,3 +474,38 @@ def test_what_would_be_silently_wrong_is_refused():
         model.weight.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place between"):
         logits.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", ["search", "1f1b"])
+def test_the_memory_limit_holds_by_the_byte(schedule):
+    """A search recomputes where it must, with the same bits; a family is refused."""
+    one = case("GPT")
+    microbatches = [one.batch(16, seed) for seed in range(4)]
+    expected = eager_accumulation(one.step, one.model, microbatches)
+    batch = [torch.cat(parts) for parts in zip(*microbatches, strict=True)]
+
+    def compiled(limit: int | None):
+        torch._dynamo.reset()
+        step = pfeife.compile(
+            one.step,
+            microbatches=4,
+            stages=2,
+            schedule=schedule,
+            search_seconds=1.0,
+            memory_limit=limit,
+        )
+        one.model.zero_grad()
+        step(*batch).backward()
+        found = step.backend.compiled[0]
+        return found.plan, max(c.peak for c in memory_curves(found.program, found.schedule))
+
+    free, most = compiled(None)
+    limit = most // 2
+    if schedule == "1f1b":
+        with pytest.raises(ValueError, match="bytes"):
+            compiled(limit)
+        return
+    tight, peak = compiled(limit)
+    assert peak <= limit and tight.recompute and not free.recompute
+    for name, parameter in one.model.named_parameters():
+        assert torch.equal(parameter.grad, expected.gradients[name]), name

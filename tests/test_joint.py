@@ -11,8 +11,8 @@ from models import case
 from test_cost import fused
 
 import pfeife
-from pfeife import plain, sched
-from pfeife.cost import estimate, machine, memory_curves
+from pfeife import sched
+from pfeife.cost import estimate, machine
 from pfeife.program import Kind
 from pfeife.sched.cuts import Clusters
 from pfeife.sched.joint import search_workload
@@ -178,32 +178,3 @@ def test_the_number_of_microbatches_is_chosen():
     assert sched.choose_microbatches(programs(slow), machine=slow, stages=2)[0] == 1
     with pytest.raises(ValueError, match="90 stages"):
         sched.choose_microbatches(programs(slow), machine=slow, stages=90)
-
-
-@pytest.mark.parametrize("share", [0.75, 0.55])
-def test_short_memory_is_made_up_for_by_recomputing(share):
-    """The plan keeps to a limit that no schedule without recomputing keeps to, or is slower."""
-    one = case("GPT")
-    whole = pfeife.fuse()(pfeife.capture(one.step, *one.batch(16)))
-    program = pfeife.annotate(estimate(whole, CORE))(whole)
-
-    def peak(plan: pfeife.Plan) -> int:
-        ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(program)
-        return max(c.peak for c in memory_curves(ranks, sched.lower(plan.schedule, ranks)))
-
-    def planned(limit: int | None) -> pfeife.Plan:
-        return sched.plan(
-            program,
-            machine=CORE,
-            microbatches=4,
-            ranks=2,
-            schedule="search",
-            memory_limit=limit,
-            search_seconds=1.0,
-        )
-
-    free = planned(None)
-    tight = planned(int(share * peak(free)))
-    assert not free.recompute and peak(tight) < peak(free)
-    assert tight.step_seconds >= free.step_seconds * (1 - 1e-9)
-    assert plain.from_json(pfeife.Plan, plain.to_json(tight)) == tight

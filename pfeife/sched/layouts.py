@@ -49,10 +49,15 @@ class Layout:
 
 
 def begins(stage_of: Sequence[int], unit: int) -> bool:
+    """Whether a stage begins with a cluster that is not the first."""
     return stage_of[unit] != stage_of[unit - 1]
 
 
 def layouts_for(work: Workload, clusters: Clusters, wishes: Wishes) -> list[Layout]:
+    """Layouts worth a search; where none has room for a microbatch, also the roomiest ones.
+
+    Raises ValueError if there are fewer clusters than stages.
+    """
     found: dict[tuple, Layout] = {}
     for home in _placements(len(clusters.seconds), wishes):
         for cut in _cuts(work, clusters, wishes, home):
@@ -217,9 +222,13 @@ def short_of_memory(layout: Layout, wishes: Wishes) -> bool:
 def _needed(layout: Layout, rank: int, share: float, wishes: Wishes) -> float:
     """Bytes that a rank lacks to have a share of as many microbatches in flight as there are
     ranks, and one in any case."""
-    count = max(1, round(share * min(wishes.ranks, wishes.microbatches)))
     limits = layout.problem.memory or ()
-    return count * layout.problem.smallest_memory(rank) - limits[rank]
+    return _wanted(share, wishes) * layout.problem.smallest_memory(rank) - limits[rank]
+
+
+def _wanted(share: float, wishes: Wishes) -> int:
+    """Microbatches that want to be in flight."""
+    return max(1, round(share * min(wishes.ranks, wishes.microbatches)))
 
 
 def lighter(
@@ -231,8 +240,7 @@ def lighter(
     for layout, share in itertools.product(layouts, (1.0, 0.5, 0.0)):
         chosen: dict[int, RecomputeOption] = {}
         for rank in range(wishes.ranks):
-            count = max(1, round(share * min(wishes.ranks, wishes.microbatches)))
-            lacking = _needed(layout, rank, share, wishes) / count
+            lacking = _needed(layout, rank, share, wishes) / _wanted(share, wishes)
             units = [
                 unit
                 for unit, stage in enumerate(layout.stage_of)

@@ -58,12 +58,11 @@ def workload_of(program: Program, duplicated: Sequence[str] = ()) -> Workload:
     calls = {call.node: call for call in program.calls}
     seconds: dict[Kind, list[float]] = {}
     temporaries = [0] * program.units
-    peaks: dict[str, int] = {}
     for call in program.calls:
         per_unit = seconds.setdefault(call.kind, [0.0] * program.units)
         per_unit[call.unit] += (call.seconds or 0.0) + call.accumulate_seconds
-        peaks[call.node] = Body.of(program.body(call)).peak
-        temporaries[call.unit] = max(temporaries[call.unit], peaks[call.node])
+        peak = Body.of(program.body(call)).peak
+        temporaries[call.unit] = max(temporaries[call.unit], peak)
     sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
     parameters = tuple(
         (sizes[name], frozenset(call.unit for call in users))
