@@ -10,7 +10,7 @@ from pfeife import plain, report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
 from pfeife.progress import bar
-from pfeife.runtime.distributed import join_world, leave_world, world_rank
+from pfeife.runtime.world import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bench_network(given: argparse.Namespace) -> int:
     device = torch.device(given.device)
-    if join_world(device) < 2:
+    world = join_world(device)
+    if world is None:
         print(
             "bench-network measures between processes; start it with torchrun --nproc-per-node 2 "
             "-m pfeife bench-network",
             file=sys.stderr,
         )
         return 2
-    first = world_rank() == 0
+    first = world.rank == 0
     found = bench_network(
         sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
         repeats=given.repeats,

@@ -1,5 +1,6 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
 from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
 from pfeife.microbatch import BatchedGraph
-from pfeife.options import Options, options_from
+from pfeife.options import Options, options_from, versions
 from pfeife.passes import (
     annotate,
     compose,
@@ -30,19 +31,15 @@ from pfeife.passes import (
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
 from pfeife.program import Kind, Port, Program, Role, holders
 from pfeife.progress import bar
-from pfeife.runtime.distributed import (
-    DistributedPipeline,
-    check_agreement,
-    decided_by_rank_zero,
-    differing,
-    join_world,
-    world_rank,
-)
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.world import World, join_world
 from pfeife.sched import follow, lower, policy, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
+_CPU = torch.device("cpu")
 
 
 class Backend:
@@ -75,28 +72,41 @@ class Backend:
 
         def run(*args: Any) -> list[torch.Tensor]:
             key = graph.key(args)
+            device = next((a.device for a in args if isinstance(a, torch.Tensor)), _CPU)
+            world = join_world(device, self.options.timeout)
+            if world:
+                with world.building("the arguments of a step"):
+                    world.check_agreement(self._called_with(args), "the arguments of this call")
             if key not in known:
-                known[key] = self._build(graph, args)
+                with world.building("a step") if world else contextlib.nullcontext():
+                    known[key] = self._build(graph, args, world, device)
                 self.compiled.append(known[key])
             return run_step(known[key], self.options, args)
 
         return run
 
-    def _build(self, graph: BatchedGraph, args: Sequence[Any]) -> Compiled:
+    def _called_with(self, args: Sequence[Any]) -> str:
+        """All that a call's program and its messages depend on, a line each."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        shapes = [f"a tensor of {a.dtype} {list(a.shape)} on {a.device.type}" for a in tensors]
+        trains = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        return "\n".join([*versions(), str(self.options), trains, *shapes])
+
+    def _build(
+        self, graph: BatchedGraph, args: Sequence[Any], world: World | None, device: torch.device
+    ) -> Compiled:
         options = self.options
         captured = graph.captured(args, options)
-        device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
-        world = join_world(device)
-        many = world > 1
+        many = world is not None
         target = self._machine or default_machine(device)
         clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
         # With the loss outside the gradients arrive when all forwards are done.
         order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
         split = splits(order) and bool(captured.program.ports(Role.TANGENT))
         whole, clusters = clusters, split_backward()(clusters) if split else clusters
-        clusters = annotate(self._costs(clusters, target))(clusters)
-        if many:
-            check_agreement(str(clusters) + str(options), "the captured program", device)
+        clusters = annotate(self._costs(clusters, target, world))(clusters)
+        if world:
+            world.check_agreement(f"{options}\n{clusters}", "the captured program")
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = self._known_homes(captured.program, slots) if many else {}
         wishes = {
@@ -105,20 +115,18 @@ class Backend:
             "cuts": self._cuts(clusters, homes),
             "placement": self.placed if homes else None,
         }
-        plan, program = self._planned(whole, clusters, wishes, world, device)
+        plan, program = self._planned(whole, clusters, wishes, world)
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, many)
         if devices:
             program = place(devices)(program)
         schedule = verify_schedule(lower(plan.schedule, program))
-        if many:
-            check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
-            self._settle(captured, program, plan.stage_ranks, args, device)
-        pipeline = (
-            DistributedPipeline(program, schedule, device)
-            if many
-            else LocalPipeline(program, schedule, devices)
-        )
+        pipeline: DistributedPipeline | LocalPipeline
+        if world:
+            pipeline = DistributedPipeline(program, schedule, device, timeout=options.timeout)
+            self._settle(captured, program, plan.stage_ranks, args, world)
+        else:
+            pipeline = LocalPipeline(program, schedule, devices)
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
 
@@ -127,16 +135,15 @@ class Backend:
         whole: Program,
         clusters: Program,
         wishes: Mapping[str, Any],
-        world: int,
-        device: torch.device,
+        world: World | None,
     ) -> tuple[Plan, Program]:
         """The plan of the `clusters` with costs, and the ranks' program; planned again with less
         memory as long as the account of every byte says that a rank would need more than its
         limit. `whole` are the clusters before their backwards were split, `wishes` those for the
         planner that are not options."""
-        options, many = self.options, world > 1
+        options = self.options
         split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
-        ranks = world // options.replicas if many else None
+        ranks = world.size // options.replicas if world else None
         ranks = len(options.devices) if options.devices else ranks
         by_rank = not options.split_at and wishes["schedule"] != "search"
         limit, worst = options.memory_limit, 0
@@ -154,7 +161,7 @@ class Backend:
                 search_seconds=options.search_seconds,
             )
             try:
-                plan = self._decided(make, device) if many else make()
+                plan = self._decided(make, world) if world else make()
             except ValueError as error:
                 if not worst:
                     raise
@@ -179,15 +186,15 @@ class Backend:
         ) from refused
 
     @staticmethod
-    def _decided(make: Callable[[], Plan], device: torch.device) -> Plan:
+    def _decided(make: Callable[[], Plan], world: World) -> Plan:
         """Rank 0's plan, or its reason that there is none, on every rank."""
-        return plain.from_json(Plan, decided_by_rank_zero(lambda: plain.to_json(make()), device))
+        return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
 
-    def _costs(self, clusters: Program, target: Machine) -> Costs:
+    def _costs(self, clusters: Program, target: Machine, world: World | None) -> Costs:
         if self.options.costs == "estimate":
             return estimate(clusters, target)
         cache = Path(self.options.cache) if self.options.cache else None
-        shown = bar("measuring") if world_rank() == 0 else None
+        shown = bar("measuring") if world is None or world.rank == 0 else None
         return measure(clusters, cache=cache, progress=shown)
 
     def _cuts(
@@ -206,7 +213,7 @@ class Backend:
         program: Program,
         placed: tuple[int, ...],
         args: Sequence[Any],
-        device: torch.device,
+        world: World,
     ) -> None:
         """Notes which stages hold which state. What is new here must have the same values on
         every rank: else one of them holds stale ones, or was given another batch."""
@@ -223,9 +230,9 @@ class Backend:
             if port.name in slots
             and (port.fqn not in known or known[port.fqn] != homes.get(port.fqn))
         }
-        wrong = differing(fresh, device)
+        wrong = world.differing(fresh)
         if wrong:
-            raise ValueError(
+            raise Refusal(
                 f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
                 "given the whole batch, and seeded alike before the model is made; a model that "
                 "another compiled step has trained in parts runs with that step's pfeife.compile "

@@ -1,7 +1,9 @@
 """What a user may ask of the backend, checked before anything runs."""
 
 import os
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any, Literal
 
 import attrs
@@ -43,6 +45,7 @@ class Options:
     cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
+    timeout: under torchrun, after how many seconds of silence a rank is given up.
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
@@ -62,6 +65,7 @@ class Options:
     devices: tuple[str, ...] | None = attrs.field(
         default=None, converter=lambda given: given if given is None else tuple(given)
     )
+    timeout: float = attrs.field(default=300.0, validator=attrs.validators.gt(0))
     loss: int | Literal["outside"] | None = None
     reduce: Mapping[int, str] = attrs.field(factory=dict)
 
@@ -76,6 +80,13 @@ class Options:
         wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
         if wrong:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+
+def versions() -> list[str]:
+    """What must be the same on every rank beside the program."""
+    names = ("torch", "pfeife")
+    found = [f"{name} {metadata.version(name)}" for name in names]
+    return [*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}"]
 
 
 def options_from(given: Mapping[str, Any]) -> Options:

@@ -21,8 +21,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline, decided_by_rank_zero, join_world
+from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.profile import profile_memory
+from pfeife.runtime.world import join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")
@@ -157,13 +158,14 @@ def check_a_refusal_on_one_rank() -> None:
     def refuse() -> str:
         raise ValueError("no plan")
 
+    world = join_world(torch.device("cpu"))
     try:
-        decided_by_rank_zero(refuse, torch.device("cpu"))
+        world.decided_by_rank_zero(refuse)
     except ValueError as error:
         assert str(error) == "no plan"
     else:
         raise AssertionError("rank 0's refusal was lost")
-    assert decided_by_rank_zero(lambda: "plan", torch.device("cpu")) == "plan"
+    assert world.decided_by_rank_zero(lambda: "plan") == "plan"
 
 
 def check_loss_outside() -> None:

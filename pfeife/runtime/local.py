@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from pfeife.envelope import Channel, Envelope, Tensors
 from pfeife.evaluate import Result, State, add, averaged, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import Layouts, RankRunner, Step, Tensors, Watch, microbatch_inputs
+from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
 
 
 class Aborted(RuntimeError):
@@ -39,11 +40,13 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
         self.world, self.rank, self.offset, self.device = world, rank, offset, device
 
-    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+    def expect(self, source: int, channel: Channel) -> None:
         pass
 
-    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         channel = (self.offset + self.rank, self.offset + destination)
+        for value, layout in zip(values, envelope.layouts, strict=True):
+            layout.check(value)
         with self.world.changed:
             self.world.channels.setdefault(channel, deque()).append(values)
             self.world.changed.notify_all()
