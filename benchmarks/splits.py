@@ -43,30 +43,28 @@ def parts(count: int, stages: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
-def _chain(name: str, layers: list[nn.Module], stages: int, loss, draw) -> Split:
-    model = nn.Sequential(*layers)
-    cut = tuple(nn.Sequential(*(layers[i] for i in part)) for part in parts(len(layers), stages))
-    return Split(models.Case(name, model, lambda x, y: loss(model(x), y), draw), cut, loss)
-
-
 def tiny(stages: int, width: int = 8) -> Split:
     """A linear layer and a tanh a stage: next to nothing to compute."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]
-    return _chain(
-        "tiny", layers, stages, F.mse_loss, lambda: (torch.randn(2, width), torch.randn(2, width))
-    )
+    model = nn.Sequential(*layers)
+
+    def draw() -> tuple[torch.Tensor, ...]:
+        return torch.randn(2, width), torch.randn(2, width)
+
+    case = models.Case("tiny", model, lambda x, y: F.mse_loss(model(x), y), draw)
+    return Split(case, tuple(layers), F.mse_loss)
 
 
 def sleeping(stages: int, rows: int) -> Split:
     """A virtual accelerator's layer a stage; the values between stages have `rows` KB."""
     layers = [virtual.Layer() for _ in range(stages)]
-    return _chain(
-        "sleeping",
-        layers,
-        stages,
-        lambda x, _: virtual.OPS.mean_square(x),
-        lambda: (torch.rand(rows, virtual.WIDTH), torch.zeros(1)),
-    )
+    model = nn.Sequential(*layers)
+
+    def draw() -> tuple[torch.Tensor, ...]:
+        return (torch.rand(rows, virtual.WIDTH),)
+
+    case = models.Case("sleeping", model, lambda x: virtual.OPS.mean_square(model(x)), draw)
+    return Split(case, tuple(layers), lambda x, _: virtual.OPS.mean_square(x))
 
 
 class GPTPart(nn.Module):
