@@ -2,9 +2,10 @@
 
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -20,19 +21,38 @@ from pfeife.runtime.world import World, join_world, leave_world
 DEVICE = torch.device("cpu")
 
 
-def launch(file: str, ranks: int = 2) -> None:
-    """Replaces this process by torchrun with the same file and arguments.
+def command(file: str, ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Torchrun with a thread a rank, of which the environment is told.
 
     Unless --default-malloc is given, glibc is told to keep freed memory: else it returns large
     activations to the system again and again, at moments that nobody can predict (torch's tuning
     guide wants another allocator).
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    if "--default-malloc" not in sys.argv:
+    if "--default-malloc" not in arguments:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**25)
         os.environ["MALLOC_TRIM_THRESHOLD_"] = str(2**33)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(sys.executable, [*command, "--nproc-per-node", str(ranks), file, *sys.argv[1:]])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(ranks), file, *arguments]
+
+
+def launch(file: str, ranks: int = 2) -> None:
+    """Replaces this process by torchrun with the same file and arguments."""
+    os.execv(sys.executable, command(file, ranks, sys.argv[1:]))
+
+
+def world(file: str, ranks: int, arguments: Sequence[str], seconds: float = 600.0) -> None:
+    """Runs a file's ranks as processes of their own. Raises RuntimeError if they fail, or are not
+    done after some `seconds`; nothing of them is left running."""
+    with subprocess.Popen(command(file, ranks, arguments)) as agent:
+        try:
+            code: int | str = agent.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"no end after {seconds:.0f} s"
+        finally:
+            agent.terminate()  # torchrun ends its ranks, if need be with SIGKILL
+    if code:
+        raise RuntimeError(f"{ranks} ranks of {file} {' '.join(arguments)}: {code}")
 
 
 def run(file: str, main: Callable[[], None]) -> None:
@@ -88,16 +108,23 @@ def ready(plan: pfeife.Plan, clusters: Program, case: Any) -> Ready:
     return Ready(ranks, schedule, pipeline, pfeife.state_of(clusters, case.model), batch)
 
 
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the slowest rank, and CPU seconds of all ranks' processes together."""
+    dist.barrier()
+    cpu, start = time.process_time(), time.perf_counter()
+    step()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    busy = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    dist.all_reduce(busy)
+    return float(taken), float(busy)
+
+
 def steps(one: Ready) -> list[float]:
     """Seconds of two steps of the slower rank, after one that nobody times."""
     found = []
     for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        one.pipeline.start(one.state, one.batch).run()
-        taken = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        found.append(float(taken))
+        found.append(timed(lambda: one.pipeline.start(one.state, one.batch).run())[0])
     return found[1:]
 
 

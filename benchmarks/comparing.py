@@ -1,0 +1,163 @@
+"""Two sides of one case in one world: made alike, checked against each other, timed in turn."""
+
+import cProfile
+import pstats
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import harness
+import models
+import pipelining
+import splits
+import torch
+import torch.distributed as dist
+
+import pfeife
+from pfeife import sched
+
+# Seconds of the slowest rank and CPU seconds of all ranks, of every step, by side.
+Times = dict[str, list[tuple[float, float]]]
+
+
+@attrs.frozen
+class Options:
+    """How often each side runs, whether rank 0 of ours is profiled, whether the peer is timed."""
+
+    repeats: int
+    profile: bool = False
+    peer: bool = True
+
+
+@attrs.frozen(eq=False)
+class Side:
+    """Something whose steps are timed; `reset` comes before each, untimed."""
+
+    step: Callable[[], object]
+    reset: Callable[[], object] = lambda: None
+
+
+@attrs.frozen
+class Record:
+    """What was measured of one case. `ideal` is in seconds, where there is one."""
+
+    ranks: int
+    schedule: str
+    stages: int
+    microbatches: int
+    actions: int
+    times: Times
+    ideal: float | None = None
+    note: str = ""
+
+
+def in_turn(sides: dict[str, Side], options: Options) -> Times:
+    """Every side's step after the other's, again and again, after one that nobody times."""
+    times: Times = {name: [] for name in sides}
+    profiler = cProfile.Profile()
+    for repeat in range(options.repeats + 1):
+        for name, side in sides.items():
+            side.reset()
+            step = side.step
+            if options.profile and name == "ours" and repeat and dist.get_rank() == 0:
+                step = _profiled(profiler, step)
+            times[name].append(harness.timed(step))
+    if options.profile and dist.get_rank() == 0:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+    return {name: taken[1:] for name, taken in times.items()}
+
+
+def _profiled(profiler: cProfile.Profile, step: Callable[[], object]) -> Callable[[], object]:
+    return lambda: profiler.runcall(step)
+
+
+def cut_as(split: splits.Split, order: pfeife.Schedule) -> harness.Ready:
+    """Pfeife's pipeline with the peer's cut and order."""
+    case = split.case
+    clusters = pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
+    if any(action.do == "W" for actions in order.ranks for action in actions):
+        clusters = pfeife.split_backward()(clusters)
+    plan = pfeife.Plan(sched.follow(clusters, split.homes), order)
+    one = harness.ready(harness.of_rank_zero(plan), clusters, case)
+    assert one.schedule.computing() == order
+    return one
+
+
+def steps_of(one: harness.Ready) -> Side:
+    return Side(lambda: one.pipeline.start(one.state, one.batch).run())
+
+
+def check(one: harness.Ready, peer: pipelining.Peer) -> None:
+    """Raises AssertionError unless both compute the same (collective)."""
+    step = one.pipeline.start(one.state, one.batch)
+    step.run()
+    found = step.result(outputs=False)
+    peer.reset()
+    peer.step()
+    theirs, loss = peer.gradients(), peer.loss()
+    for name in theirs.keys() & found.gradients.keys():
+        torch.testing.assert_close(found.gradients[name], theirs[name], rtol=1e-3, atol=1e-5)
+    if loss is not None:
+        torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-6)
+
+
+def accumulate(case: models.Case, batch: Sequence[Any]) -> None:
+    """A step's forwards and backwards by autograd alone."""
+    for microbatch in batch:
+        (case.step(*microbatch) / len(batch)).backward()
+
+
+def eager(case: models.Case, batch: Sequence[Any], *, threads: int = 1, all_ranks=False) -> Side:
+    """The whole model's step in one process, rank 0, while the other ranks sleep; or in every
+    one of them at the same time."""
+
+    def step() -> None:
+        if all_ranks or dist.get_rank() == 0:
+            torch.set_num_threads(threads)
+            accumulate(case, batch)
+            torch.set_num_threads(1)
+
+    def reset() -> None:
+        for parameter in case.model.parameters():
+            parameter.grad = None
+
+    return Side(step, reset)
+
+
+def side_by_side(
+    make: Callable[[], splits.Split],
+    schedule: str,
+    microbatches: int,
+    options: Options,
+    *,
+    plan: Callable[[splits.Split], harness.Ready] | None = None,
+    alone: bool = False,
+    ideal: Callable[[harness.Ready], float] | None = None,
+    note: str = "",
+) -> Record:
+    """Both sides on the peer's split and schedule, unless `plan` makes ours another way; with
+    `alone`, also all that they compute, without a pipeline."""
+    torch.manual_seed(0)
+    split = make()
+    batch = [split.case.draw() for _ in range(microbatches)]
+    peer = pipelining.peer(split, schedule, batch)
+    order = pipelining.order(peer, schedule, len(split.stages), microbatches)
+    one = attrs.evolve(plan(split) if plan else cut_as(split, order), batch=batch)
+    check(one, peer)
+    sides = {"ours": steps_of(one)}
+    if options.peer:
+        sides["peer"] = Side(peer.step, peer.reset)
+    if alone:
+        sides["alone"] = eager(split.case, batch)
+    mine = one.schedule.computing()
+    return Record(
+        ranks=dist.get_world_size(),
+        schedule=schedule,
+        stages=len(split.stages),
+        microbatches=microbatches,
+        actions=sum(len(actions) for actions in order.ranks),
+        times=in_turn(sides, options),
+        ideal=ideal(one) if ideal else None,
+        note=f"{mine.stages} stages on {mine.stage_ranks}" if plan else note,
+    )
