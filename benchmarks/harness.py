@@ -66,7 +66,7 @@ def run(file: str, main: Callable[[], None]) -> None:
     leave_world()
 
 
-def world() -> World:
+def everyone() -> World:
     """The ranks of this benchmark."""
     found = join_world(DEVICE)
     assert found is not None
@@ -75,7 +75,7 @@ def world() -> World:
 
 def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
     """The mean of what the ranks have measured, the same on all of them."""
-    texts = world().from_all_ranks(plain.to_json(costs))
+    texts = everyone().from_all_ranks(plain.to_json(costs))
     found = [plain.from_json(pfeife.Costs, text) for text in texts]
 
     def mean(field: str) -> dict[str, float]:
@@ -86,7 +86,7 @@ def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
 
 
 def of_rank_zero(plan: pfeife.Plan) -> pfeife.Plan:
-    return plain.from_json(pfeife.Plan, world().from_rank_zero(plain.to_json(plan)))
+    return plain.from_json(pfeife.Plan, everyone().from_rank_zero(plain.to_json(plan)))
 
 
 @attrs.frozen(eq=False)

@@ -5,6 +5,7 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 
 import copy
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -150,6 +151,35 @@ def check_steps_that_overlap() -> None:
     for _ in range(3):
         model(first)
     assert not any(pipeline.transport.leaving.values())
+
+
+def check_a_thousand_steps() -> None:
+    """Nothing grows: tensors, file descriptors, threads."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    microbatches = [(torch.randn(2, 4),) for _ in range(4)]
+    program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
+    clusters = pfeife.annotate(estimate(pfeife.fuse()(program), CPU_CORE))(pfeife.fuse()(program))
+    plan = sched.plan(
+        clusters, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule="interleaved"
+    )
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
+    state = pfeife.state_of(program, net)
+
+    def resources() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    first = pipeline(state, microbatches)
+    last = pipeline(state, microbatches)
+    before = resources()
+    for _ in range(998):
+        last = pipeline(state, microbatches)
+    after = resources()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    assert torch.equal(first.loss, last.loss)
 
 
 def check_a_refusal_on_one_rank() -> None:
@@ -313,6 +343,7 @@ def checks(world: int) -> dict:
             "loop": check_loop,
             "loss outside": check_loss_outside,
             "placement is kept": check_placement_is_kept,
+            "a thousand steps": check_a_thousand_steps,
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,

@@ -10,7 +10,7 @@ from torch import fx
 
 from pfeife.clocks import released
 from pfeife.envelope import Channel, Envelope, Tensors
-from pfeife.evaluate import Result, State, mean_loss, named_batch, step_inputs
+from pfeife.evaluate import Result, State, loss_tangents, mean_loss, named_batch, step_inputs
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.program import (
     STATE_ROLES,
@@ -378,12 +378,13 @@ def microbatch_inputs(
             f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
         )
     each = count // program.replicas
+    shared = loss_tangents(program, each)
     return [
-        step_inputs(
+        shared
+        | step_inputs(
             program,
             named_batch(program, microbatches[index], index),
             index,
-            each,
             seed,
             tangents[index] if tangents is not None else None,
         )
