@@ -267,7 +267,7 @@ def test_one_microbatch_by_hand(policy):
     assert first.at_peak == {"temporaries": FIRST, "received": c}
 
 
-@pytest.mark.parametrize(("width", "ahead"), [(7, 16), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
+@pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
 def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
     """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
     as many as fit but two at least, are there from the begin, more when some have arrived."""
