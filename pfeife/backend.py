@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
+from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
@@ -35,6 +36,7 @@ from pfeife.runtime.distributed import (
     check_agreement,
     decided_by_rank_zero,
     differing,
+    from_all_ranks,
     join_world,
     world_rank,
 )
@@ -114,10 +116,11 @@ class Backend:
         if many:
             check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
             self._settle(captured, program, plan.stage_ranks, args, device)
+        bodies = self._bodies(program, device, world_rank() % mesh.ranks if many else None)
         pipeline = (
-            DistributedPipeline(program, schedule, device)
+            DistributedPipeline(program, schedule, device, bodies)
             if many
-            else LocalPipeline(program, schedule, devices)
+            else LocalPipeline(program, schedule, devices, bodies)
         )
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
@@ -188,7 +191,34 @@ class Backend:
             return estimate(clusters, target)
         cache = Path(self.options.cache) if self.options.cache else None
         shown = bar("measuring") if world_rank() == 0 else None
-        return measure(clusters, cache=cache, progress=shown)
+        given = self.options.compiler
+        compiler = None if given == "aot_eager" else BodyCompiler(given)
+        return measure(clusters, compiler=compiler, cache=cache, progress=shown)
+
+    def _bodies(
+        self, program: Program, device: torch.device, rank: int | None
+    ) -> dict[str, Callable]:
+        """The compiled bodies of a rank, or of all in this process. If one of several processes
+        cannot compile its own, all raise its ValueError."""
+        make = functools.partial(
+            compile_bodies,
+            program,
+            self.options.compiler,
+            rank=rank,
+            cuda_graphs=self.options.cuda_graphs,
+            progress=bar("compiling") if world_rank() == 0 else None,
+        )
+        if rank is None:
+            return make()
+        bodies, refusal = {}, ""
+        try:
+            bodies = make()
+        except ValueError as error:
+            refusal = str(error)
+        for other, text in enumerate(from_all_ranks(refusal, device)):
+            if text:
+                raise ValueError(f"rank {other}: {text}")
+        return bodies
 
     def _cuts(
         self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]

@@ -137,12 +137,18 @@ class DistributedPipeline:
     gradients and buffers of this rank's stages.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, device: torch.device | None = None):
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        device: torch.device | None = None,
+        bodies: Mapping[str, Callable] | None = None,
+    ):
         self.program = program
         self.device = device or torch.device("cpu")
         mesh = Mesh(len(schedule.ranks), program.replicas)
         self.transport = DistributedTransport(mesh, program.reductions, self.device)
-        self.runner = RankRunner(program, schedule, self.transport.rank)
+        self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
         self.microbatches = schedule.microbatches * program.replicas
 
     def start(
