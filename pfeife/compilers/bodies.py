@@ -31,9 +31,9 @@ def compile_bodies(
     call that is left out runs as its graph.
 
     `compiler` is "aot_eager" (the graphs as they are: nothing is compiled), "inductor", or a
-    function of a graph module of aten operations, which return a tuple, and a list of example
-    tensors, that gives a function of such tensors, or of one list of them if it is marked
-    `_boxed_call`. That returns as many tensors as the graph, which nobody writes to later.
+    function of (a graph module of aten operations that returns a tuple, a list of example
+    tensors) that gives a function of such tensors, or of one list of them if it is marked
+    `_boxed_call`. That returns as many tensors as the graph, and does not write to them later.
 
     Bodies that differ in names only are compiled once. They are compiled one after another,
     because Inductor promises nothing for several threads; what runs in parallel are Inductor's
@@ -64,17 +64,13 @@ def compile_bodies(
         except Exception as error:
             raise ValueError(_failure(call, body, compiler, error)) from error
         found[call.node] = _separated(run, _exported(program, call))
-        if draws(body) or run == body.forward:
-            how = "its effects run as its graph" if run == body.forward else "its draws run as such"
-            log.info("compiler %s: %s: %s", name, _words(call), how)
+        if run == body.forward:
+            log.info("compiler %s: %s: it has effects, so it runs as its graph", name, _words(call))
+        elif draws(body):
+            log.info("compiler %s: %s: its draws run as they are", name, _words(call))
         if progress:
             progress(index + 1, len(calls))
-    log.info(
-        "compiler %s: %d bodies, %d distinct pieces",
-        compiler_name(compiler),
-        len(calls),
-        len(known),
-    )
+    log.info("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(known))
     return found
 
 
@@ -119,7 +115,8 @@ def _compiled(
             known[key] = compile_piece(piece, compiler)
         if not cuda_graphs:
             return known[key]
-        return captured(known[key], [example(node.meta["val"]) for node in inputs_of(piece)])
+        slots = [example(node.meta["val"]) for node in inputs_of(piece)]
+        return captured(known[key], slots) if slots else known[key]
 
     computing = (node for node in body.graph.nodes if node.op == "call_function")
     if any(has_effects(node) for node in computing):
