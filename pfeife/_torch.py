@@ -46,6 +46,8 @@ __all__ = [
     "broken_guard",
     "flop_formulas",
     "frame_arguments",
+    "inductor",
+    "is_shared",
     "joint_graph",
     "leaf_dims",
     "marked_dims",
@@ -98,6 +100,21 @@ def source_root(base: str) -> torch.nn.Module | None:
     for attribute in attributes.split(".")[1:]:
         value = getattr(value, attribute, None)
     return value if isinstance(value, torch.nn.Module) else None
+
+
+def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
+    """Inductor's code for a graph of aten operations. `torch.compile` would trace the graph by
+    Dynamo first; `torch._inductor.standalone_compile` writes an artifact beside the caches."""
+    from torch._inductor.compile_fx import compile_fx
+
+    made: Any = compile_fx(graph, examples)  # other types for other modes
+    return made
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor looks at a tensor's storage. There is no public count of those; the
+    two that are always there are the tensor and the storage object that is asked."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch, plain
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
+from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from, versions
@@ -121,12 +122,14 @@ class Backend:
         if devices:
             program = place(devices)(program)
         schedule = verify_schedule(lower(plan.schedule, program))
+        bodies = self._bodies(program, world)
         pipeline: DistributedPipeline | LocalPipeline
         if world:
-            pipeline = DistributedPipeline(program, schedule, device, timeout=options.timeout)
+            limit = options.timeout
+            pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
             self._settle(captured, program, plan.stage_ranks, args, world)
         else:
-            pipeline = LocalPipeline(program, schedule, devices)
+            pipeline = LocalPipeline(program, schedule, devices, bodies)
         log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
 
@@ -195,7 +198,31 @@ class Backend:
             return estimate(clusters, target)
         cache = Path(self.options.cache) if self.options.cache else None
         shown = bar("measuring") if world is None or world.rank == 0 else None
-        return measure(clusters, cache=cache, progress=shown)
+        given = self.options.compiler
+        compiler = None if given == "aot_eager" else BodyCompiler(given)
+        return measure(clusters, compiler=compiler, cache=cache, progress=shown)
+
+    def _bodies(self, program: Program, world: World | None) -> dict[str, Callable]:
+        """The compiled bodies of a rank, or of all in this process. If one of several processes
+        cannot compile its own, all refuse."""
+        make = functools.partial(
+            compile_bodies,
+            program,
+            self.options.compiler,
+            cuda_graphs=self.options.cuda_graphs,
+            progress=bar("compiling") if world is None or world.rank == 0 else None,
+        )
+        if world is None:
+            return make()
+        bodies, refusal = {}, ""
+        try:
+            bodies = make(rank=world.rank % (world.size // program.replicas))
+        except ValueError as error:
+            refusal = str(error)
+        for other, text in enumerate(world.from_all_ranks(refusal)):
+            if text:
+                raise Refusal(f"rank {other}: {text}")
+        return bodies
 
     def _cuts(
         self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]

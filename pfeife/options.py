@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
+from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.plan import Machine, Network
 
 
@@ -46,6 +47,9 @@ class Options:
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     timeout: under torchrun, after how many seconds of silence a rank is given up.
+    compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
+        and so does a function, see `pfeife.compilers.compile_bodies`.
+    cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
@@ -66,6 +70,12 @@ class Options:
         default=None, converter=lambda given: given if given is None else tuple(given)
     )
     timeout: float = attrs.field(default=300.0, validator=attrs.validators.gt(0))
+    compiler: str | Compiler = attrs.field(
+        default="aot_eager",
+        validator=lambda _, __, value: checked(value),
+        repr=compiler_name,  # the same on every rank
+    )
+    cuda_graphs: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     loss: int | Literal["outside"] | None = None
     reduce: Mapping[int, str] = attrs.field(factory=dict)
 

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -290,6 +291,38 @@ def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Opti
     return optimizer
 
 
+def check_compilers() -> None:
+    """Every rank compiles its own stages, by Inductor; if one cannot, all refuse."""
+    if shutil.which("g++"):
+        one = case("DropoutNet")
+        for compiler in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            step = pfeife.compile(one.step, microbatches=2, compiler=compiler)
+            torch.manual_seed(0)  # of the draws
+            loss = step(*one.batch(4))
+            loss.backward()
+            found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+            if compiler == "aot_eager":
+                expected = {"loss": loss.detach()} | {n: g.clone() for n, g in found.items()}
+            one.model.zero_grad()
+        for name, value in expected.items():
+            torch.testing.assert_close(value, (found | {"loss": loss.detach()})[name])
+
+    def fails_on_one(graph, examples):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no lowering")
+        return graph
+
+    torch._dynamo.reset()
+    one = case("GPT")
+    try:
+        pfeife.compile(one.step, microbatches=2, compiler=fails_on_one)(*one.batch(4))
+    except ValueError as error:
+        assert str(error).startswith("rank 1: compiler=") and "no lowering" in str(error)
+    else:
+        raise AssertionError("a rank without compiled stages went on")
+
+
 @settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
 @given(st.data())
 def check_random(data) -> None:
@@ -347,6 +380,7 @@ def checks(world: int) -> dict:
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
+            "compilers": check_compilers,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     "program seeding boundary plain progress envelope",
     "plan outline _torch",
+    "compilers",
     "arguments evaluate options wiring clocks",
     "capture passes cost",
     "sched runtime microbatch",

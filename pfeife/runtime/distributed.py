@@ -3,7 +3,7 @@
 import copy
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,6 +184,7 @@ class DistributedPipeline:
         program: Program,
         schedule: Schedule,
         device: torch.device | None = None,
+        bodies: Mapping[str, Callable] | None = None,
         *,
         timeout: float | None = None,
     ):
@@ -194,7 +195,7 @@ class DistributedPipeline:
         world = self._world()
         world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
         self.transport = DistributedTransport(world, self.mesh, program)
-        self.runner = RankRunner(program, schedule, self.transport.rank)
+        self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)

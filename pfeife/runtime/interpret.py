@@ -83,8 +83,14 @@ class RankRunner:
     the microbatches.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, rank: int):
-        self.program, self.rank = program, rank
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        rank: int,
+        bodies: Mapping[str, Callable] | None = None,
+    ):
+        self.program, self.rank, self.bodies = program, rank, bodies or {}
         self.actions = schedule.ranks[rank]
         self.wiring = Wiring(program)
         self.outputs = _outputs_by_node(program)
@@ -166,7 +172,7 @@ class RankRunner:
         return self._transfer(action)
 
     def _compute(self, call: Call) -> Handler:
-        body = self.program.body(call).forward
+        body = self.bodies.get(call.node) or self.program.body(call).forward
         reads, slots = self.wiring.arguments(call), self.wiring.results(call)
         summed = summed_in_place(self.program, call)
         keep = [

@@ -2,7 +2,7 @@
 
 import threading
 from collections import ChainMap, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.
 class LocalPipeline:
     """A program and its lowered schedule, run by one thread a rank in this process.
 
-    `devices` gives every rank a device; without them everything stays where it is.
+    `devices` gives every rank a device; without them everything stays where it is. `bodies` has
+    compiled bodies by call nodes (`pfeife.compilers.compile_bodies`); other calls run as graphs.
     """
 
     def __init__(
@@ -102,13 +103,14 @@ class LocalPipeline:
         program: Program,
         schedule: Schedule,
         devices: Sequence[torch.device] | None = None,
+        bodies: Mapping[str, Callable] | None = None,
     ):
         ranks = len(schedule.ranks)
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         self.program, self.schedule = program, schedule
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        self.runners = [RankRunner(program, schedule, rank) for rank in range(ranks)]
+        self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
 
     def start(
         self,
