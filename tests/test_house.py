@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import from the lines above its own, and from its own folder; modules of one line
 # stand side by side.
 LAYERS = [
+    "files checks",
     "program seeding boundary plain progress",
     "plan outline _torch",
     "arguments evaluate options wiring clocks",

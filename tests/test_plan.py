@@ -34,7 +34,6 @@ from pfeife.sched import chain, gpipe, insert_actions, one_f_one_b, verify_sched
 
 CPU_CORE = machine("cpu-core")
 H100 = machine("h100-sxm")
-numbers = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 rates = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 indices = st.integers(0, 40)
@@ -51,7 +50,7 @@ def tuples(of: st.SearchStrategy) -> st.SearchStrategy[tuple]:
     return st.lists(of, max_size=4).map(tuple)
 
 
-schedules = st.builds(Schedule, tuples(tuples(actions())))
+schedules = st.builds(Schedule, st.lists(tuples(actions()), min_size=1, max_size=4).map(tuple))
 dtypes = st.sampled_from(["float32", "bfloat16", "float64"])
 machines = st.builds(
     Machine,
@@ -68,19 +67,32 @@ machines = st.builds(
     device_names=tuples(st.text(max_size=4)),
     sources=st.dictionaries(st.sampled_from(["flops", "memory"]), st.text(max_size=4)),
 )
-costs = st.builds(Costs, st.text(), st.dictionaries(st.text(), numbers, max_size=4))
+costs = st.builds(Costs, st.text(), st.dictionaries(st.text(), seconds, max_size=4))
+spans = st.tuples(seconds, seconds).map(sorted)
 timelines = st.builds(
-    Timeline, tuples(st.builds(Event, st.integers(0, 9), actions(), numbers, numbers))
+    Timeline,
+    tuples(
+        st.builds(lambda r, a, span: Event(r, a, *span), st.integers(0, 9), actions(), spans),
+    ),
 )
-plans = st.builds(
-    Plan,
-    tuples(indices),
-    schedules,
-    tuples(st.text()),
-    st.none() | tuples(numbers),
-    st.none() | numbers,
-)
-ANYTHING = st.one_of(machines, costs, schedules, timelines, plans)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    schedule = draw(schedules)
+    stage_of = draw(tuples(st.integers(0, schedule.stages - 1))) if schedule.stages else ()
+    count = 1 + max(stage_of, default=-1)
+    each = st.lists(seconds, min_size=count, max_size=count).map(tuple)
+    return Plan(
+        stage_of,
+        schedule,
+        draw(tuples(st.text())),
+        draw(st.none() | each),
+        draw(st.none() | seconds),
+    )
+
+
+ANYTHING = st.one_of(machines, costs, schedules, timelines, plans())
 
 SCHEDULE = insert_actions(gpipe(2, 1), chain(gpipe(2, 1)))
 SAMPLES = (
