@@ -20,7 +20,7 @@ T = typing.TypeVar("T")
 
 LARGEST_FILE = 64 * 2**20
 MOST_ITEMS = 2**22  # of all lists and objects: a text of 64 MiB could take 2 GiB as values
-_CHECKSUM = "sha256"
+_CHECKSUM, _ABSENT = "sha256", object()
 
 
 def to_json(value: Any) -> str:
@@ -42,9 +42,11 @@ def from_json(cls: type[T], text: str, *, need_checksum: bool = False) -> T:
         data = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{cls.__name__}: this is not JSON: {error}") from None
-    if isinstance(data, dict) and (need_checksum or _CHECKSUM in data):
-        _check(data, cls.__name__)
-    return typing.cast(T, _typed(data, cls, cls.__name__))
+    given = data.pop(_CHECKSUM, _ABSENT) if isinstance(data, dict) else _ABSENT
+    value = _typed(data, cls, cls.__name__)
+    if given is not _ABSENT or need_checksum:
+        _check(data, given, cls.__name__)
+    return typing.cast(T, value)
 
 
 def save(value: Any, path: Path | str) -> None:
@@ -79,11 +81,9 @@ def _checksum(data: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check(data: dict[str, Any], where: str) -> None:
-    """Takes the checksum out of an object and compares it with the rest."""
-    if _CHECKSUM not in data:
+def _check(data: dict[str, Any], given: Any, where: str) -> None:
+    if given is _ABSENT:
         raise ValueError(f"{where}: there is no checksum; only what `save` wrote is read here")
-    given = data.pop(_CHECKSUM)
     if given != _checksum(data):
         raise ValueError(
             f"{where}: the content does not have the checksum {short(given)}: the file is damaged, "
@@ -189,7 +189,8 @@ def _object(data: Any, kind: Any, where: str) -> Any:
     missing = sorted(n for n, f in fields.items() if n not in data and f.default is attrs.NOTHING)
     if unknown or missing:
         raise ValueError(f"{where}: unknown fields {short(unknown)}, missing fields {missing}")
+    found = {name: _typed(item, hints[name], f"{where}.{name}") for name, item in data.items()}
     try:
-        return kind(**{n: _typed(item, hints[n], f"{where}.{n}") for n, item in data.items()})
-    except TypeError as error:
+        return kind(**found)
+    except ValueError as error:  # of the class itself: it knows its fields, not its place
         raise ValueError(f"{where}: {error}") from None

@@ -13,8 +13,7 @@ from reprlib import repr as short
 import attrs
 import torch
 
-from pfeife import plain
-from pfeife.checks import fraction, named, none_negative, not_negative, positive
+from pfeife import checks, plain
 from pfeife.program import Kind
 
 _DTYPES = frozenset(
@@ -26,25 +25,26 @@ _DTYPES = frozenset(
 
 def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
     rates = given if isinstance(given, Mapping) else {"float32": given}
-    return {dtype: float(rate) for dtype, rate in rates.items()}
+    return {dtype: float(value) for dtype, value in rates.items()}
+
+
+_EACH_SECONDS = checks.each(checks.seconds)
 
 
 def _rates(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
-    where = named(instance, attribute)
+    where = checks.named(instance, attribute)
     unknown = sorted(set(value) - _DTYPES)
     if unknown:
         raise ValueError(
             f"{where}: {short(unknown)} are no dtypes; write them as torch does: 'bfloat16'"
         )
-    for dtype, rate in value.items():
-        if not rate > 0:
-            raise ValueError(f"{where}[{dtype!r}] must be positive, not {rate}")
+    checks.each(checks.rate)(instance, attribute, value)
 
 
 def _has_float32(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
     if "float32" not in value:
         raise ValueError(
-            f"{named(instance, attribute)} must have 'float32', which dtypes without "
+            f"{checks.named(instance, attribute)} must have 'float32', which dtypes without "
             f"a rate of their own run at; there are {sorted(value)}"
         )
 
@@ -53,7 +53,7 @@ def _fields(instance: object, attribute: attrs.Attribute, value: Mapping[str, st
     unknown = sorted(set(value) - set(Machine.__annotations__))
     if unknown:
         raise ValueError(
-            f"{named(instance, attribute)}: {short(unknown)} are no fields of a machine"
+            f"{checks.named(instance, attribute)}: {short(unknown)} are no fields of a machine"
         )
 
 
@@ -75,16 +75,16 @@ class Machine:
 
     name: str
     flops: dict[str, float] = attrs.field(converter=_by_dtype, validator=[_rates, _has_float32])
-    memory_bandwidth: float = attrs.field(validator=positive)
-    memory: int = attrs.field(validator=positive)
-    link_bandwidth: float = attrs.field(validator=positive)
-    link_latency: float = attrs.field(default=0.0, validator=not_negative)
-    launch_seconds: float = attrs.field(default=0.0, validator=not_negative)
-    action_seconds: float = attrs.field(default=0.0, validator=not_negative)
-    overlap: float = attrs.field(default=1.0, validator=fraction)
+    memory_bandwidth: float = attrs.field(validator=checks.rate)
+    memory: int = attrs.field(validator=checks.positive)
+    link_bandwidth: float = attrs.field(validator=checks.rate)
+    link_latency: float = attrs.field(default=0.0, validator=checks.seconds)
+    launch_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    action_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    overlap: float = attrs.field(default=1.0, validator=checks.fraction)
     peak_flops: dict[str, float] = attrs.field(factory=dict, converter=_by_dtype, validator=_rates)
     peak_memory_bandwidth: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
+        default=None, validator=attrs.validators.optional(checks.rate)
     )
     device_names: tuple[str, ...] = ()
     sources: dict[str, str] = attrs.field(factory=dict, validator=_fields, repr=False)
@@ -108,8 +108,8 @@ class Link:
     `seconds`.
     """
 
-    source: int = attrs.field(validator=not_negative)
-    destination: int = attrs.field(validator=not_negative)
+    source: int = attrs.field(validator=checks.not_negative)
+    destination: int = attrs.field(validator=checks.not_negative)
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
     sending: tuple[float, ...]
@@ -130,6 +130,9 @@ class Link:
                 raise ValueError(f"{where}: seconds {values} are negative or fall")
         if not self.seconds[-1] > 0 or not self.residual >= 0:
             raise ValueError(f"{where}: no seconds, or a residual of {self.residual}")
+        longest = max(self.seconds[-1], self.sending[-1], self.receiving[-1])
+        if longest > checks.LONGEST:
+            raise ValueError(f"{where}: a message takes {longest} seconds, over {checks.LONGEST:g}")
 
     def transfer_seconds(self, size: int) -> float:
         return self._at(self.seconds, size)
@@ -191,9 +194,9 @@ class Costs:
     """
 
     source: str
-    seconds: dict[str, float] = attrs.field(validator=none_negative)
-    spread: dict[str, float] = attrs.field(factory=dict, validator=none_negative)
-    accumulate: dict[str, float] = attrs.field(factory=dict, validator=none_negative)
+    seconds: dict[str, float] = attrs.field(validator=_EACH_SECONDS)
+    spread: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+    accumulate: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
 
     def __attrs_post_init__(self) -> None:
         unknown = sorted({*self.spread, *self.accumulate} - set(self.seconds))
@@ -236,10 +239,10 @@ class Action:
     Raises ValueError for a transfer without a peer, or another action with one.
     """
 
-    stage: int = attrs.field(validator=not_negative)
+    stage: int = attrs.field(validator=checks.not_negative)
     do: Do
-    microbatch: int | None = attrs.field(default=None, validator=not_negative)
-    peer: int | None = attrs.field(default=None, validator=not_negative)
+    microbatch: int | None = attrs.field(default=None, validator=checks.not_negative)
+    peer: int | None = attrs.field(default=None, validator=checks.not_negative)
 
     def __attrs_post_init__(self) -> None:
         if (self.peer is None) == (self.do in _NEIGHBOUR):
@@ -363,10 +366,10 @@ def _row(rank: int, cells: list[str]) -> tuple[Action, ...]:
 class Event:
     """One action of one rank with its start and end, in seconds since the step began."""
 
-    rank: int = attrs.field(validator=not_negative)
+    rank: int = attrs.field(validator=checks.not_negative)
     action: Action
-    start: float = attrs.field(validator=not_negative)
-    end: float
+    start: float = attrs.field(validator=checks.seconds)
+    end: float = attrs.field(validator=checks.seconds)
 
     def __attrs_post_init__(self) -> None:
         if not self.end >= self.start:
@@ -415,10 +418,10 @@ class MemoryCurve:
     received, temporaries, outputs).
     """
 
-    rank: int = attrs.field(validator=not_negative)
-    held: dict[str, int] = attrs.field(validator=none_negative)
+    rank: int = attrs.field(validator=checks.not_negative)
+    held: dict[str, int] = attrs.field(validator=checks.each(checks.not_negative))
     points: tuple[MemoryPoint, ...]
-    at_peak: dict[str, int] = attrs.field(factory=dict, validator=none_negative)
+    at_peak: dict[str, int] = attrs.field(factory=dict, validator=checks.each(checks.not_negative))
 
     @property
     def peak(self) -> int:
@@ -434,8 +437,8 @@ class RecomputeOption:
     `extra_seconds` more.
     """
 
-    saved: int = attrs.field(default=0, validator=not_negative)
-    extra_seconds: float = attrs.field(default=0.0, validator=not_negative)
+    saved: int = attrs.field(default=0, validator=checks.not_negative)
+    extra_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
     names: tuple[str, ...] = ()
 
 
@@ -452,12 +455,12 @@ class Plan:
     fewer stages, or if there is not one entry for every stage.
     """
 
-    stage_of_cluster: tuple[int, ...] = attrs.field(validator=none_negative)
+    stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
     schedule: Schedule
     duplicated: tuple[str, ...] = ()
-    stage_seconds: tuple[float, ...] | None = attrs.field(default=None, validator=none_negative)
-    step_seconds: float | None = attrs.field(default=None, validator=not_negative)
-    bound_seconds: float | None = attrs.field(default=None, validator=not_negative)
+    stage_seconds: tuple[float, ...] | None = attrs.field(default=None, validator=_EACH_SECONDS)
+    step_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
+    bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     recompute: tuple[RecomputeOption, ...] = ()
 
     def __attrs_post_init__(self) -> None:
@@ -485,8 +488,8 @@ class Mesh:
     """`replicas` pipelines of `ranks` ranks each; pipeline r has the global ranks from
     r * ranks on, so that neighbours in a pipeline are neighbours in the world."""
 
-    ranks: int = attrs.field(validator=positive)
-    replicas: int = attrs.field(default=1, validator=positive)
+    ranks: int = attrs.field(validator=checks.positive)
+    replicas: int = attrs.field(default=1, validator=checks.positive)
 
     @property
     def size(self) -> int:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import attrs
 
-from pfeife import plain
-from pfeife.checks import not_negative, positive
+from pfeife import checks, plain
 
 
 @attrs.frozen
@@ -18,10 +17,10 @@ class Measured:
     """
 
     key: str
-    seconds: float = attrs.field(validator=positive)
-    spread: float = attrs.field(validator=not_negative)
-    repeats: int = attrs.field(validator=positive)
-    accumulate: float = attrs.field(validator=not_negative)
+    seconds: float = attrs.field(validator=checks.seconds)
+    spread: float = attrs.field(validator=checks.seconds)
+    repeats: int = attrs.field(validator=checks.positive)
+    accumulate: float = attrs.field(validator=checks.seconds)
 
 
 def find(folder: Path, key: str) -> Measured | None:
