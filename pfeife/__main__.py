@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="torchrun --nproc-per-node N -m pfeife bench-network --out network.json",
     )
     network.add_argument("--out", help="where to write the JSON; not written unless given")
-    network.add_argument("--repeats", type=int, default=7, help="runs of each size")
-    network.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a message")
+    network.add_argument("--repeats", type=_count, default=7, help="runs of each size")
+    network.add_argument("--largest", type=_count, default=SIZES[-1], help="bytes of a message")
     network.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     network.set_defaults(run=_bench_network)
     shipped = commands.add_parser("machines", help="the machine profiles that ship with pfeife")
@@ -33,7 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return given.run(given)
 
 
+def _count(text: str) -> int:
+    """An argument that is a number from 1 on."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 def _bench_network(given: argparse.Namespace) -> int:
+    if given.out and not Path(given.out).absolute().parent.is_dir():  # before minutes of measuring
+        print(f"--out {given.out}: there is no such folder", file=sys.stderr)
+        return 2
     device = torch.device(given.device)
     world = join_world(device)
     if world is None:

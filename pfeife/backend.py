@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,7 @@ class Backend:
         given = options.machine
         self._machine = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
-        self._network = (
-            links if isinstance(links, Network | None) else plain.load(Network, Path(links))
-        )
+        self._network = links if isinstance(links, Network | None) else _measured(links)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
@@ -295,6 +294,15 @@ class Backend:
                 + (", a process each" if many else "")
             )
         return [torch.device(name) for name in given]
+
+
+def _measured(path: str | os.PathLike[str]) -> Network:
+    try:
+        return plain.load(Network, Path(path))
+    except OSError as error:
+        raise ValueError(
+            f"option network={str(path)!r}: {error.strerror}; `pfeife bench-network` writes one"
+        ) from None
 
 
 def backend(**options: Any) -> Backend:

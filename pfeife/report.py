@@ -76,17 +76,17 @@ def size(count: float) -> str:
 def timeline_chart(timeline: Timeline, width: int = 80) -> str:
     """A row a rank: the digit of the microbatch while it computes, upper-case letters for
     backwards (A is microbatch 0), dots while it waits."""
-    ranks = 1 + max((event.rank for event in timeline.events), default=-1)
-    rows = [["."] * width for _ in range(ranks)]
+    rows = {rank: ["."] * width for rank in sorted({event.rank for event in timeline.events})}
+    whole = timeline.seconds or 1.0
     for event in timeline.events:
         kind = event.action.do.kind
         if kind is None or event.action.microbatch is None:
             continue
         mark = "0123456789" if kind.value == "F" else "ABCDEFGHIJ"
-        first, last = (int(t / timeline.seconds * width) for t in (event.start, event.end))
+        first, last = (int(t / whole * width) for t in (event.start, event.end))
         for column in range(first, max(last, first + 1)):
             rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
-    return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in enumerate(rows))
+    return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
 
 
 def summary(plan: Plan, program: Program) -> str:
