@@ -1,6 +1,7 @@
 """The command line: `python -m pfeife`, or `pfeife`."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import torch
 from pfeife import plain, report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
-from pfeife.progress import bar
+from pfeife.progress import shown
 from pfeife.runtime.distributed import join_world, leave_world, world_rank
 
 
@@ -43,12 +44,13 @@ def _bench_network(given: argparse.Namespace) -> int:
         )
         return 2
     first = world_rank() == 0
-    found = bench_network(
-        sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
-        repeats=given.repeats,
-        device=device,
-        progress=bar("links") if first else None,
-    )
+    with shown(logging.getLogger("pfeife"), rank=world_rank()).phase("links") as phase:
+        found = bench_network(
+            sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
+            repeats=given.repeats,
+            device=device,
+            progress=phase.progress,
+        )
     if first:
         print(report.network_table(found))
         if given.out:

@@ -11,7 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife import _torch, plain
+from pfeife import _torch, plain, report
+from pfeife.artifacts import Artifacts
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
 from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
@@ -19,17 +20,18 @@ from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from
 from pfeife.passes import (
     annotate,
-    compose,
     dp_wrap,
     fuse,
     insert_send_recv,
     partition,
     place,
+    record,
     split_backward,
 )
+from pfeife.passes.compose import Recorded
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
 from pfeife.program import Kind, Port, Program, Role, holders
-from pfeife.progress import bar
+from pfeife.progress import Progress, Shown, shown
 from pfeife.runtime.distributed import (
     DistributedPipeline,
     check_agreement,
@@ -39,7 +41,7 @@ from pfeife.runtime.distributed import (
     world_rank,
 )
 from pfeife.runtime.local import LocalPipeline
-from pfeife.sched import follow, lower, policy, split_at, splits, verify_schedule
+from pfeife.sched import follow, lower, policy, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
@@ -71,56 +73,87 @@ class Backend:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
         for each shape that it is called with."""
         graph = BatchedGraph(module, examples)
+        artifacts = Artifacts(_torch.compilation())
         known: dict[tuple, Compiled] = {}
 
         def run(*args: Any) -> list[torch.Tensor]:
             key = graph.key(args)
-            if key not in known:
-                known[key] = self._build(graph, args)
-                self.compiled.append(known[key])
-            return run_step(known[key], self.options, args)
+            if key in known:
+                return run_step(known[key], self.options, args)
+            show = shown(log, progress=self.options.progress, rank=world_rank())
+            known[key] = self._build(graph, args, show, artifacts)
+            self.compiled.append(known[key])
+            return run_step(known[key], self.options, args, show)
 
         return run
 
-    def _build(self, graph: BatchedGraph, args: Sequence[Any]) -> Compiled:
+    def _build(
+        self, graph: BatchedGraph, args: Sequence[Any], show: Shown, artifacts: Artifacts
+    ) -> Compiled:
         options = self.options
-        captured = graph.captured(args, options)
-        device = next((p.device for p in captured.program.inputs), torch.device("cpu"))
+        with show.phase("capturing") as phase:
+            captured = graph.captured(args, options)
+            phase.outcome = lambda: _counted(captured.program)
+        program = captured.program
+        artifacts.program("capture", program)
+        device = next((p.device for p in program.inputs), torch.device("cpu"))
         world = join_world(device)
         many = world > 1
         target = self._machine or default_machine(device)
-        clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
         # With the loss outside the gradients arrive when all forwards are done.
-        order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
-        split = splits(order) and bool(captured.program.ports(Role.TANGENT))
-        whole, clusters = clusters, split_backward()(clusters) if split else clusters
-        clusters = annotate(self._costs(clusters, target))(clusters)
+        order = options.schedule if program.ports(Role.LOSS) else "gpipe"
+        whole, clusters = self._fused(program, splits(order), show, artifacts)
+        clusters = annotate(self._costs(clusters, target, show))(clusters)
+        artifacts.program("annotate", clusters)
         if many:
             check_agreement(str(clusters) + str(options), "the captured program", device)
         slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self._known_homes(captured.program, slots) if many else {}
+        homes = self._known_homes(program, slots) if many else {}
         wishes = {
             "machine": target,
             "schedule": order,
             "cuts": self._cuts(clusters, homes),
             "placement": self.placed if homes else None,
         }
-        plan, program = self._planned(whole, clusters, wishes, world, device)
+        with show.phase("planning") as phase:
+            plan, history = self._planned(whole, clusters, wishes, world, device, phase.progress)
+            phase.outcome = lambda: f"{order}, {_described(plan, history[-1].program)}"
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, many)
         if devices:
-            program = place(devices)(program)
+            history = (*history, *record(history[-1].program, place(devices))[1:])
+        program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        if many:
-            check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
-            self._settle(captured, program, plan.stage_ranks, args, device)
-        pipeline = (
-            DistributedPipeline(program, schedule, device)
-            if many
-            else LocalPipeline(program, schedule, devices)
-        )
-        log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
+        predicted = functools.partial(predict, program, schedule, target, self._network)
+        artifacts.history(history)
+        artifacts.decisions(plan, schedule, predicted)
+        artifacts.ranks(program, [world_rank() % mesh.ranks] if many else range(mesh.ranks))
+        with show.phase("building") as phase:
+            if many:
+                check_agreement(str(program) + schedule.to_csv(), "what the ranks will run", device)
+                self._settle(captured, program, plan.stage_ranks, args, device)
+            pipeline = (
+                DistributedPipeline(program, schedule, device)
+                if many
+                else LocalPipeline(program, schedule, devices)
+            )
+            actions = mesh.replicas * sum(map(len, schedule.ranks))
+            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _fused(
+        self, program: Program, split: bool, show: Shown, artifacts: Artifacts
+    ) -> tuple[Program, Program]:
+        """The clusters, and the same with their backwards split if they shall be."""
+        passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
+        if split and program.ports(Role.TANGENT):
+            passes.append(split_backward())
+        with show.phase("fusing") as phase:
+            history = record(program, *passes)
+            whole, clusters = history[1].program, history[-1].program
+            phase.outcome = lambda: f"{whole.units} clusters"
+        artifacts.history(history)
+        return whole, clusters
 
     def _planned(
         self,
@@ -129,11 +162,12 @@ class Backend:
         wishes: Mapping[str, Any],
         world: int,
         device: torch.device,
-    ) -> tuple[Plan, Program]:
-        """The plan of the `clusters` with costs, and the ranks' program; planned again with less
-        memory as long as the account of every byte says that a rank would need more than its
-        limit. `whole` are the clusters before their backwards were split, `wishes` those for the
-        planner that are not options."""
+        progress: Progress | None,
+    ) -> tuple[Plan, tuple[Recorded, ...]]:
+        """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
+        planned again with less memory as long as the account of every byte says that a rank would
+        need more than its limit. `whole` are the clusters before their backwards were split,
+        `wishes` those for the planner that are not options."""
         options, many = self.options, world > 1
         split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world // options.replicas if many else None
@@ -152,6 +186,7 @@ class Backend:
                 memory_limit=limit,
                 network=self._network,
                 search_seconds=options.search_seconds,
+                progress=progress,
             )
             try:
                 plan = self._decided(make, device) if many else make()
@@ -163,15 +198,15 @@ class Backend:
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
             passes = [insert_send_recv(), dp_wrap(mesh)]
             if split and plan.recompute:  # which part repeats what is known of whole backwards
-                program = compose(partition(plan), split_backward(), *passes)(whole)
+                history = record(whole, partition(plan), split_backward(), *passes)
             else:
-                program = compose(partition(plan), *passes)(clusters)
+                history = record(clusters, partition(plan), *passes)
             if limit is None or options.memory_limit is None:
-                return plan, program
-            curves = memory_curves(program, lower(plan.schedule, program))
-            worst = max(curve.peak for curve in curves)
+                return plan, history
+            worst = _peak(plan, history[-1].program)
             if worst <= options.memory_limit:
-                return plan, program
+                return plan, history
+            log.debug("a plan for %d bytes a rank would need %d", limit, worst)
             limit = int(limit * min(0.97, options.memory_limit / worst))
         raise ValueError(
             f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
@@ -183,12 +218,12 @@ class Backend:
         """Rank 0's plan, or its reason that there is none, on every rank."""
         return plain.from_json(Plan, decided_by_rank_zero(lambda: plain.to_json(make()), device))
 
-    def _costs(self, clusters: Program, target: Machine) -> Costs:
+    def _costs(self, clusters: Program, target: Machine, show: Shown) -> Costs:
         if self.options.costs == "estimate":
             return estimate(clusters, target)
         cache = Path(self.options.cache) if self.options.cache else None
-        shown = bar("measuring") if world_rank() == 0 else None
-        return measure(clusters, cache=cache, progress=shown)
+        with show.phase("measuring") as phase:
+            return measure(clusters, cache=cache, progress=phase.progress)
 
     def _cuts(
         self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
@@ -261,6 +296,23 @@ class Backend:
                 + (", a process each" if many else "")
             )
         return [torch.device(name) for name in given]
+
+
+def _counted(program: Program) -> str:
+    nodes = len(program.module.graph.nodes)
+    return f"{len(program.inputs)} inputs, {len(program.outputs)} outputs, {nodes} nodes"
+
+
+def _described(plan: Plan, program: Program) -> str:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("the plan:\n%s", report.plan_table(plan, program))
+    peak = report.size(_peak(plan, program))
+    return f"{report.summary(plan, program)}, {peak} at the peak of the worst rank"
+
+
+def _peak(plan: Plan, program: Program) -> int:
+    """Bytes of the rank that needs most."""
+    return max(curve.peak for curve in memory_curves(program, lower(plan.schedule, program)))
 
 
 def backend(**options: Any) -> Backend:

@@ -14,6 +14,11 @@ def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
 
 
+def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
+
+
 def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if value is not None and not isinstance(value, Machine | str | os.PathLike):
         raise ValueError(
@@ -46,6 +51,7 @@ class Options:
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    progress: whether rank 0 shows its progress on standard error, if that is a terminal.
     """
 
     microbatches: int = attrs.field(default=1, validator=_count)
@@ -64,6 +70,7 @@ class Options:
     )
     loss: int | Literal["outside"] | None = None
     reduce: Mapping[int, str] = attrs.field(factory=dict)
+    progress: bool = attrs.field(default=True, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
         if self.microbatches % self.replicas:

@@ -5,7 +5,9 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 
 import copy
 import faulthandler
+import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -166,6 +168,43 @@ def check_a_refusal_on_one_rank() -> None:
     assert decided_by_rank_zero(lambda: "plan", torch.device("cpu")) == "plan"
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Lines(logging.Handler):
+    """A log handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def check_what_is_shown() -> None:
+    """Bars on rank 0 alone; the log has the same lines everywhere, of a lower level elsewhere."""
+    one, lines, stderr, log = case("GPT"), Lines(), sys.stderr, logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    sys.stderr = terminal = Terminal()
+    try:
+        pfeife.compile(one.step, microbatches=2, costs="measure")(*one.batch(4)).backward()
+    finally:
+        sys.stderr = stderr
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    first = dist.get_rank() == 0
+    shown = terminal.getvalue()
+    assert ("first step [" in shown and "measuring [" in shown) if first else not shown, shown
+    found = [(r.levelno, r.getMessage()) for r in lines.records if ", " in r.getMessage()]
+    level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
+    for label in ("capturing", "measuring", "planning", "building", "first step"):
+        assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
+
+
 def check_loss_outside() -> None:
     """The model alone is compiled: every rank gets the outputs, gradients are handed back."""
     one = case("GPT")
@@ -314,6 +353,7 @@ def checks(world: int) -> dict:
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
+            "what is shown": check_what_is_shown,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)

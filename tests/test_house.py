@@ -19,6 +19,7 @@ LAYERS = [
     "sched runtime microbatch",
     "compare",
     "report testing call",
+    "artifacts",
     "backend __main__",
 ]
 APART = {"passes", "sched", "runtime"}  # what they share lives below them

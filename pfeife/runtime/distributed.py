@@ -331,5 +331,5 @@ def leave_world() -> None:
 
 
 def world_rank() -> int:
-    """This process's rank, 0 if it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """This process's rank, 0 if it is alone; before the world is joined what torchrun says."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
