@@ -13,7 +13,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife import _torch, plain
+from pfeife import _torch, plain, report
+from pfeife.artifacts import Artifacts
 from pfeife.call import Compiled, run_step
 from pfeife.capture import Captured
 from pfeife.compilers import BodyCompiler, compile_bodies
@@ -22,22 +23,23 @@ from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from, versions
 from pfeife.passes import (
     annotate,
-    compose,
     dp_wrap,
     fuse,
     insert_send_recv,
     partition,
     place,
+    record,
     split_backward,
 )
+from pfeife.passes.compose import Recorded
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
 from pfeife.program import Kind, Port, Program, Role, holders
-from pfeife.progress import bar
+from pfeife.progress import Progress, Shown, shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
 from pfeife.runtime.world import World, join_world
-from pfeife.sched import follow, lower, policy, split_at, splits, verify_schedule
+from pfeife.sched import follow, lower, policy, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
@@ -54,6 +56,7 @@ class Backend:
 
     def __init__(self, options: Options):
         self.options = options
+        self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
         self.homes = WeakIdKeyDictionary()  # (stage, rank)s by parameter or buffer
         self.placed: tuple[int, ...] | None = None  # the ranks of the stages that they are about
@@ -68,6 +71,7 @@ class Backend:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
         for each shape that it is called with."""
         graph = BatchedGraph(module, examples)
+        artifacts = Artifacts(_torch.compilation())
         known: dict[tuple, Compiled] = {}
 
         def run(*args: Any) -> list[torch.Tensor]:
@@ -77,11 +81,14 @@ class Backend:
             if world:
                 with world.building("the arguments of a step"):
                     world.check_agreement(self._called_with(args), "the arguments of this call")
-            if key not in known:
-                with world.building("a step") if world else contextlib.nullcontext():
-                    known[key] = self._build(graph, args, world, device)
-                self.compiled.append(known[key])
-            return run_step(known[key], self.options, args)
+            if key in known:
+                return run_step(known[key], self.options, args)
+            rank = world.rank if world else 0
+            show = shown(log, progress=self.options.progress, rank=rank)
+            with world.building("a step") if world else contextlib.nullcontext():
+                known[key] = self._build(graph, args, world, device, show, artifacts)
+            self.compiled.append(known[key])
+            return run_step(known[key], self.options, args, show)
 
         return run
 
@@ -90,47 +97,79 @@ class Backend:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         shapes = [f"a tensor of {a.dtype} {list(a.shape)} on {a.device.type}" for a in tensors]
         trains = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
-        return "\n".join([*versions(), str(self.options), trains, *shapes])
+        return "\n".join([*self.alike, trains, *shapes])
 
     def _build(
-        self, graph: BatchedGraph, args: Sequence[Any], world: World | None, device: torch.device
+        self,
+        graph: BatchedGraph,
+        args: Sequence[Any],
+        world: World | None,
+        device: torch.device,
+        show: Shown,
+        artifacts: Artifacts,
     ) -> Compiled:
         options = self.options
-        captured = graph.captured(args, options)
-        many = world is not None
+        with show.phase("capturing") as phase:
+            captured = graph.captured(args, options)
+            phase.outcome = lambda: _counted(captured.program)
+        program = captured.program
+        artifacts.program("capture", program)
         target = self._machine or default_machine(device)
-        clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
         # With the loss outside the gradients arrive when all forwards are done.
-        order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
-        split = splits(order) and bool(captured.program.ports(Role.TANGENT))
-        whole, clusters = clusters, split_backward()(clusters) if split else clusters
-        clusters = annotate(self._costs(clusters, target, world))(clusters)
+        order = options.schedule if program.ports(Role.LOSS) else "gpipe"
+        whole, clusters = self._fused(program, splits(order), show, artifacts)
+        clusters = annotate(self._costs(clusters, target, show))(clusters)
+        artifacts.program("annotate", clusters)
         if world:
             world.check_agreement(f"{options}\n{clusters}", "the captured program")
         slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self._known_homes(captured.program, slots) if many else {}
+        homes = self._known_homes(program, slots) if world else {}
         wishes = {
             "machine": target,
             "schedule": order,
             "cuts": self._cuts(clusters, homes),
             "placement": self.placed if homes else None,
         }
-        plan, program = self._planned(whole, clusters, wishes, world)
+        with show.phase("planning") as phase:
+            plan, history = self._planned(whole, clusters, wishes, world, phase.progress)
+            phase.outcome = lambda: f"{order}, {_described(plan, history[-1].program)}"
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-        devices = self._devices(mesh, many)
+        devices = self._devices(mesh, world is not None)
         if devices:
-            program = place(devices)(program)
+            history = (*history, *record(history[-1].program, place(devices))[1:])
+        program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        bodies = self._bodies(program, world)
+        predicted = functools.partial(predict, program, schedule, target, self._network)
+        artifacts.history(history)
+        artifacts.decisions(plan, schedule, predicted)
+        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
+        artifacts.ranks(program, mine)
+        bodies = self._bodies(program, world, show)
         pipeline: DistributedPipeline | LocalPipeline
-        if world:
-            limit = options.timeout
-            pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-            self._settle(captured, program, plan.stage_ranks, args, world)
-        else:
-            pipeline = LocalPipeline(program, schedule, devices, bodies)
-        log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
+        with show.phase("building") as phase:
+            if world:
+                limit = options.timeout
+                pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
+                self._settle(captured, program, plan.stage_ranks, args, world)
+            else:
+                pipeline = LocalPipeline(program, schedule, devices, bodies)
+            actions = mesh.replicas * sum(map(len, schedule.ranks))
+            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
         return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _fused(
+        self, program: Program, split: bool, show: Shown, artifacts: Artifacts
+    ) -> tuple[Program, Program]:
+        """The clusters, and the same with their backwards split if they shall be."""
+        passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
+        if split and program.ports(Role.TANGENT):
+            passes.append(split_backward())
+        with show.phase("fusing") as phase:
+            history = record(program, *passes)
+            whole, clusters = history[1].program, history[-1].program
+            phase.outcome = lambda: f"{whole.units} clusters"
+        artifacts.history(history)
+        return whole, clusters
 
     def _planned(
         self,
@@ -138,11 +177,12 @@ class Backend:
         clusters: Program,
         wishes: Mapping[str, Any],
         world: World | None,
-    ) -> tuple[Plan, Program]:
-        """The plan of the `clusters` with costs, and the ranks' program; planned again with less
-        memory as long as the account of every byte says that a rank would need more than its
-        limit. `whole` are the clusters before their backwards were split, `wishes` those for the
-        planner that are not options."""
+        progress: Progress | None,
+    ) -> tuple[Plan, tuple[Recorded, ...]]:
+        """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
+        planned again with less memory as long as the account of every byte says that a rank would
+        need more than its limit. `whole` are the clusters before their backwards were split,
+        `wishes` those for the planner that are not options."""
         options = self.options
         split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world.size // options.replicas if world else None
@@ -161,6 +201,7 @@ class Backend:
                 memory_limit=limit,
                 network=self._network,
                 search_seconds=options.search_seconds,
+                progress=progress,
             )
             try:
                 plan = self._decided(make, world) if world else make()
@@ -172,15 +213,15 @@ class Backend:
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
             passes = [insert_send_recv(), dp_wrap(mesh)]
             if split and plan.recompute:  # which part repeats what is known of whole backwards
-                program = compose(partition(plan), split_backward(), *passes)(whole)
+                history = record(whole, partition(plan), split_backward(), *passes)
             else:
-                program = compose(partition(plan), *passes)(clusters)
+                history = record(clusters, partition(plan), *passes)
             if limit is None or options.memory_limit is None:
-                return plan, program
-            curves = memory_curves(program, lower(plan.schedule, program))
-            worst = max(curve.peak for curve in curves)
+                return plan, history
+            worst = _peak(plan, history[-1].program)
             if worst <= options.memory_limit:
-                return plan, program
+                return plan, history
+            log.debug("a plan for %d bytes a rank would need %d", limit, worst)
             limit = int(limit * min(0.97, options.memory_limit / worst))
         raise ValueError(
             f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
@@ -192,33 +233,35 @@ class Backend:
         """Rank 0's plan, or its reason that there is none, on every rank."""
         return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
 
-    def _costs(self, clusters: Program, target: Machine, world: World | None) -> Costs:
+    def _costs(self, clusters: Program, target: Machine, show: Shown) -> Costs:
         if self.options.costs == "estimate":
             return estimate(clusters, target)
         cache = Path(self.options.cache) if self.options.cache else None
-        shown = bar("measuring") if world is None or world.rank == 0 else None
         given = self.options.compiler
         compiler = None if given == "aot_eager" else BodyCompiler(given)
-        return measure(clusters, compiler=compiler, cache=cache, progress=shown)
+        with show.phase("measuring") as phase:
+            return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
 
-    def _bodies(self, program: Program, world: World | None) -> dict[str, Callable]:
+    def _bodies(self, program: Program, world: World | None, show: Shown) -> dict[str, Callable]:
         """The compiled bodies of a rank, or of all in this process. If one of several processes
         cannot compile its own, all refuse."""
-        make = functools.partial(
-            compile_bodies,
-            program,
-            self.options.compiler,
-            cuda_graphs=self.options.cuda_graphs,
-            progress=bar("compiling") if world is None or world.rank == 0 else None,
-        )
-        if world is None:
-            return make()
+        if self.options.compiler == "aot_eager" and not self.options.cuda_graphs:
+            return {}
         bodies, refusal = {}, ""
         try:
-            bodies = make(rank=world.rank % (world.size // program.replicas))
+            with show.phase("compiling") as phase:
+                bodies = compile_bodies(
+                    program,
+                    self.options.compiler,
+                    rank=world.rank % (world.size // program.replicas) if world else None,
+                    cuda_graphs=self.options.cuda_graphs,
+                    progress=phase.progress,
+                )
         except ValueError as error:
+            if world is None:
+                raise
             refusal = str(error)
-        for other, text in enumerate(world.from_all_ranks(refusal)):
+        for other, text in enumerate(world.from_all_ranks(refusal) if world else ()):
             if text:
                 raise Refusal(f"rank {other}: {text}")
         return bodies
@@ -303,6 +346,23 @@ def _measured(path: str | os.PathLike[str]) -> Network:
         raise ValueError(
             f"option network={str(path)!r}: {error.strerror}; `pfeife bench-network` writes one"
         ) from None
+
+
+def _counted(program: Program) -> str:
+    nodes = len(program.module.graph.nodes)
+    return f"{len(program.inputs)} inputs, {len(program.outputs)} outputs, {nodes} nodes"
+
+
+def _described(plan: Plan, program: Program) -> str:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("the plan:\n%s", report.plan_table(plan, program))
+    peak = report.size(_peak(plan, program))
+    return f"{report.summary(plan, program)}, {peak} at the peak of the worst rank"
+
+
+def _peak(plan: Plan, program: Program) -> int:
+    """Bytes of the rank that needs most."""
+    return max(curve.peak for curve in memory_curves(program, lower(plan.schedule, program)))
 
 
 def backend(**options: Any) -> Backend:

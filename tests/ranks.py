@@ -6,7 +6,9 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 import copy
 import faulthandler
 import gc
+import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -199,6 +201,43 @@ def check_a_refusal_on_one_rank() -> None:
     assert world.decided_by_rank_zero(lambda: "plan") == "plan"
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Lines(logging.Handler):
+    """A log handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def check_what_is_shown() -> None:
+    """Bars on rank 0 alone; the log has the same lines everywhere, of a lower level elsewhere."""
+    one, lines, stderr, log = case("GPT"), Lines(), sys.stderr, logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    sys.stderr = terminal = Terminal()
+    try:
+        pfeife.compile(one.step, microbatches=2, costs="measure")(*one.batch(4)).backward()
+    finally:
+        sys.stderr = stderr
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    first = dist.get_rank() == 0
+    shown = terminal.getvalue()
+    assert ("first step [" in shown and "measuring [" in shown) if first else not shown, shown
+    found = [(r.levelno, r.getMessage()) for r in lines.records if ", " in r.getMessage()]
+    level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
+    for label in ("capturing", "measuring", "planning", "building", "first step"):
+        assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
+
+
 def check_loss_outside() -> None:
     """The model alone is compiled: every rank gets the outputs, gradients are handed back."""
     one = case("GPT")
@@ -381,6 +420,7 @@ def checks(world: int) -> dict:
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
             "compilers": check_compilers,
+            "what is shown": check_what_is_shown,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)

@@ -21,6 +21,7 @@ LAYERS = [
     "sched runtime microbatch",
     "compare",
     "report testing call",
+    "artifacts",
     "backend __main__",
 ]
 APART = {"passes", "sched", "runtime"}  # what they share lives below them
