@@ -25,7 +25,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
 from pfeife.runtime.profile import profile_memory
 from pfeife.runtime.world import join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
@@ -156,8 +156,23 @@ def check_steps_that_overlap() -> None:
     assert not any(pipeline.transport.leaving.values())
 
 
-def check_a_thousand_steps() -> None:
-    """Nothing grows: tensors, file descriptors, threads."""
+def check_a_line_a_direction() -> None:
+    """As under NCCL: every direction between two ranks has a process group of its own."""
+    pipeline, state, microbatches = interleaved()
+    expected = pipeline(state, microbatches)
+    world = pipeline.transport.world
+    pipeline.transport = DistributedTransport(world, pipeline.mesh, pipeline.program, edges=True)
+    found = pipeline(state, microbatches)
+    lines = {id(group) for group, _ in [*pipeline.transport.out.values()]}
+    lines |= {id(group) for group, _ in [*pipeline.transport.into.values()]}
+    assert len(lines) == 2 and id(world.line.group) not in lines
+    assert torch.equal(found.loss, expected.loss)
+    for name, gradient in found.gradients.items():
+        assert torch.equal(gradient, expected.gradients[name])
+
+
+def interleaved() -> tuple:
+    """A pipeline of two stages a rank, with its state and microbatches."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     microbatches = [(torch.randn(2, 4),) for _ in range(4)]
@@ -168,7 +183,12 @@ def check_a_thousand_steps() -> None:
     )
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
-    state = pfeife.state_of(program, net)
+    return pipeline, pfeife.state_of(program, net), microbatches
+
+
+def check_a_thousand_steps() -> None:
+    """Nothing grows: tensors, file descriptors, threads."""
+    pipeline, state, microbatches = interleaved()
 
     def resources() -> tuple[int, int, int]:
         gc.collect()
@@ -416,6 +436,7 @@ def checks(world: int) -> dict:
             "loss outside": check_loss_outside,
             "placement is kept": check_placement_is_kept,
             "a thousand steps": check_a_thousand_steps,
+            "a line a direction": check_a_line_a_direction,
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,

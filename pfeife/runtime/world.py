@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pfeife import plain
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, roll_call
 
@@ -258,6 +259,7 @@ class World:
         data = self._bytes(text)
         size = torch.tensor([data.numel()], device=self.device)
         self.broadcast(size, 0)
+        _check_length(int(size), 0)
         shared = (
             data
             if self.rank == 0
@@ -284,6 +286,8 @@ class World:
         """Every rank's text, on every rank (collective)."""
         data = self._bytes(text)
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
+        for rank, size in enumerate(sizes):
+            _check_length(size, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         parts = zip(self.gather(padded), sizes, strict=True)
@@ -345,6 +349,11 @@ def _absent(missing: Sequence[int], size: int, timeout: float) -> Failure:
 def _agent() -> bool:
     """Whether torchrun keeps the store, which else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_length(size: int, rank: int) -> None:
+    if not 0 <= size <= plain.LARGEST_FILE:
+        raise ValueError(f"rank {rank} wants to send a text of {size} bytes; that is no plan")
 
 
 def _first_difference(one: str, other: str) -> tuple[str, str]:
