@@ -26,6 +26,7 @@ GRACE = 5.0  # seconds that a rank has to come out of its step when another one 
 SLICE = timedelta(seconds=0.5)
 _CUT = 2**30  # the tag of the receive that nobody ever answers
 _BUILDING = "building: "
+LONGEST = 10  # times the timeout that a rank may prepare something while others wait
 
 
 class Line:
@@ -210,7 +211,8 @@ class World:
         return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective operation of all ranks, or of some."""
+        """Waits for a collective operation of all ranks, or of some: as long as the timeout for
+        ranks that do something else, ten times as long for those that prepare what it needs."""
         begun = time.monotonic()
         while True:
             try:
@@ -218,20 +220,22 @@ class World:
                 return
             except RuntimeError as error:
                 self.check()
-                late = self._late() if time.monotonic() - begun > self.timeout else None
+                waited = time.monotonic() - begun
+                late = self._late(waited) if waited > self.timeout else None
                 if work.is_completed():  # it has failed by itself
                     raise self.lost(self._suspect(), begun, error) from None
                 if late is not None:
-                    raise self._stopped(self._silent(late, time.monotonic() - begun)) from None
+                    raise self._stopped(self._silent(late, waited)) from None
 
-    def _late(self) -> int | None:
-        """A rank that neither waits nor prepares anything."""
+    def _late(self, waited: float) -> int | None:
+        """A rank that neither waits nor prepares anything, or has done so for too long."""
         beats = self.lifeline.beats() or {}
+        patient = waited < LONGEST * self.timeout
         others = [rank for rank in range(self.size) if rank != self.rank]
         working = {
             rank
             for rank, beat in beats.items()
-            if beat.doing.startswith(_BUILDING) or beat.waits_for is not None
+            if patient and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
         }
         return next((rank for rank in others if rank not in working), None)
 
