@@ -88,14 +88,16 @@ def steps_of(one: harness.Ready) -> Side:
     return Side(lambda: one.pipeline.start(one.state, one.batch).run())
 
 
-def check(one: harness.Ready, peer: pipelining.Peer) -> None:
-    """Raises AssertionError unless both compute the same (collective)."""
+def check(one: harness.Ready, peer: pipelining.Peer, same_split: bool) -> None:
+    """Raises AssertionError unless both compute the same (collective); gradients are compared
+    where a rank has them on both sides, with the same split all of them."""
     step = one.pipeline.start(one.state, one.batch)
     step.run()
     found = step.result(outputs=False)
     peer.reset()
     peer.step()
     theirs, loss = peer.gradients(), peer.loss()
+    assert not same_split or theirs.keys() == found.gradients.keys()
     for name in theirs.keys() & found.gradients.keys():
         torch.testing.assert_close(found.gradients[name], theirs[name], rtol=1e-3, atol=1e-5)
     if loss is not None:
@@ -144,7 +146,7 @@ def side_by_side(
     peer = pipelining.peer(split, schedule, batch)
     order = pipelining.order(peer, schedule, len(split.stages), microbatches)
     one = attrs.evolve(plan(split) if plan else cut_as(split, order), batch=batch)
-    check(one, peer)
+    check(one, peer, same_split=plan is None)
     sides = {"ours": steps_of(one)}
     if options.peer:
         sides["peer"] = Side(peer.step, peer.reset)

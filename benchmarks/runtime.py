@@ -64,9 +64,13 @@ def skip(ranks: int) -> Cases:
 
 
 def uneven(ranks: int) -> Cases:
-    """A large head: Pfeife plans, the peer has its blocks dealt evenly."""
+    """A large head: Pfeife plans, the peer has its blocks dealt evenly. Real ranks are no more
+    than there are cores here, sleeping ones four."""
     for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks)):
-        make = partial(lambda s: splits.language(models.large_head(), s), stages)
+        if ranks == 2:
+            make = partial(lambda s: splits.language(models.large_head(16000, 8), s), stages)
+        else:
+            make = partial(splits.sleeping_gpt, stages)
         yield f"uneven {name}", _case(make, name, 8, plan=planned)
 
 
@@ -103,8 +107,7 @@ def virtual_ideal(rows: int, one: harness.Ready) -> float:
     each = torch.tensor(virtual.seconds_alone(rows), dtype=torch.float64)
     dist.all_reduce(each)
     sleeps = {
-        (call.unit, call.kind): virtual.operations(one.program.body(call))
-        for call in one.program.calls
+        (call.unit, call.kind): virtual.units(one.program.body(call)) for call in one.program.calls
     }
 
     def seconds(action: pfeife.Action) -> float:
@@ -167,15 +170,20 @@ def in_world(arguments: argparse.Namespace) -> None:
     shown(len(cases), len(cases))
 
 
-def measured(part: str, arguments: argparse.Namespace, rest: list[str]) -> list[Record]:
-    """All worlds of a part, each started for itself."""
+def measured(
+    part: str, arguments: argparse.Namespace, rest: list[str], failed: list[str]
+) -> list[Record]:
+    """All worlds of a part, each started for itself; what has failed is added to a list."""
     _, worlds, repeats, _ = PARTS[part]
     repeats = 3 if arguments.quick else repeats
     with tempfile.NamedTemporaryFile("r") as file:
         own = ["--record", file.name, "--repeats", str(repeats)]
         for ranks in worlds:
             if arguments.ranks in (None, ranks) and chosen(part, ranks, arguments.only):
-                harness.world(__file__, ranks, [part, *own, *rest])
+                try:
+                    harness.world(__file__, ranks, [part, *own, *rest])
+                except RuntimeError as error:
+                    failed.append(str(error))
         return [Record(**json.loads(line)) for line in file]
 
 
@@ -204,9 +212,12 @@ def main() -> None:
         harness.run(__file__, partial(in_world, arguments))
         return
     rest = [word for word in sys.argv[1:] if word not in PARTS]
-    found = {part: measured(part, arguments, rest) for part in arguments.parts}
+    failed: list[str] = []
+    found = {part: measured(part, arguments, rest, failed) for part in arguments.parts}
     for part, records in found.items():
         print(f"{part}. {PARTS[part][3](records)}\n")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
