@@ -15,13 +15,8 @@ import torch.distributed as dist
 import pfeife
 from pfeife import plain, sched
 from pfeife.program import Program
-from pfeife.runtime.distributed import (
-    DistributedPipeline,
-    from_all_ranks,
-    from_rank_zero,
-    join_world,
-    leave_world,
-)
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.world import World, join_world, leave_world
 
 DEVICE = torch.device("cpu")
 
@@ -71,9 +66,16 @@ def run(file: str, main: Callable[[], None]) -> None:
     leave_world()
 
 
+def everyone() -> World:
+    """The ranks of this benchmark."""
+    found = join_world(DEVICE)
+    assert found is not None
+    return found
+
+
 def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
     """The mean of what the ranks have measured, the same on all of them."""
-    texts = from_all_ranks(plain.to_json(costs), DEVICE)
+    texts = everyone().from_all_ranks(plain.to_json(costs))
     found = [plain.from_json(pfeife.Costs, text) for text in texts]
 
     def mean(field: str) -> dict[str, float]:
@@ -84,7 +86,7 @@ def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
 
 
 def of_rank_zero(plan: pfeife.Plan) -> pfeife.Plan:
-    return plain.from_json(pfeife.Plan, from_rank_zero(plain.to_json(plan), DEVICE))
+    return plain.from_json(pfeife.Plan, everyone().from_rank_zero(plain.to_json(plan)))
 
 
 @attrs.frozen(eq=False)

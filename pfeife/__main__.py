@@ -1,16 +1,18 @@
 """The command line: `python -m pfeife`, or `pfeife`."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from pfeife import plain, report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
-from pfeife.progress import bar
-from pfeife.runtime.distributed import join_world, leave_world, world_rank
+from pfeife.progress import shown
+from pfeife.runtime.world import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="torchrun --nproc-per-node N -m pfeife bench-network --out network.json",
     )
     network.add_argument("--out", help="where to write the JSON; not written unless given")
-    network.add_argument("--repeats", type=int, default=7, help="runs of each size")
-    network.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of a message")
+    network.add_argument("--repeats", type=_count, default=7, help="runs of each size")
+    network.add_argument("--largest", type=_count, default=SIZES[-1], help="bytes of a message")
     network.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     network.set_defaults(run=_bench_network)
     shipped = commands.add_parser("machines", help="the machine profiles that ship with pfeife")
@@ -33,22 +35,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return given.run(given)
 
 
+def _count(text: str) -> int:
+    """An argument that is a number from 1 on."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 def _bench_network(given: argparse.Namespace) -> int:
+    if given.out and not Path(given.out).absolute().parent.is_dir():  # before minutes of measuring
+        print(f"--out {given.out}: there is no such folder", file=sys.stderr)
+        return 2
     device = torch.device(given.device)
-    if join_world(device) < 2:
+    world = join_world(device)
+    if world is None:
         print(
             "bench-network measures between processes; start it with torchrun --nproc-per-node 2 "
             "-m pfeife bench-network",
             file=sys.stderr,
         )
         return 2
-    first = world_rank() == 0
-    found = bench_network(
-        sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
-        repeats=given.repeats,
-        device=device,
-        progress=bar("links") if first else None,
-    )
+    first = world.rank == 0
+    with shown(logging.getLogger("pfeife"), rank=world.rank).phase("links") as phase:
+        found = bench_network(
+            sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
+            repeats=given.repeats,
+            device=device,
+            progress=phase.progress,
+        )
     if first:
         print(report.network_table(found))
         if given.out:

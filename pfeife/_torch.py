@@ -44,13 +44,17 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "broken_guard",
+    "compilation",
     "flop_formulas",
     "frame_arguments",
+    "inductor",
+    "is_shared",
     "joint_graph",
     "leaf_dims",
     "marked_dims",
     "placeholder_source",
     "source_root",
+    "trace_artifact",
 ]
 
 
@@ -100,6 +104,21 @@ def source_root(base: str) -> torch.nn.Module | None:
     return value if isinstance(value, torch.nn.Module) else None
 
 
+def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
+    """Inductor's code for a graph of aten operations. `torch.compile` would trace the graph by
+    Dynamo first; `torch._inductor.standalone_compile` writes an artifact beside the caches."""
+    from torch._inductor.compile_fx import compile_fx
+
+    made: Any = compile_fx(graph, examples)  # other types for other modes
+    return made
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor looks at a tensor's storage. There is no public count of those; the
+    two that are always there are the tensor and the storage object that is asked."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
     documented name), and the CPU's attention kernels, which that table lacks."""
@@ -145,3 +164,29 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
     if dims is None:
         raise ValueError(f"in_dims={in_dims!r} does not fit the arguments of the step")
     return dims
+
+
+def compilation() -> Any:
+    """Which compilation Dynamo is in, for `trace_artifact`; None outside of one."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.try_get()
+    if current is None:
+        return None
+    kept = CompileContext(current.compile_id)  # alone: torch goes on with its own
+    kept.attempt = current.attempt
+    return kept
+
+
+def trace_artifact(name: str, encoding: str, text: Callable[[], str], compilation: Any) -> None:
+    """Adds a text to torch's structured trace, which TORCH_TRACE turns on and tlparse shows.
+
+    `encoding` is "string" or "json"; tlparse lists it under the `compilation`. Where nothing is
+    traced, `text` is not called. There is no public way into that trace; without it these
+    artifacts alone would be missing.
+    """
+    from torch._guards import compile_context
+    from torch._logging._internal import trace_structured_artifact
+
+    with compile_context(compilation):
+        trace_structured_artifact(name, encoding, text)

@@ -87,9 +87,14 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     return {port.name: value for port, value in zip(ports, values, strict=True)}
 
 
-def loss_tangent(port: Port, microbatches: int) -> torch.Tensor:
-    """The gradient that `(loss / microbatches).backward()` sends into the loss."""
-    return torch.ones(port.shape, dtype=port.dtype, device=port.device) / microbatches
+def loss_tangents(program: Program, microbatches: int) -> dict[str, torch.Tensor]:
+    """By port name the gradient that `(loss / microbatches).backward()` sends into the loss, for
+    every microbatch of a step the same."""
+    return {
+        port.name: torch.ones(port.shape, dtype=port.dtype, device=port.device) / microbatches
+        for port in program.ports(Role.TANGENT)
+        if port.fqn == "loss"
+    }
 
 
 def mean_loss(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -101,24 +106,23 @@ def step_inputs(
     program: Program,
     batch: Mapping[str, torch.Tensor],
     index: int,
-    microbatches: int,
     seed: int,
     tangents: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The values of all ports of one microbatch but the state, by port name."""
+    """The values of all ports of one microbatch but the state and the loss's tangent, by port
+    name."""
     values = dict(batch)
     for port in program.ports(Role.SEED):
         values[port.name] = torch.tensor(mix(seed, index))
     for port in program.ports(Role.TANGENT):
         if port.fqn == "loss":
-            values[port.name] = loss_tangent(port, microbatches)
-        elif tangents is None or port.fqn not in tangents:
+            continue
+        if tangents is None or port.fqn not in tangents:
             raise ValueError(
                 f"microbatch {index}: the loss is outside, so pass a tangent of {port.fqn}"
             )
-        else:
-            check_tensor(port, tangents[port.fqn], f"microbatch {index}, tangent of {port.fqn}")
-            values[port.name] = tangents[port.fqn]
+        check_tensor(port, tangents[port.fqn], f"microbatch {index}, tangent of {port.fqn}")
+        values[port.name] = tangents[port.fqn]
     return values
 
 
@@ -193,6 +197,7 @@ def _one_pipeline(
     mine: range,
 ) -> Result:
     held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
+    held |= loss_tangents(program, len(mine))
     slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
     losses, outputs, batch_gradients = [], [], []
     sums: dict[str, torch.Tensor] = {}
@@ -200,7 +205,7 @@ def _one_pipeline(
     for index in mine:
         batch = named_batch(program, microbatches[index], index)
         given = tangents[index] if tangents is not None else None
-        values = held | step_inputs(program, batch, index, len(mine), seed, given)
+        values = held | step_inputs(program, batch, index, seed, given)
         with torch.no_grad():
             results = program.module(*(values[port.name] for port in program.inputs))
         outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})

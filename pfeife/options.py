@@ -1,17 +1,28 @@
 """What a user may ask of the backend, checked before anything runs."""
 
+import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any, Literal
 
 import attrs
+import torch
 
+from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.plan import Machine, Network
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 1):
+    optional = attribute.default in (None, attrs.NOTHING)
+    if not (value is None and optional) and (type(value) is not int or value < 1):
         raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
+
+
+def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
 
 
 def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -24,6 +35,38 @@ def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
 def _network(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if value is not None and not isinstance(value, Network | str | os.PathLike):
         raise ValueError(f"option network={value!r}: must be a Network or the path to its JSON")
+
+
+def _of(kinds: Any, what: str) -> Callable[[object, attrs.Attribute, Any], None]:
+    def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"option {attribute.name}={value!r}: must be {what}")
+
+    return check
+
+
+def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(int | float, "seconds")(instance, attribute, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"option {attribute.name}={value!r}: must be positive")
+
+
+def _compiler(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    try:
+        checked(value)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
+def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    listed = value is None or isinstance(value, tuple)
+    if not listed or not all(isinstance(one, str | torch.device) for one in value or ()):
+        raise ValueError(f"option devices={value!r}: must be a list such as ['cuda:0', 'cuda:1']")
+
+
+def _loss(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value not in (None, "outside") and type(value) is not int:
+        raise ValueError(f"option loss={value!r}: must be the index of a result, or 'outside'")
 
 
 @attrs.frozen(kw_only=True)
@@ -43,27 +86,48 @@ class Options:
     cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
+    timeout: under torchrun, after how many seconds of silence a rank is given up.
+    compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
+        and so does a function, see `pfeife.compilers.compile_bodies`.
+    cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    progress: whether rank 0 shows its progress on standard error, if that is a terminal.
     """
 
     microbatches: int = attrs.field(default=1, validator=_count)
     stages: int | None = attrs.field(default=None, validator=_count)
-    schedule: str = "1f1b"
-    search_seconds: float = attrs.field(default=20.0, validator=attrs.validators.gt(0))
-    split_at: Mapping[str, str] | None = None
+    schedule: str = attrs.field(default="1f1b", validator=_of(str, "the name of a family"))
+    search_seconds: float = attrs.field(default=20.0, validator=_seconds)
+    split_at: Mapping[str, str] | None = attrs.field(
+        default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
+    )
     replicas: int = attrs.field(default=1, validator=_count)
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
-    cache: str | os.PathLike[str] | None = None
+    cache: str | os.PathLike[str] | None = attrs.field(
+        default=None, validator=_of(str | os.PathLike | None, "the path of a folder")
+    )
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     devices: tuple[str, ...] | None = attrs.field(
-        default=None, converter=lambda given: given if given is None else tuple(given)
+        default=None,
+        converter=lambda given: tuple(given) if isinstance(given, list) else given,
+        validator=_devices,
     )
-    loss: int | Literal["outside"] | None = None
-    reduce: Mapping[int, str] = attrs.field(factory=dict)
+    loss: int | Literal["outside"] | None = attrs.field(default=None, validator=_loss)
+    reduce: Mapping[int, str] = attrs.field(
+        factory=dict, validator=_of(Mapping, "a way by index such as {1: 'mean'}")
+    )
+    timeout: float = attrs.field(default=300.0, validator=_seconds)
+    compiler: str | Compiler = attrs.field(
+        default="aot_eager",
+        validator=_compiler,
+        repr=compiler_name,  # the same on every rank
+    )
+    cuda_graphs: bool = attrs.field(default=False, validator=_flag)
+    progress: bool = attrs.field(default=True, validator=_flag, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.microbatches % self.replicas:
@@ -78,10 +142,17 @@ class Options:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
 
 
+def versions() -> list[str]:
+    """What must be the same on every rank beside the program."""
+    names = ("torch", "pfeife")
+    found = [f"{name} {metadata.version(name)}" for name in names]
+    return [*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}"]
+
+
 def options_from(given: Mapping[str, Any]) -> Options:
     """Options from a mapping. Raises ValueError for a name that is none, or a wrong value."""
     known = [field.name for field in attrs.fields(Options)]
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(map(str, set(given) - set(known)))
     if unknown:
         raise ValueError(f"unknown options {unknown}; there are {known}")
     return Options(**given)

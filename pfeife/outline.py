@@ -121,6 +121,11 @@ class _Outliner:
             for node in self.nodes
             if not is_source(node) and node.name in duplicates and node.name not in exported
         }
+        self.free -= {  # parts of a tuple stay with their maker
+            node
+            for node in self.free
+            if node.target is operator.getitem and node.all_input_nodes[0] not in self.free
+        }
         self.subgraphs = {
             node
             for node in self.nodes

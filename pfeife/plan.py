@@ -4,36 +4,17 @@ import csv
 import io
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from itertools import pairwise
+from reprlib import repr as short
 
 import attrs
 import torch
 
+from pfeife import checks, plain
 from pfeife.program import Kind
-
-
-def _positive(instance: object, attribute: attrs.Attribute, value: float) -> None:
-    if not value > 0:
-        raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} must be positive, not {value}"
-        )
-
-
-def _not_negative(instance: object, attribute: attrs.Attribute, value: float | None) -> None:
-    if value is not None and not value >= 0:
-        raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} must not be negative, but is {value}"
-        )
-
-
-def _fraction(instance: object, attribute: attrs.Attribute, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} must be from 0 to 1, not {value}"
-        )
-
 
 _DTYPES = frozenset(
     str(value).removeprefix("torch.")
@@ -44,23 +25,26 @@ _DTYPES = frozenset(
 
 def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
     rates = given if isinstance(given, Mapping) else {"float32": given}
-    return {dtype: float(rate) for dtype, rate in rates.items()}
+    return {dtype: float(value) for dtype, value in rates.items()}
+
+
+_EACH_SECONDS = checks.each(checks.seconds)
 
 
 def _rates(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
-    where = f"{type(instance).__name__}.{attribute.name}"
+    where = checks.named(instance, attribute)
     unknown = sorted(set(value) - _DTYPES)
     if unknown:
-        raise ValueError(f"{where}: {unknown} are no dtypes; write them as torch does: 'bfloat16'")
-    for dtype, rate in value.items():
-        if not rate > 0:
-            raise ValueError(f"{where}[{dtype!r}] must be positive, not {rate}")
+        raise ValueError(
+            f"{where}: {short(unknown)} are no dtypes; write them as torch does: 'bfloat16'"
+        )
+    checks.each(checks.rate)(instance, attribute, value)
 
 
 def _has_float32(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
     if "float32" not in value:
         raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} must have 'float32', which dtypes without "
+            f"{checks.named(instance, attribute)} must have 'float32', which dtypes without "
             f"a rate of their own run at; there are {sorted(value)}"
         )
 
@@ -69,7 +53,7 @@ def _fields(instance: object, attribute: attrs.Attribute, value: Mapping[str, st
     unknown = sorted(set(value) - set(Machine.__annotations__))
     if unknown:
         raise ValueError(
-            f"{type(instance).__name__}.{attribute.name}: {unknown} are no fields of a machine"
+            f"{checks.named(instance, attribute)}: {short(unknown)} are no fields of a machine"
         )
 
 
@@ -91,16 +75,16 @@ class Machine:
 
     name: str
     flops: dict[str, float] = attrs.field(converter=_by_dtype, validator=[_rates, _has_float32])
-    memory_bandwidth: float = attrs.field(validator=_positive)
-    memory: int = attrs.field(validator=_positive)
-    link_bandwidth: float = attrs.field(validator=_positive)
-    link_latency: float = attrs.field(default=0.0, validator=_not_negative)
-    launch_seconds: float = attrs.field(default=0.0, validator=_not_negative)
-    action_seconds: float = attrs.field(default=0.0, validator=_not_negative)
-    overlap: float = attrs.field(default=1.0, validator=_fraction)
+    memory_bandwidth: float = attrs.field(validator=checks.rate)
+    memory: int = attrs.field(validator=checks.positive)
+    link_bandwidth: float = attrs.field(validator=checks.rate)
+    link_latency: float = attrs.field(default=0.0, validator=checks.seconds)
+    launch_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    action_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    overlap: float = attrs.field(default=1.0, validator=checks.fraction)
     peak_flops: dict[str, float] = attrs.field(factory=dict, converter=_by_dtype, validator=_rates)
     peak_memory_bandwidth: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_positive)
+        default=None, validator=attrs.validators.optional(checks.rate)
     )
     device_names: tuple[str, ...] = ()
     sources: dict[str, str] = attrs.field(factory=dict, validator=_fields, repr=False)
@@ -124,8 +108,8 @@ class Link:
     `seconds`.
     """
 
-    source: int
-    destination: int
+    source: int = attrs.field(validator=checks.not_negative)
+    destination: int = attrs.field(validator=checks.not_negative)
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
     sending: tuple[float, ...]
@@ -134,6 +118,8 @@ class Link:
 
     def __attrs_post_init__(self) -> None:
         where = f"Link {self.source} -> {self.destination}"
+        if self.source == self.destination:
+            raise ValueError(f"{where}: a link is between two ranks")
         lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
         if lengths != {len(self.sizes)} or len(self.sizes) < 2:
             raise ValueError(f"{where}: figures for {lengths} sizes")
@@ -144,6 +130,9 @@ class Link:
                 raise ValueError(f"{where}: seconds {values} are negative or fall")
         if not self.seconds[-1] > 0 or not self.residual >= 0:
             raise ValueError(f"{where}: no seconds, or a residual of {self.residual}")
+        longest = max(self.seconds[-1], self.sending[-1], self.receiving[-1])
+        if longest > checks.LONGEST:
+            raise ValueError(f"{where}: a message takes {longest} seconds, over {checks.LONGEST:g}")
 
     def transfer_seconds(self, size: int) -> float:
         return self._at(self.seconds, size)
@@ -163,9 +152,15 @@ class Link:
 
 @attrs.frozen
 class Network:
-    """The links between the ranks of a world."""
+    """The links between the ranks of a world, one for each direction of a pair."""
 
     links: tuple[Link, ...]
+
+    def __attrs_post_init__(self) -> None:
+        ends = Counter((link.source, link.destination) for link in self.links)
+        for (source, destination), count in ends.items():
+            if count > 1:
+                raise ValueError(f"Network: {count} links from rank {source} to {destination}")
 
     def link(self, source: int, destination: int) -> Link:
         """Raises ValueError for a pair of ranks that was not measured."""
@@ -199,9 +194,14 @@ class Costs:
     """
 
     source: str
-    seconds: dict[str, float]
-    spread: dict[str, float] = attrs.Factory(dict)
-    accumulate: dict[str, float] = attrs.Factory(dict)
+    seconds: dict[str, float] = attrs.field(validator=_EACH_SECONDS)
+    spread: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+    accumulate: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+
+    def __attrs_post_init__(self) -> None:
+        unknown = sorted({*self.spread, *self.accumulate} - set(self.seconds))
+        if unknown:
+            raise ValueError(f"Costs: {short(unknown)} have a spread, but no seconds")
 
 
 class Do(StrEnum):
@@ -236,12 +236,20 @@ class Action:
     rank that reads them; a receive's are the other way round. In the text form the peer is
     left out where it is the neighbour, so that chains of stages read as torch writes them.
     A reduction's `stage` is the first stage that has a part in the gradients.
+    Raises ValueError for a transfer without a peer, or another action with one.
     """
 
-    stage: int = attrs.field(validator=_not_negative)
+    stage: int = attrs.field(validator=checks.not_negative)
     do: Do
-    microbatch: int | None = attrs.field(default=None, validator=_not_negative)
-    peer: int | None = attrs.field(default=None, validator=_not_negative)
+    microbatch: int | None = attrs.field(default=None, validator=checks.not_negative)
+    peer: int | None = attrs.field(default=None, validator=checks.not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        if (self.peer is None) == (self.do in _NEIGHBOUR):
+            raise ValueError(
+                f"{self.stage}{self.do} with the peer {self.peer}: a send or receive has a stage "
+                "at the other end, nothing else has"
+            )
 
     def runs(self, kind: Kind) -> bool:
         """Whether the action runs a call of this kind; a backward may be there in two parts."""
@@ -255,15 +263,16 @@ class Action:
 
 
 _ACTION = re.compile(
-    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)(?:@(\d+))?", re.ASCII
+    r"(\d{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d{0,18})(?:@(\d{1,18}))?",
+    re.ASCII,
 )
 
 
 def parse_action(text: str) -> Action:
     """Reads what `str(action)` wrote, which torch's own text is a part of."""
-    found = _ACTION.fullmatch(text.strip())
-    if not found or (found[4] and found[2] not in _NEIGHBOUR):
-        raise ValueError(f"{text!r} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
+    found = _ACTION.fullmatch(text.strip(" \t"))
+    if not found:
+        raise ValueError(f"{short(text)} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
     stage, do, microbatch, peer = found.groups()
     other = int(peer) if peer else None
     if other is None and do in _NEIGHBOUR:
@@ -323,22 +332,48 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str) -> "Schedule":
-        """Reads a CSV of this class or of torch's; empty cells are left out."""
+        """Reads a CSV of this class or of torch's; empty cells are left out.
+
+        Raises ValueError for a cell that is no action, with its rank, for a text without a row
+        and for one of more than 64 MiB or 4 million cells.
+        """
+        if not text:
+            raise ValueError("this is not the CSV of a schedule: it is empty")
+        if len(text) > plain.LARGEST_FILE or text.count(",") > plain.MOST_ITEMS:
+            raise ValueError(
+                f"a CSV of more than {plain.LARGEST_FILE} characters or {plain.MOST_ITEMS} cells"
+            )
         try:
-            rows = list(csv.reader(io.StringIO(text)))
+            rows = list(csv.reader(io.StringIO(text), strict=True))
         except csv.Error as error:
             raise ValueError(f"this is not CSV: {error}") from None
-        return Schedule(tuple(tuple(parse_action(c) for c in row if c.strip()) for row in rows))
+        return Schedule(tuple(_row(rank, cells) for rank, cells in enumerate(rows)))
+
+
+def _row(rank: int, cells: list[str]) -> tuple[Action, ...]:
+    actions = []
+    for index, cell in enumerate(cells):
+        if cell == "":
+            continue
+        try:
+            actions.append(parse_action(cell))
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, cell {index}: {error}") from None
+    return tuple(actions)
 
 
 @attrs.frozen
 class Event:
     """One action of one rank with its start and end, in seconds since the step began."""
 
-    rank: int
+    rank: int = attrs.field(validator=checks.not_negative)
     action: Action
-    start: float
-    end: float
+    start: float = attrs.field(validator=checks.seconds)
+    end: float = attrs.field(validator=checks.seconds)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.end >= self.start:
+            raise ValueError(f"Event: {self.action} ends at {self.end}, begins at {self.start}")
 
 
 @attrs.frozen
@@ -369,6 +404,10 @@ class MemoryPoint:
     peak: int
     after: int
 
+    def __attrs_post_init__(self) -> None:
+        if self.peak < self.after:
+            raise ValueError(f"MemoryPoint: {self.action} leaves {self.after} bytes, over its peak")
+
 
 @attrs.frozen
 class MemoryCurve:
@@ -379,10 +418,10 @@ class MemoryCurve:
     received, temporaries, outputs).
     """
 
-    rank: int
-    held: dict[str, int]
+    rank: int = attrs.field(validator=checks.not_negative)
+    held: dict[str, int] = attrs.field(validator=checks.each(checks.not_negative))
     points: tuple[MemoryPoint, ...]
-    at_peak: dict[str, int] = attrs.Factory(dict)
+    at_peak: dict[str, int] = attrs.field(factory=dict, validator=checks.each(checks.not_negative))
 
     @property
     def peak(self) -> int:
@@ -398,8 +437,8 @@ class RecomputeOption:
     `extra_seconds` more.
     """
 
-    saved: int = attrs.field(default=0, validator=_not_negative)
-    extra_seconds: float = attrs.field(default=0.0, validator=_not_negative)
+    saved: int = attrs.field(default=0, validator=checks.not_negative)
+    extra_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
     names: tuple[str, ...] = ()
 
 
@@ -412,20 +451,32 @@ class Plan:
     them instead of sent. `recompute` has an option for every stage, or is empty: then all that a
     backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
     `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
-    stages on these ranks takes less than `bound_seconds`.
+    stages on these ranks takes less than `bound_seconds`. Raises ValueError if the schedule has
+    fewer stages, or if there is not one entry for every stage.
     """
 
-    stage_of_cluster: tuple[int, ...]
+    stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
     schedule: Schedule
     duplicated: tuple[str, ...] = ()
-    stage_seconds: tuple[float, ...] | None = None
-    step_seconds: float | None = None
-    bound_seconds: float | None = None
+    stage_seconds: tuple[float, ...] | None = attrs.field(default=None, validator=_EACH_SECONDS)
+    step_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
+    bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     recompute: tuple[RecomputeOption, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.stages > self.schedule.stages:
+            raise ValueError(
+                f"Plan: the clusters are in {self.stages} stages, the schedule runs "
+                f"{self.schedule.stages}"
+            )
+        for field in ("stage_seconds", "recompute"):
+            entries = getattr(self, field)
+            if entries and len(entries) != self.stages:
+                raise ValueError(f"Plan.{field}: {len(entries)} entries for {self.stages} stages")
 
     @property
     def stages(self) -> int:
-        return 1 + max(self.stage_of_cluster)
+        return 1 + max(self.stage_of_cluster, default=-1)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -437,8 +488,8 @@ class Mesh:
     """`replicas` pipelines of `ranks` ranks each; pipeline r has the global ranks from
     r * ranks on, so that neighbours in a pipeline are neighbours in the world."""
 
-    ranks: int = attrs.field(validator=_positive)
-    replicas: int = attrs.field(default=1, validator=_positive)
+    ranks: int = attrs.field(validator=checks.positive)
+    replicas: int = attrs.field(default=1, validator=checks.positive)
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ dict from the names of the output ports to tensors.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -111,7 +112,7 @@ class Reduction:
     average: bool = False
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Program:
     """A graph module of one microbatch with its ports; see the module's docstring.
 
@@ -127,8 +128,16 @@ class Program:
     reductions: tuple[Reduction, ...] = ()
     replicas: int = 1
 
+    @cached_property
+    def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:
+        """What `ports` has answered: every microbatch asks."""
+        return {}
+
     def ports(self, *roles: Role) -> tuple[Port, ...]:
-        return tuple(port for port in (*self.inputs, *self.outputs) if port.role in roles)
+        if roles not in self._by_roles:
+            every = (*self.inputs, *self.outputs)
+            self._by_roles[roles] = tuple(port for port in every if port.role in roles)
+        return self._by_roles[roles]
 
     @property
     def averages(self) -> bool:

@@ -6,6 +6,7 @@ from functools import cached_property
 import attrs
 from torch import fx
 
+from pfeife.envelope import Envelope, Layout
 from pfeife.outline import owns_storage
 from pfeife.plan import RECEIVES, SENDS, Action, Do
 from pfeife.program import (
@@ -63,6 +64,11 @@ class Wiring:
             if same and (message.sender.kind == Kind.FORWARD) == forward:
                 return message
         raise ValueError(f"the program has no message for the action {action}")
+
+    def envelope(self, message: Message) -> Envelope:
+        """How a message's values travel."""
+        nodes = [find_node(self.program.module, name) for name in message.values]
+        return Envelope(tuple(Layout.of(node.meta["val"]) for node in nodes))
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""

@@ -5,8 +5,12 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 
 import copy
 import faulthandler
+import gc
+import io
 import json
+import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,8 +25,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline, decided_by_rank_zero, join_world
+from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
 from pfeife.runtime.profile import profile_memory
+from pfeife.runtime.world import join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")
@@ -151,19 +156,106 @@ def check_steps_that_overlap() -> None:
     assert not any(pipeline.transport.leaving.values())
 
 
+def check_a_line_a_direction() -> None:
+    """As under NCCL: every direction between two ranks has a process group of its own."""
+    pipeline, state, microbatches = interleaved()
+    expected = pipeline(state, microbatches)
+    world = pipeline.transport.world
+    pipeline.transport = DistributedTransport(world, pipeline.mesh, pipeline.program, edges=True)
+    found = pipeline(state, microbatches)
+    lines = {id(group) for group, _ in [*pipeline.transport.out.values()]}
+    lines |= {id(group) for group, _ in [*pipeline.transport.into.values()]}
+    assert len(lines) == 2 and id(world.line.group) not in lines
+    assert torch.equal(found.loss, expected.loss)
+    for name, gradient in found.gradients.items():
+        assert torch.equal(gradient, expected.gradients[name])
+
+
+def interleaved() -> tuple:
+    """A pipeline of two stages a rank, with its state and microbatches."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    microbatches = [(torch.randn(2, 4),) for _ in range(4)]
+    program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
+    clusters = pfeife.annotate(estimate(pfeife.fuse()(program), CPU_CORE))(pfeife.fuse()(program))
+    plan = sched.plan(
+        clusters, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule="interleaved"
+    )
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
+    return pipeline, pfeife.state_of(program, net), microbatches
+
+
+def check_a_thousand_steps() -> None:
+    """Nothing grows: tensors, file descriptors, threads."""
+    pipeline, state, microbatches = interleaved()
+
+    def resources() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    first = pipeline(state, microbatches)
+    last = pipeline(state, microbatches)
+    before = resources()
+    for _ in range(998):
+        last = pipeline(state, microbatches)
+    after = resources()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    assert torch.equal(first.loss, last.loss)
+
+
 def check_a_refusal_on_one_rank() -> None:
     """What rank 0 decides holds: if it refuses, all do."""
 
     def refuse() -> str:
         raise ValueError("no plan")
 
+    world = join_world(torch.device("cpu"))
     try:
-        decided_by_rank_zero(refuse, torch.device("cpu"))
+        world.decided_by_rank_zero(refuse)
     except ValueError as error:
         assert str(error) == "no plan"
     else:
         raise AssertionError("rank 0's refusal was lost")
-    assert decided_by_rank_zero(lambda: "plan", torch.device("cpu")) == "plan"
+    assert world.decided_by_rank_zero(lambda: "plan") == "plan"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Lines(logging.Handler):
+    """A log handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def check_what_is_shown() -> None:
+    """Bars on rank 0 alone; the log has the same lines everywhere, of a lower level elsewhere."""
+    one, lines, stderr, log = case("GPT"), Lines(), sys.stderr, logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    sys.stderr = terminal = Terminal()
+    try:
+        pfeife.compile(one.step, microbatches=2, costs="measure")(*one.batch(4)).backward()
+    finally:
+        sys.stderr = stderr
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    first = dist.get_rank() == 0
+    shown = terminal.getvalue()
+    assert ("first step [" in shown and "measuring [" in shown) if first else not shown, shown
+    found = [(r.levelno, r.getMessage()) for r in lines.records if ", " in r.getMessage()]
+    level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
+    for label in ("capturing", "measuring", "planning", "building", "first step"):
+        assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
 
 
 def check_loss_outside() -> None:
@@ -258,6 +350,38 @@ def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Opti
     return optimizer
 
 
+def check_compilers() -> None:
+    """Every rank compiles its own stages, by Inductor; if one cannot, all refuse."""
+    if shutil.which("g++"):
+        one = case("DropoutNet")
+        for compiler in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            step = pfeife.compile(one.step, microbatches=2, compiler=compiler)
+            torch.manual_seed(0)  # of the draws
+            loss = step(*one.batch(4))
+            loss.backward()
+            found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+            if compiler == "aot_eager":
+                expected = {"loss": loss.detach()} | {n: g.clone() for n, g in found.items()}
+            one.model.zero_grad()
+        for name, value in expected.items():
+            torch.testing.assert_close(value, (found | {"loss": loss.detach()})[name])
+
+    def fails_on_one(graph, examples):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no lowering")
+        return graph
+
+    torch._dynamo.reset()
+    one = case("GPT")
+    try:
+        pfeife.compile(one.step, microbatches=2, compiler=fails_on_one)(*one.batch(4))
+    except ValueError as error:
+        assert str(error).startswith("rank 1: compiler=") and "no lowering" in str(error)
+    else:
+        raise AssertionError("a rank without compiled stages went on")
+
+
 @settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
 @given(st.data())
 def check_random(data) -> None:
@@ -311,9 +435,13 @@ def checks(world: int) -> dict:
             "loop": check_loop,
             "loss outside": check_loss_outside,
             "placement is kept": check_placement_is_kept,
+            "a thousand steps": check_a_thousand_steps,
+            "a line a direction": check_a_line_a_direction,
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
+            "compilers": check_compilers,
+            "what is shown": check_what_is_shown,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)

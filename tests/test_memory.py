@@ -15,6 +15,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.cost.body import Body
 from pfeife.cost.memory import optimizer_bytes
+from pfeife.envelope import AHEAD
 from pfeife.plan import Action, Do
 from pfeife.runtime.profile import LiveTensors
 from pfeife.testing import nets, plans
@@ -215,8 +216,8 @@ BATCH, FIRST, SECOND, CROSSING, PRODUCT = 60, 140, 56, 84, 24
 
 
 @functools.cache
-def two_matrices() -> pfeife.Program:
-    first, second = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 2))
+def two_matrices(width: int = 7) -> pfeife.Program:
+    first, second = nn.Parameter(torch.randn(5, width)), nn.Parameter(torch.randn(width, 2))
 
     def step(x):
         return (pfeife.stage_boundary(x @ first) @ second).square().sum()
@@ -225,9 +226,9 @@ def two_matrices() -> pfeife.Program:
     return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
 
 
-def curves(policy: str, microbatches: int, **options):
+def curves(policy: str, microbatches: int, width: int = 7, **options):
     plan = pfeife.Plan((0, 1), POLICIES[policy](2, microbatches))
-    return memory_curves(*lowered(two_matrices(), plan), **options)
+    return memory_curves(*lowered(two_matrices(width), plan), **options)
 
 
 def text_of(curve) -> list[tuple[str, int, int]]:
@@ -266,24 +267,27 @@ def test_one_microbatch_by_hand(policy):
     assert first.at_peak == {"temporaries": FIRST, "received": c}
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3, 9])
-def test_memory_grows_with_microbatches_in_gpipe(ahead):
-    """All that was sent is kept until the first gradient is there; buffers for `ahead` messages
-    are there from the begin, one more when the first has arrived."""
+@pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
+def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
+    """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
+    as many as fit but two at least, are there from the begin, more when some have arrived."""
+    crossing = 3 * width * 4
     for m in range(2, 9):
-        first, _ = curves("gpipe", m, ahead=ahead)
+        first, _ = curves("gpipe", m, width)
         points = {str(point.action): point for point in first.points}
         last = points[f"0F{m - 1}"]
-        assert last.peak == last.after == (m + min(m, ahead)) * CROSSING
-        assert points["0RECV_B0"].peak == (m + min(m, ahead + 1)) * CROSSING
-        assert points["0RECV_B0"].after == min(m, ahead + 1) * CROSSING
-        assert first.points[-1].after == FIRST, "only the gradient is left"
+        assert last.peak == last.after == (m + min(m, ahead)) * crossing
+        more = m if ahead > m else min(m, ahead + 1) if ahead == 2 else ahead
+        assert points["0RECV_B0"].peak == (m + more) * crossing
+        assert points["0RECV_B0"].after == more * crossing
+        assert first.points[-1].after == 5 * width * 4, "only the gradient is left"
         assert first.held["batch"] == m * BATCH
 
 
 def test_memory_is_bounded_in_1f1b():
     def most(m):
-        return [max(point.peak for point in curve.points) for curve in curves("1f1b", m)]
+        large = curves("1f1b", m, AHEAD // 24 + 1)  # two messages ahead, however many there are
+        return [max(point.peak for point in curve.points) for curve in large]
 
     for m in range(5, 9):
         # Of the later rank the losses alone are more.

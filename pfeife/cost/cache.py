@@ -5,7 +5,7 @@ from pathlib import Path
 
 import attrs
 
-from pfeife import plain
+from pfeife import checks, plain
 
 
 @attrs.frozen
@@ -13,25 +13,23 @@ class Measured:
     """What `repeats` runs took: median and spread (upper minus lower quartile) in seconds, and
     the median of adding the gradients to others.
 
-    `key` is the whole text that the entry is for: a damaged or foreign file does not match it.
+    `key` is the whole text that the entry is for: a foreign file does not match it.
     """
 
     key: str
-    seconds: float
-    spread: float
-    repeats: int
-    accumulate: float
+    seconds: float = attrs.field(validator=checks.seconds)
+    spread: float = attrs.field(validator=checks.seconds)
+    repeats: int = attrs.field(validator=checks.positive)
+    accumulate: float = attrs.field(validator=checks.seconds)
 
 
 def find(folder: Path, key: str) -> Measured | None:
-    """The entry for a key, None if there is none that can be trusted."""
+    """The entry for a key, None if there is none whose content and checksum can be trusted."""
     try:
-        found = plain.load(Measured, _path(folder, key))
+        found = plain.load(Measured, _path(folder, key), need_checksum=True)
     except (OSError, ValueError):
         return None
-    sound = found.key == key and found.seconds > 0 and found.spread >= 0 and found.repeats > 0
-    sound = sound and found.accumulate >= 0
-    return found if sound else None
+    return found if found.key == key else None
 
 
 def keep(folder: Path, measured: Measured) -> None:

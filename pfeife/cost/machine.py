@@ -27,13 +27,14 @@ def machine(name: str | os.PathLike[str]) -> Machine:
     written. Raises ValueError if it is neither, or the file is damaged."""
     if name in machines():
         return plain.from_json(Machine, (_PROFILES / f"{name}.json").read_text(encoding="utf-8"))
-    if Path(name).is_file():
+    try:
         return plain.load(Machine, Path(name))
-    near = get_close_matches(os.fspath(name).lower(), machines(), n=1, cutoff=0.0)
-    raise ValueError(
-        f"machine {os.fspath(name)!r} is no file and none of {list(machines())}; "
-        f"the nearest is {near[0]!r}"
-    )
+    except OSError as error:
+        near = get_close_matches(str(name).lower(), machines(), n=1, cutoff=0.0)
+        raise ValueError(
+            f"machine {str(name)!r} is no file and none of {list(machines())}; "
+            f"the nearest is {near[0]!r} ({error.strerror})"
+        ) from None
 
 
 def machine_called(device_name: str) -> Machine | None:

@@ -11,13 +11,11 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
 from pfeife.program import Call, Program, Role, find_node, node_bytes, returned
 from pfeife.progress import Progress
-from pfeife.seeding import seeded
-
-Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable]
 
 
 def measure(
@@ -76,7 +74,7 @@ class _Body:
         return sum(node_bytes(node) for node in _inputs(self.module))
 
     def arguments(self) -> list[torch.Tensor]:
-        return [_example(node.meta["val"], self.device) for node in _inputs(self.module)]
+        return [example(node.meta["val"], self.device) for node in _inputs(self.module)]
 
 
 def _measured_body(
@@ -185,29 +183,3 @@ def _key(body: fx.GraphModule, device: torch.device | None) -> str:
 
 def _inputs(body: fx.GraphModule) -> list[fx.Node]:
     return [node for node in body.graph.nodes if node.op == "placeholder"]
-
-
-def fingerprint(body: fx.GraphModule) -> str:
-    """What a body computes on which shapes, the same for bodies that differ in names only."""
-    names: dict[fx.Node, str] = {}
-    lines = []
-    for index, node in enumerate(body.graph.nodes):
-        names[node] = f"%{index}"
-        # Which draw of the graph a random operation is makes no difference to its cost.
-        args = (node.args[0], *node.args[2:]) if node.target is seeded else node.args
-        arguments = fx.node.map_arg((args, node.kwargs), names.__getitem__)
-        value = node.meta.get("val")
-        kind = (
-            f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-            if isinstance(value, torch.Tensor)
-            else ""
-        )
-        target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{names[node]} {node.op} {target} {arguments} {kind}")
-    return "\n".join(lines)
-
-
-def _example(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    place = device or value.device
-    fill = torch.ones if value.dtype.is_floating_point else torch.zeros
-    return fill(value.shape, dtype=value.dtype, device=place)

@@ -11,6 +11,7 @@ from torch import fx
 
 from pfeife.clocks import released
 from pfeife.cost.body import Body, rounded, tensor_bytes
+from pfeife.envelope import Channel, Envelope
 from pfeife.plan import RECEIVES, SENDS, Action, Do, MemoryCurve, MemoryPoint, Schedule
 from pfeife.program import (
     Call,
@@ -30,26 +31,22 @@ def memory_curves(
     schedule: Schedule,
     *,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
-    ahead: int = 2,
     rounding: int = 1,
 ) -> tuple[MemoryCurve, ...]:
     """For every rank the bytes of a step of a lowered schedule, each rank a process.
 
     What the runtime does is followed action by action: values are dropped after their last use,
-    `ahead` messages of every channel have their buffers before they arrive, what is sent is
-    kept until it has surely arrived (see `released`), gradients are added in place where that is
-    possible. `optimizer` is
-    the real one or its class (see `optimizer_bytes`); every allocation is rounded up to a
-    multiple of `rounding` bytes (512 for torch's CUDA allocator). What an operation needs inside
-    itself is not known.
+    messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept until
+    it has surely arrived (see `released`), small values travel together (see `Envelope`),
+    gradients are added in place where that is possible. `optimizer` is the real one or its class
+    (see `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512
+    for torch's CUDA allocator). What an operation needs inside itself is not known.
     """
     wiring = Wiring(program)
     bodies = {call.node: Body.of(program.body(call), rounding) for call in program.calls}
     known = released(schedule)
     return tuple(
-        _Rank(wiring, bodies, rank, actions, known[rank], ahead, rounding).curve(
-            schedule, optimizer
-        )
+        _Rank(wiring, bodies, rank, actions, known[rank], rounding).curve(schedule, optimizer)
         for rank, actions in enumerate(schedule.ranks)
     )
 
@@ -64,11 +61,10 @@ class _Rank:
         rank: int,
         actions: tuple[Action, ...],
         known: Mapping[int, Mapping[int, int]],
-        ahead: int,
         rounding: int,
     ):
         self.wiring, self.bodies, self.program = wiring, bodies, wiring.program
-        self.rank, self.actions, self.ahead, self.rounding = rank, actions, ahead, rounding
+        self.rank, self.actions, self.rounding = rank, actions, rounding
         self.sizes: dict[int, int] = {}
         self.words: dict[int, str] = {}
         self.holds: Counter[int] = Counter()
@@ -80,19 +76,23 @@ class _Rank:
         self.released = known
         self.leaving: dict[int, deque[list[int]]] = {}
         self.posted: dict[int, deque[list[int]]] = {}
-        self.announced: dict[int, deque[Message]] = {}
+        self.channels: dict[int, Channel] = {}
+        self.taken: Counter[int] = Counter()
+        self.envelopes: dict[str, Envelope] = {}
         results = returned(self.program.module)
         self.ports: dict[str, list] = {}
         for port in self.program.outputs:
             self.ports.setdefault(results[port.name].name, []).append(port)
 
     def curve(self, schedule: Schedule, optimizer: Any) -> MemoryCurve:
+        announced: dict[int, list[Envelope]] = {}
         for action in self.actions:
             if action.do in RECEIVES:
                 message = self.wiring.message(action)
-                self.announced.setdefault(message.source, deque()).append(message)
-        for source in self.announced:
-            self._post(source)
+                announced.setdefault(message.source, []).append(self._envelope(message))
+        for source, envelopes in announced.items():
+            self.channels[source] = Channel(tuple(envelopes))
+            self._post(source, 0)
         points = []
         last = self.wiring.last_uses(self.actions)
         for index, (action, drops) in enumerate(zip(self.actions, last, strict=True)):
@@ -173,15 +173,17 @@ class _Rank:
 
     def _send(self, action: Action) -> None:
         message = self.wiring.message(action)
+        envelope = self._envelope(message)
         leaving: list[int] = []
-        for name in message.values:
+        for piece in envelope.pieces:
+            name = message.values[piece[0]]
             value = find_node(self.program.module, name).meta["val"]
-            if value.stride() == torch.empty_like(value, device="meta").stride():
+            if len(piece) == 1 and value.stride() == envelope.layouts[piece[0]].strides:
                 found = self.values.get((action.microbatch, name))
                 leaving += [] if found is None else [self._hold(found)]
-            else:  # sent as a dense copy
-                leaving.append(self._hold(self._allocate(tensor_bytes(value), "leaving")))
-
+            else:  # sent as a dense copy, together with others
+                size = envelope.piece_bytes(piece)
+                leaving.append(self._hold(self._allocate(size, "leaving")))
         self.leaving.setdefault(message.destination, deque()).append(leaving)
 
     def _receive(self, action: Action) -> None:
@@ -190,15 +192,26 @@ class _Rank:
             message.copies, self.posted[message.source].popleft(), strict=True
         ):
             self.values[action.microbatch, name] = storage
-        self._post(message.source)
+        before = self.channels[message.source].ahead[self.taken[message.source]]
+        self.taken[message.source] += 1
+        self._post(message.source, before)
 
-    def _post(self, source: int) -> None:
-        posted, announced = self.posted.setdefault(source, deque()), self.announced[source]
-        while announced and len(posted) < self.ahead:
-            nodes = [find_node(self.program.module, n) for n in announced.popleft().values]
-            posted.append(
-                [self._hold(self._allocate(tensor_bytes(n.meta["val"]), "received")) for n in nodes]
-            )
+    def _post(self, source: int, before: int) -> None:
+        """Allocates what is posted now, beside the messages that were posted `before`."""
+        posted = self.posted.setdefault(source, deque())
+        channel = self.channels[source]
+        for envelope in channel.envelopes[before : channel.ahead[self.taken[source]]]:
+            storages = [0] * len(envelope.layouts)
+            for piece in envelope.pieces:
+                storage = self._allocate(envelope.piece_bytes(piece), "received")
+                for index in piece:
+                    storages[index] = self._hold(storage)
+            posted.append(storages)
+
+    def _envelope(self, message: Message) -> Envelope:
+        if message.node not in self.envelopes:
+            self.envelopes[message.node] = self.wiring.envelope(message)
+        return self.envelopes[message.node]
 
     def _rounded(self, size: int) -> int:
         return rounded(size, self.rounding)

@@ -1,6 +1,6 @@
 """Clusters into stages: the bodies that a pipeline runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import attrs
 import torch
@@ -35,11 +35,18 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
                 f"this program has {program.units}"
             )
         flat, clusters = inline(program)
+        unknown = sorted(set(plan.duplicated) - {node.name for node in flat.module.graph.nodes})
+        if unknown:
+            raise ValueError(
+                f"the plan duplicates {unknown[:3]}, which are no values of the program"
+            )
         groups = {
             name: Group(plan.stage_of_cluster[group.unit], group.kind)
             for name, group in clusters.items()
         }
-        _check_buffers(flat, groups)
+        exported = {node.name for node in returned(flat.module).values()}
+        free = {*plan.duplicated, *views_of_inputs(flat)} - exported
+        _check_buffers(flat, groups, free)
         flat, groups = _separate_sums(flat, groups)
         flat, groups = recomputed(flat, groups, plan)
         staged = outline(flat, groups, {*plan.duplicated, *views_of_inputs(flat)})
@@ -79,7 +86,8 @@ def views_of_inputs(flat: Program) -> set[str]:
     }
 
 
-def _check_buffers(flat: Program, groups: Mapping[str, Group]) -> None:
+def _check_buffers(flat: Program, groups: Mapping[str, Group], free: Collection[str]) -> None:
+    """The nodes in `free` are computed where they are read, so those who read them count."""
     updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
     slots = {port.name: port for port in flat.ports(Role.BUFFER) if port.fqn in updated}
     results = returned(flat.module)
@@ -87,7 +95,7 @@ def _check_buffers(flat: Program, groups: Mapping[str, Group]) -> None:
     for node in flat.module.graph.nodes:
         if node.name not in slots:
             continue
-        involved = [made[slots[node.name].fqn], *node.users]
+        involved = [made[slots[node.name].fqn], *_readers(node, free)]
         stages = {groups[one.name].unit: one for one in involved if one.name in groups}
         if len(stages) > 1:
             places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(stages.items()))
@@ -95,6 +103,17 @@ def _check_buffers(flat: Program, groups: Mapping[str, Group]) -> None:
                 f"buffer {slots[node.name].fqn} is updated and used by several stages: {places}; "
                 "move the cut so that one stage has them all"
             )
+
+
+def _readers(node: fx.Node, free: Collection[str]) -> list[fx.Node]:
+    """Who reads a value, in person or through free nodes."""
+    found, pending = dict.fromkeys(node.users), list(node.users)
+    while pending:
+        one = pending.pop()
+        if one.name in free:
+            pending += [user for user in one.users if user not in found]
+            found |= dict.fromkeys(one.users)
+    return [one for one in found if one.name not in free]
 
 
 def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program, dict[str, Group]]:

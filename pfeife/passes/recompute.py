@@ -24,10 +24,6 @@ def recomputed(
     """
     if not plan.recompute:
         return flat, dict(groups)
-    if len(plan.recompute) != plan.stages:
-        raise ValueError(
-            f"the plan recomputes in {len(plan.recompute)} stages, it has {plan.stages}"
-        )
     again = _Again(flat, groups, _named(flat, groups, plan))
     for node in flat.module.graph.nodes:
         again.add(node)

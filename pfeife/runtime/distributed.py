@@ -1,9 +1,7 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
-import atexit
 import copy
-import hashlib
-import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,49 +9,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pfeife.envelope import Channel, Envelope, Layout, Tensors
 from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
-from pfeife.program import Port, Program, Reduction, Role
-from pfeife.runtime.interpret import (
-    Layouts,
-    RankRunner,
-    Step,
-    Tensors,
-    Watch,
-    microbatch_inputs,
-    owner,
-)
+from pfeife.program import Port, Program, Reduction, Role, messages
+from pfeife.runtime.failure import describe
+from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
+from pfeife.runtime.lifeline import Doing
+from pfeife.runtime.world import World, join_world
 
-AHEAD = 2  # messages of a channel whose receives are posted before they are asked for
+End = tuple[Any, int]  # a process group, and the other rank as it counts
 
 
 class DistributedTransport:
-    """One rank of one pipeline of a mesh, over the default process group.
+    """One rank of one pipeline of a mesh.
 
-    Building one is collective: every rank of the world must do it with the same program.
+    Building one is collective: every rank of the world must do it with the same program. Under
+    NCCL every direction between two ranks has a communicator of its own, so that opposite ones
+    overlap (`edges`); Gloo's connections do so by themselves.
     """
 
-    def __init__(self, mesh: Mesh, reductions: Sequence[Reduction], device: torch.device):
-        world = dist.get_world_size()
-        if mesh.size != world:
+    def __init__(self, world: World, mesh: Mesh, program: Program, edges: bool = False):
+        if mesh.size != world.size:
             raise ValueError(
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
-                f"{world} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
+                f"{world.size} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
             )
-        self.mesh = mesh
-        self.device: torch.device | None = device
-        self.replica, self.rank = divmod(dist.get_rank(), mesh.ranks)
+        self.world, self.mesh = world, mesh
+        self.device: torch.device | None = world.device
+        self.replica, self.rank = divmod(world.rank, mesh.ranks)
         self.offset = self.replica * mesh.ranks
-        self.groups = self._groups(reductions)
+        self.patience = world.patience
+        self.groups = self._groups(program.reductions)
+        self.out: dict[int, End] = {}
+        self.into: dict[int, End] = {}
+        self._connect(program, edges or world.device.type == "cuda")
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
-        self.announced: dict[int, deque[Layouts]] = {}
-        self.leaving: dict[int, deque[tuple[list[dist.Work], Tensors]]] = {}
+        self.inboxes: dict[int, _Inbox] = {}
+        self.leaving: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = {}
         self.finished: Counter[int] = Counter()
 
     def for_step(self) -> "DistributedTransport":
-        """The same transport with sent messages of its own: steps may overlap, and each knows
-        when its own messages have arrived."""
+        """The same transport with messages of its own: steps may overlap, and each knows when
+        its own messages have arrived."""
         other = copy.copy(self)
+        other.waiting, other.inboxes = {}, {}
         other.leaving, other.finished = {}, Counter()
         return other
 
@@ -63,32 +63,56 @@ class DistributedTransport:
         for reduction in reductions:
             for replica in range(self.mesh.replicas):
                 wanted[self._members(reduction, replica)] = None
-        return {members: dist.new_group(list(members)) for members in wanted if len(members) > 1}
+        several = [members for members in wanted if len(members) > 1]
+        return {members: self.world.line_of(members, "reduce").group for members in several}
 
     def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
         return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
 
-    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
-        self.announced.setdefault(source, deque()).extend(messages)
+    def _connect(self, program: Program, edges: bool) -> None:
+        used = sorted({(m.source, m.destination) for m in messages(program)})
+        for replica in range(self.mesh.replicas):
+            for source, destination in used:
+                offset = replica * self.mesh.ranks
+                pair = (offset + source, offset + destination)
+                line = self.world.line
+                if edges:
+                    line = self.world.line_of(sorted(pair), "down" if pair[0] < pair[1] else "up")
+                if pair[0] == self.world.rank:
+                    self.out[destination] = (line.group, line.index(pair[1]))
+                    if edges:  # NCCL connects with the first message, which both must wait for
+                        line.group.send([self._byte()], line.index(pair[1]), 0).wait()
+                elif pair[1] == self.world.rank:
+                    self.into[source] = (line.group, line.index(pair[0]))
+                    if edges:
+                        line.group.recv([self._byte()], line.index(pair[0]), 0).wait()
+
+    def _byte(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self.device)
+
+    def expect(self, source: int, channel: Channel) -> None:
+        self.inboxes[source] = _Inbox(channel)
+        self.waiting.setdefault(source, deque())
         self._post(source)
 
     def _post(self, source: int) -> None:
-        waiting = self.waiting.setdefault(source, deque())
-        announced = self.announced[source]
-        while announced and len(waiting) < AHEAD:
-            buffers = tuple(layout.empty(self.device) for layout in announced.popleft())
-            works = [dist.irecv(_flat(one), self.offset + source) for one in buffers]
-            waiting.append((buffers, works))  # type: ignore[arg-type]
+        waiting, (group, peer) = self.waiting[source], self.into[source]
+        for envelope in self.inboxes[source].due():
+            values, buffers = envelope.empty(self.device)
+            waiting.append((values, [group.recv([one], peer, 0) for one in buffers]))
 
-    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
-        laid_out = tuple(
-            value if value.stride() == layout.strides else layout.copy(value)
-            for value, layout in zip(values, layouts, strict=True)
-        )
-        works = [dist.isend(_flat(value), self.offset + destination) for value in laid_out]
-        leaving = self.leaving.setdefault(destination, deque())
-        leaving.append((works, laid_out))  # type: ignore[arg-type]
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        group, peer = self.out[destination]
+        pieces = envelope.pack(values)
+        try:
+            works = [group.send([piece], peer, 0) for piece in pieces]
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
+        leaving = self.leaving.get(destination)
+        if leaving is None:
+            leaving = self.leaving[destination] = deque()
+        leaving.append((works, pieces))
 
     def release(self, destination: int, count: int) -> None:
         # Gloo's sends say that they are completed only when they have been waited for, so it
@@ -96,54 +120,88 @@ class DistributedTransport:
         known = min(count, self.finished[destination])
         self.finished[destination] -= known
         for _ in range(count - known):
-            self._wait_for_first(destination)
+            self._wait(destination, self.leaving[destination].popleft()[0])
 
-    def _wait_for_first(self, destination: int) -> None:
-        for work in self.leaving[destination].popleft()[0]:
-            work.wait()
+    def _wait(self, peer: int, works: Sequence[dist.Work]) -> None:
+        begun = time.monotonic()
+        try:
+            for work in works:
+                work.wait(*self.patience)
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + peer, begun, error) from error
 
     def receive(self, source: int) -> Tensors:
-        buffers, works = self.waiting[source].popleft()
-        for work in works:
-            work.wait()
+        values, works = self.waiting[source].popleft()
+        self._wait(source, works)
+        self.inboxes[source].taken += 1
         self._post(source)
-        return buffers
+        return values
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Sums by all-reduce (its order of additions is the backend's), then averages."""
         group = self.groups.get(self._members(reduction, self.replica))
         total = part.clone(memory_format=torch.contiguous_format)
         if group is not None:
-            dist.all_reduce(total, group=group)
+            self.world.wait(dist.all_reduce(total, group=group, async_op=True))
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
         """Waits until all that this step has sent has arrived."""
         for destination, leaving in self.leaving.items():
             while leaving:
-                self._wait_for_first(destination)
+                self._wait(destination, leaving.popleft()[0])
                 self.finished[destination] += 1
 
 
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as bytes, which every backend sends."""
-    return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
+class _Inbox:
+    """How far a channel's messages have been taken, and how far their receives are posted."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.taken = self.posted = 0
+
+    def due(self) -> Sequence[Envelope]:
+        """Those whose receives are to be posted now."""
+        begin, self.posted = self.posted, self.channel.ahead[self.taken]
+        return self.channel.envelopes[begin : self.posted]
 
 
 class DistributedPipeline:
     """This process's rank of a program and its lowered schedule.
 
-    Building one is collective. A step returns the loss and the outputs on every rank, and the
-    gradients and buffers of this rank's stages.
+    Building one is collective: all ranks check that they have the same program and schedule. A
+    step returns the loss and the outputs on every rank, and the gradients and buffers of this
+    rank's stages. `timeout` is how many seconds of silence count as the failure of a rank (300
+    unless the world has been told another).
+
+    Raises ValueError for a program or schedule that other ranks do not have, PipelineError when
+    a rank does not arrive. When a step fails on any rank it raises PipelineError on all others,
+    and its own exception there; the next step connects the ranks anew.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, device: torch.device | None = None):
-        self.program = program
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        device: torch.device | None = None,
+        bodies: Mapping[str, Callable] | None = None,
+        *,
+        timeout: float | None = None,
+    ):
+        self.program, self.timeout = program, timeout
         self.device = device or torch.device("cpu")
-        mesh = Mesh(len(schedule.ranks), program.replicas)
-        self.transport = DistributedTransport(mesh, program.reductions, self.device)
-        self.runner = RankRunner(program, schedule, self.transport.rank)
+        self.mesh = Mesh(len(schedule.ranks), program.replicas)
         self.microbatches = schedule.microbatches * program.replicas
+        world = self._world()
+        world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
+        self.transport = DistributedTransport(world, self.mesh, program)
+        self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
+
+    def _world(self) -> World:
+        world = join_world(self.device, self.timeout)
+        if world is None:
+            raise ValueError("a DistributedPipeline wants several processes: start it by torchrun")
+        return world
 
     def start(
         self,
@@ -153,15 +211,21 @@ class DistributedPipeline:
         seed: int = 0,
         tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> "DistributedStep":
-        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
-        if len(microbatches) != self.microbatches:
-            raise ValueError(
-                f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
+        """A step that has not run yet. Raises ValueError for inputs that do not fit, on this rank
+        before anything is sent and PipelineError on the others."""
+        world = self._world()
+        if world is not self.transport.world:  # after a failure
+            self.transport = DistributedTransport(world, self.mesh, self.program)
+        with world.busy(lambda: Doing("the inputs of a step")):
+            if len(microbatches) != self.microbatches:
+                raise ValueError(
+                    f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
+                )
+            inputs = microbatch_inputs(
+                self.program, microbatches, seed, tangents, self.transport.replica
             )
-        inputs = microbatch_inputs(
-            self.program, microbatches, seed, tangents, self.transport.replica
-        )
-        return DistributedStep(self, self.runner.start(state, inputs, self.transport.for_step()))
+            transport = self.transport.for_step()
+            return DistributedStep(self, self.runner.start(state, inputs, transport), transport)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -173,163 +237,92 @@ class DistributedPipeline:
 class DistributedStep:
     """One rank's step, which may be run in parts."""
 
-    def __init__(self, pipeline: DistributedPipeline, step: Step):
-        self.pipeline, self.step = pipeline, step
+    def __init__(self, pipeline: DistributedPipeline, step: Step, transport: DistributedTransport):
+        self.pipeline, self.step, self.transport = pipeline, step, transport
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them."""
-        runner = self.pipeline.runner
+        runner, world = self.pipeline.runner, self.transport.world
         border = runner.backward_begin
         begin, end = (0 if forward else border), (None if backward else border)
-        runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
-        assert isinstance(self.step.transport, DistributedTransport)
-        self.step.transport.finish()
+        with world.busy(self._doing):
+            runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
+            self.transport.finish()
+
+    def _doing(self) -> Doing:
+        """Read by the lifeline's thread."""
+        runner = self.pipeline.runner
+        awaits = runner.awaits(self.step)
+        offset = self.transport.offset
+        where = describe(runner.actions[self.step.at]) if runner.actions else "a step"
+        return Doing(where, None if awaits is None else offset + awaits)
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
         each = len(self.step.values)
-        start = self.pipeline.transport.replica * each
+        start = self.transport.replica * each
         for values, given in zip(self.step.values, tangents[start : start + each], strict=True):
             values.update(given)
 
     def result(self, *, outputs: bool = True) -> Result:
         """Loss and outputs of the whole step, gradients and buffers of this rank; without
         `outputs` those that every rank has got already are left out."""
-        mine = self.pipeline.runner.result(self.step)
-        return Result(
-            loss=self._loss(mine),
-            outputs=self._shared(mine.outputs, Role.OUTPUT) if outputs else (),
-            gradients=mine.gradients,
-            buffers=mine.buffers,
-            batch_gradients=averaged(
-                self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
-            ),
-        )
+        with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
+            mine = self.pipeline.runner.result(self.step)
+            return Result(
+                loss=self._loss(mine),
+                outputs=self._shared(mine.outputs, Role.OUTPUT) if outputs else (),
+                gradients=mine.gradients,
+                buffers=mine.buffers,
+                batch_gradients=averaged(
+                    self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
+                ),
+            )
 
     def _loss(self, mine: Result) -> torch.Tensor | None:
         """The mean of the replicas' losses, in their order."""
         ports = self.pipeline.program.ports(Role.LOSS)
         if not ports:
             return None
-        replicas = self.pipeline.program.replicas
-        losses = [self._broadcast(ports[0], mine.loss, replica) for replica in range(replicas)]
-        return mean(losses) if replicas > 1 else losses[0]
+        given = ({} if mine.loss is None else {ports[0].fqn: mine.loss},)
+        losses = [one[ports[0].fqn] for one in self._shared(given, Role.LOSS)]
+        return mean(losses) if len(losses) > 1 else losses[0]
 
-    def _shared(self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role) -> tuple:
-        """Every microbatch's values of a role, from the ranks that made them to all."""
-        return tuple(
-            {
-                port.fqn: self._broadcast(port, found.get(port.fqn), replica)
-                for port in self.pipeline.program.ports(role)
-            }
-            for replica in range(self.pipeline.program.replicas)
-            for found in mine
-        )
+    def _shared(
+        self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role
+    ) -> tuple[dict[str, torch.Tensor], ...]:
+        """Every microbatch's values of a role, from the ranks that made them to all: one
+        broadcast from each of these."""
+        program, transport = self.pipeline.program, self.transport
+        sources: dict[int, list[Port]] = {}
+        for port in program.ports(role):
+            sources.setdefault(owner(program, port), []).append(port)
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(program.replicas) for _ in mine]
+        for replica in range(program.replicas):
+            for rank, ports in sources.items():
+                source = replica * transport.mesh.ranks + rank
+                keys = [(index, port) for index in range(len(mine)) for port in ports]
+                values = self._from(source, mine, keys)
+                for (index, port), value in zip(keys, values, strict=True):
+                    found[replica * len(mine) + index][port.fqn] = value
+        return tuple(found)
 
-    def _broadcast(self, port: Port, value: torch.Tensor | None, replica: int) -> torch.Tensor:
-        transport = self.pipeline.transport
-        source = replica * transport.mesh.ranks + owner(self.pipeline.program, port)
-        if dist.get_rank() == source:
-            assert value is not None
-            shared = value.contiguous()
+    def _from(
+        self,
+        source: int,
+        mine: Sequence[Mapping[str, torch.Tensor]],
+        keys: Sequence[tuple[int, Port]],
+    ) -> Tensors:
+        world = self.transport.world
+        dense = [torch.empty(p.shape, dtype=p.dtype, device="meta") for _, p in keys]
+        envelope = Envelope(tuple(Layout.of(value) for value in dense))
+        if world.rank == source:
+            values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
+            pieces = envelope.pack(values)
         else:
-            shared = torch.empty(port.shape, dtype=port.dtype, device=self.pipeline.device)
-        dist.broadcast(_flat(shared), source)
-        return shared
-
-
-def from_rank_zero(text: str, device: torch.device) -> str:
-    """Rank 0's text, on every rank (collective)."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([data.numel()], device=device)
-    dist.broadcast(size, 0)
-    shared = (
-        data if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
-    )
-    dist.broadcast(shared, 0)
-    return bytes(shared.tolist()).decode()
-
-
-def decided_by_rank_zero(decide: Callable[[], str], device: torch.device) -> str:
-    """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
-    ranks raise it."""
-    text = ""
-    if dist.get_rank() == 0:
-        try:
-            text = "+" + decide()
-        except ValueError as error:
-            text = "-" + str(error)
-    shared = from_rank_zero(text, device)
-    if shared.startswith("-"):
-        raise ValueError(shared[1:])
-    return shared[1:]
-
-
-def from_all_ranks(text: str, device: torch.device) -> list[str]:
-    """Every rank's text, on every rank (collective)."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded)
-    return [
-        bytes(one[: int(count)].tolist()).decode() for one, count in zip(found, sizes, strict=True)
-    ]
-
-
-def check_agreement(text: str, what: str, device: torch.device) -> None:
-    """Raises ValueError on every rank unless all ranks give the same text (collective)."""
-    digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), device=device)
-    found = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, digest)
-    others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
-    if others:
-        raise ValueError(
-            f"{what}: ranks {others} have another one than rank 0; every rank must run the same "
-            "script with the same shapes and options"
-        )
-
-
-def differing(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
-    sums = [_checksum(tensor) for tensor in tensors.values()]
-    mine = (
-        torch.stack(sums).to(device) if sums else torch.zeros(0, dtype=torch.int64, device=device)
-    )
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
-    return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
-    return data.sum(dtype=torch.int64) * 1_000_003 + odd
-
-
-def join_world(device: torch.device) -> int:
-    """How many processes this one works with, 1 if it is alone; initialises the default process
-    group if torchrun started several and nobody has done so."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(leave_world)
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def leave_world() -> None:
-    """Ends the default process group if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def world_rank() -> int:
-    """This process's rank, 0 if it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
+            values, pieces = envelope.empty(self.pipeline.device)
+        for piece in pieces:
+            world.broadcast(piece, source)
+        return values

@@ -2,53 +2,28 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import fx
 
 from pfeife.clocks import released
-from pfeife.evaluate import Result, State, mean_loss, named_batch, step_inputs
+from pfeife.envelope import Channel, Envelope, Tensors
+from pfeife.evaluate import Result, State, loss_tangents, mean_loss, named_batch, step_inputs
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.program import (
     STATE_ROLES,
     Call,
     Kind,
-    Message,
     Port,
     Program,
     Reduction,
     Role,
-    find_node,
     returned,
 )
+from pfeife.runtime.failure import explain
 from pfeife.wiring import Wiring, summed_in_place
-
-Tensors = tuple[torch.Tensor, ...]
-
-
-@attrs.frozen
-class Layout:
-    """How a value lies in a message: dense, in the order of strides in which it was captured."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: torch.Tensor) -> "Layout":
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return Layout(tuple(value.shape), torch.empty_like(meta).stride(), value.dtype)
-
-    def empty(self, device: torch.device | None) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-
-    def copy(self, value: torch.Tensor) -> torch.Tensor:
-        return self.empty(value.device).copy_(value)
-
-
-Layouts = tuple[Layout, ...]
 
 
 class Transport(Protocol):
@@ -59,10 +34,10 @@ class Transport(Protocol):
 
     device: torch.device | None
 
-    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
-        """Announces the messages of a channel in their order."""
+    def expect(self, source: int, channel: Channel) -> None:
+        """Announces the messages that will be received from a rank."""
 
-    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         """Sends one message; returns before it has arrived."""
 
     def receive(self, source: int) -> Tensors:
@@ -77,7 +52,11 @@ class Transport(Protocol):
 
 @attrs.define(eq=False)
 class Step:
-    """What one rank knows during a step. `values` has one mapping a microbatch."""
+    """What one rank knows during a step.
+
+    `values` has one mapping a microbatch; `at` is the index of the action under way, for those
+    who look on from other threads.
+    """
 
     transport: Transport
     values: list[dict[str, torch.Tensor]]
@@ -85,11 +64,15 @@ class Step:
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
+    at: int = 0
 
 
 Observer = Callable[[Action], None]
 Watch = Callable[[int], Observer]  # an observer for a rank
 Handler = Callable[[Step, int | None], None]
+# What runs an action, its microbatch, the values that it was the last to touch, and how many
+# messages to which ranks have surely arrived after it.
+Instruction = tuple[Handler, int | None, tuple[str, ...], tuple[tuple[int, int], ...]]
 
 
 class RankRunner:
@@ -100,23 +83,30 @@ class RankRunner:
     the microbatches.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, rank: int):
-        self.program, self.rank = program, rank
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        rank: int,
+        bodies: Mapping[str, Callable] | None = None,
+    ):
+        self.program, self.rank, self.bodies = program, rank, bodies or {}
         self.actions = schedule.ranks[rank]
         self.wiring = Wiring(program)
         self.outputs = _outputs_by_node(program)
         self.buffers = _updated_buffers(program)
         self.constants = _constants(program)
+        self.envelopes: dict[str, Envelope] = {}
         table: dict[Action, Handler] = {}
-        self.steps: list[tuple[Action, Handler]] = []
-        for action in self.actions:
+        drops, known = self.wiring.last_uses(self.actions), released(schedule)[rank]
+        self.instructions: list[Instruction] = []
+        for index, action in enumerate(self.actions):
             key = attrs.evolve(action, microbatch=None)
             if key not in table:
                 table[key] = self._bind(key)
-            self.steps.append((action, table[key]))
-        self.drops = self.wiring.last_uses(self.actions)
-        self.released = released(schedule)[rank]
-        self.expected: dict[tuple[int, int], dict[int, list[Layouts]]] = {}
+            arrived = tuple(known.get(index, {}).items())
+            self.instructions.append((table[key], action.microbatch, drops[index], arrived))
+        self.expected: dict[tuple[int, int], dict[int, Channel]] = {}
         self.backward_begin = next(
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
@@ -150,23 +140,27 @@ class RankRunner:
 
         `observe` is called after each of them.
         """
-        last = len(self.steps) if end is None else end
-        for source, layouts in self._expected(begin, last).items():
-            step.transport.expect(source, layouts)
-        with torch.no_grad():
-            for index in range(begin, last):
-                action, handler = self.steps[index]
-                try:
-                    handler(step, action.microbatch)
-                except Exception as error:
-                    error.add_note(f"on rank {self.rank}, in action {action} of the schedule")
-                    raise
-                for name in self.drops[index]:
-                    step.values[action.microbatch].pop(name, None)  # type: ignore[index]
-                for destination, count in self.released.get(index, {}).items():
-                    step.transport.release(destination, count)
-                if observe:
-                    observe(action)
+        last = len(self.actions) if end is None else end
+        release = step.transport.release
+        step.at = begin
+        try:
+            for source, channel in self._expected(begin, last).items():
+                step.transport.expect(source, channel)
+            with torch.no_grad():
+                for step.at in range(begin, last):
+                    handler, microbatch, drops, arrived = self.instructions[step.at]
+                    handler(step, microbatch)
+                    if drops:
+                        values = step.values[microbatch]  # type: ignore[index]
+                        for name in drops:
+                            values.pop(name, None)
+                    for destination, count in arrived:
+                        release(destination, count)
+                    if observe:
+                        observe(self.actions[step.at])
+        except Exception as error:
+            explain(error, self.rank, self.actions[step.at])
+            raise
         return step
 
     def _bind(self, action: Action) -> Handler:
@@ -178,45 +172,57 @@ class RankRunner:
         return self._transfer(action)
 
     def _compute(self, call: Call) -> Handler:
-        body = self.program.body(call).forward
+        body = self.bodies.get(call.node) or self.program.body(call).forward
         reads, slots = self.wiring.arguments(call), self.wiring.results(call)
         summed = summed_in_place(self.program, call)
-        outputs = [
-            (port, name, port.name in summed)
+        keep = [
+            (self._keeper(port, port.name in summed), name)
             for name, _ in slots
             for port in self.outputs.get(name, ())
         ]
         buffers = [n for n in reads if n in self.buffers] if call.kind == Kind.FORWARD else []
 
         def compute(step: Step, microbatch: int | None) -> None:
-            assert microbatch is not None
-            values = step.values[microbatch]
+            values = step.values[microbatch]  # type: ignore[index]
             for name in buffers:
                 values[name] = step.buffers[name]
             results = body(*[values[name] for name in reads])
             for name, index in slots:
                 values[name] = results[index]
-            for port, name, in_place in outputs:
-                self._output(step, microbatch, port, values[name], in_place)
+            for keeper, name in keep:
+                keeper(step, microbatch, values[name])
 
         return compute
 
-    def _output(
-        self, step: Step, microbatch: int, port: Port, value: torch.Tensor, in_place: bool
-    ) -> None:
-        if port.role == Role.GRADIENT:
-            before = step.sums.get(port.name)
+    def _keeper(self, port: Port, in_place: bool) -> Callable[[Step, Any, torch.Tensor], None]:
+        """What is done with a value that is a result of the program."""
+        name = port.name
+
+        def add(step: Step, _: int, value: torch.Tensor) -> None:
+            before = step.sums.get(name)
             if before is None:
-                step.sums[port.name] = value
+                step.sums[name] = value
+            elif in_place:
+                before.add_(value)
             else:
-                step.sums[port.name] = before.add_(value) if in_place else before + value
-        elif port.role == Role.BUFFER_UPDATE:
-            slot = next(name for name, fqn in self.buffers.items() if fqn == port.fqn)
+                step.sums[name] = before + value
+
+        def update(step: Step, _: int, value: torch.Tensor) -> None:
             step.buffers[slot] = value
-        elif port.role == Role.LOSS:  # some kernels leave a scalar in a storage of many elements
-            step.results[microbatch][port.name] = value.clone()
-        else:
-            step.results[microbatch][port.name] = value
+
+        def note(step: Step, microbatch: int, value: torch.Tensor) -> None:
+            step.results[microbatch][name] = value
+
+        def note_loss(step: Step, microbatch: int, value: torch.Tensor) -> None:
+            # Some kernels leave a scalar in a storage of many elements.
+            step.results[microbatch][name] = value.clone()
+
+        if port.role == Role.GRADIENT:
+            return add
+        if port.role == Role.BUFFER_UPDATE:
+            slot = next(slot for slot, fqn in self.buffers.items() if fqn == port.fqn)
+            return update
+        return note_loss if port.role == Role.LOSS else note
 
     def _reduce(self, bucket: int) -> Handler:
         mine = [
@@ -249,36 +255,39 @@ class RankRunner:
 
     def _transfer(self, action: Action) -> Handler:
         message = self.wiring.message(action)
-        layouts = self._layouts(message)
-        if action.do in SENDS:
+        envelope = self.wiring.envelope(message)
+        self.envelopes[message.node] = envelope
+        names, copies = message.values, message.copies
+        source, destination = message.source, message.destination
 
-            def send(step: Step, microbatch: int | None) -> None:
-                values = step.values[microbatch]  # type: ignore[index]
-                step.transport.send(
-                    message.destination, tuple(values[n] for n in message.values), layouts
-                )
-
-            return send
+        def send(step: Step, microbatch: int | None) -> None:
+            values = step.values[microbatch]  # type: ignore[index]
+            step.transport.send(destination, tuple([values[n] for n in names]), envelope)
 
         def receive(step: Step, microbatch: int | None) -> None:
-            arrived = step.transport.receive(message.source)
-            step.values[microbatch].update(zip(message.copies, arrived, strict=True))  # type: ignore[index]
+            arrived = step.transport.receive(source)
+            step.values[microbatch].update(zip(copies, arrived, strict=True))  # type: ignore[index]
 
-        return receive
+        return send if action.do in SENDS else receive
 
-    def _layouts(self, message: Message) -> Layouts:
-        nodes = [find_node(self.program.module, name) for name in message.values]
-        return tuple(Layout.of(node.meta["val"]) for node in nodes)
-
-    def _expected(self, begin: int, end: int) -> dict[int, list[Layouts]]:
+    def _expected(self, begin: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""
         if (begin, end) not in self.expected:
-            found = self.expected.setdefault((begin, end), {})
+            found: dict[int, list[Envelope]] = {}
             for action in self.actions[begin:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
-                    found.setdefault(message.source, []).append(self._layouts(message))
+                    found.setdefault(message.source, []).append(self.envelopes[message.node])
+            channels = {source: Channel(tuple(envelopes)) for source, envelopes in found.items()}
+            self.expected[begin, end] = channels
         return self.expected[begin, end]
+
+    def awaits(self, step: Step) -> int | None:
+        """The rank of the pipeline that the action under way waits for, if it is a receive."""
+        action = self.actions[step.at] if self.actions else None
+        if action is None or action.do not in RECEIVES:
+            return None
+        return self.wiring.message(action).source
 
     def result(self, step: Step) -> Result:
         """What this rank knows of the step's result once its schedule has run."""
@@ -375,12 +384,13 @@ def microbatch_inputs(
             f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
         )
     each = count // program.replicas
+    shared = loss_tangents(program, each)
     return [
-        step_inputs(
+        shared
+        | step_inputs(
             program,
             named_batch(program, microbatches[index], index),
             index,
-            each,
             seed,
             tangents[index] if tangents is not None else None,
         )

@@ -2,15 +2,17 @@
 
 import threading
 from collections import ChainMap, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pfeife.envelope import Channel, Envelope, Tensors
 from pfeife.evaluate import Result, State, add, averaged, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import Layouts, RankRunner, Step, Tensors, Watch, microbatch_inputs
+from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.peer_copy import PeerCopies, made_by_now
 
 
 class Aborted(RuntimeError):
@@ -22,7 +24,7 @@ class LocalWorld:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.channels: dict[tuple[int, int], deque[Tensors]] = {}
+        self.channels: dict[tuple[int, int], deque[tuple[Tensors, Any]]] = {}
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
         self.reduced: dict[str, torch.Tensor] = {}
         self.failed = False
@@ -38,14 +40,18 @@ class LocalTransport:
 
     def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
         self.world, self.rank, self.offset, self.device = world, rank, offset, device
+        self.copies = PeerCopies(device) if device is not None else None
 
-    def expect(self, source: int, messages: Sequence[Layouts]) -> None:
+    def expect(self, source: int, channel: Channel) -> None:
         pass
 
-    def send(self, destination: int, values: Tensors, layouts: Layouts) -> None:
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         channel = (self.offset + self.rank, self.offset + destination)
+        for value, layout in zip(values, envelope.layouts, strict=True):
+            layout.check(value)
+        ready = made_by_now(values)
         with self.world.changed:
-            self.world.channels.setdefault(channel, deque()).append(values)
+            self.world.channels.setdefault(channel, deque()).append((values, ready))
             self.world.changed.notify_all()
 
     def release(self, destination: int, count: int) -> None:
@@ -58,10 +64,8 @@ class LocalTransport:
             self.world.changed.wait_for(lambda: queue or self.world.failed)
             if self.world.failed:
                 raise Aborted(f"rank {self.rank} stops: another rank failed")
-            values = queue.popleft()
-        if self.device is None:
-            return values
-        return tuple(value.to(self.device, non_blocking=True) for value in values)
+            values, ready = queue.popleft()
+        return values if self.copies is None else self.copies(values, ready)
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs."""
@@ -91,7 +95,8 @@ def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.
 class LocalPipeline:
     """A program and its lowered schedule, run by one thread a rank in this process.
 
-    `devices` gives every rank a device; without them everything stays where it is.
+    `devices` gives every rank a device; without them everything stays where it is. `bodies` has
+    compiled bodies by call nodes (`pfeife.compilers.compile_bodies`); other calls run as graphs.
     """
 
     def __init__(
@@ -99,13 +104,14 @@ class LocalPipeline:
         program: Program,
         schedule: Schedule,
         devices: Sequence[torch.device] | None = None,
+        bodies: Mapping[str, Callable] | None = None,
     ):
         ranks = len(schedule.ranks)
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         self.program, self.schedule = program, schedule
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        self.runners = [RankRunner(program, schedule, rank) for rank in range(ranks)]
+        self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
 
     def start(
         self,

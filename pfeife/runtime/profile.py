@@ -13,7 +13,7 @@ from pfeife._torch import TorchDispatchMode
 from pfeife.evaluate import State
 from pfeife.plan import Action, Event, MemoryCurve, MemoryPoint, Timeline
 from pfeife.program import Role, holders
-from pfeife.runtime.distributed import DistributedPipeline, from_all_ranks
+from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.interpret import Observer
 from pfeife.runtime.local import LocalPipeline
 
@@ -61,11 +61,12 @@ def profile(
         watch = Stopwatch([device for device in pipeline.devices if device])
         step.run(watch=watch)
         return _ordered(watch.events)
-    from_all_ranks("", pipeline.device)  # all are here
+    world = pipeline.transport.world
+    world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
-    texts = from_all_ranks(plain.to_json(Timeline(tuple(watch.events))), pipeline.device)
-    first = texts[: pipeline.transport.mesh.ranks]
+    texts = world.from_all_ranks(plain.to_json(Timeline(tuple(watch.events))))
+    first = texts[: pipeline.mesh.ranks]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])
 
 
@@ -166,7 +167,7 @@ def profile_memory(
             step.run(watch=tensors)
         points = tensors.points
     text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
-    texts = from_all_ranks(text, pipeline.device)[: pipeline.transport.mesh.ranks]
+    texts = pipeline.transport.world.from_all_ranks(text)[: pipeline.mesh.ranks]
     return tuple(plain.from_json(MemoryCurve, one) for one in texts)
 
 

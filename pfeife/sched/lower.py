@@ -6,6 +6,7 @@ import attrs
 
 from pfeife.plan import SENDS, Action, Do, Schedule
 from pfeife.program import Kind, Message, Program, Reduction, find_node, messages
+from pfeife.sched.fit import check_fit
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
 
@@ -66,7 +67,8 @@ def chain(schedule: Schedule) -> tuple[Transfer, ...]:
 def lower(schedule: Schedule, program: Program) -> Schedule:
     """The schedule with every transfer and reduction that a program with messages needs.
 
-    Raises ValueError if program and schedule do not fit together.
+    Raises ValueError if program and schedule do not fit together: other stages or ranks, a call
+    that no action runs, one that comes before what it reads on its rank.
     """
     computing = schedule.computing()
     placed = {call.unit: call.rank for call in program.calls}
@@ -79,7 +81,9 @@ def lower(schedule: Schedule, program: Program) -> Schedule:
                 f"rank {placed[stage]}"
             )
     transfers = [transfer_of(program, message) for message in messages(program)]
-    return insert_actions(computing, transfers, program.reductions)
+    lowered = insert_actions(computing, transfers, program.reductions)
+    check_fit(lowered, program)
+    return lowered
 
 
 def insert_actions(

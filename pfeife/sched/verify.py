@@ -145,7 +145,8 @@ def _check_transfer(where: str, rank: int, action: Action, home: Sequence[int]) 
         raise ValueError(f"{where}: stage {action.stage} runs on rank {home[action.stage]}")
     if action.microbatch is None:
         raise ValueError(f"{where}: a transfer is of one microbatch")
-    if action.peer is None or action.peer >= len(home) or home[action.peer] == rank:
+    assert action.peer is not None
+    if action.peer >= len(home) or home[action.peer] == rank:
         raise ValueError(f"{where}: stage {action.peer} at the other end runs on no other rank")
 
 

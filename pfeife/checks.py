@@ -1,0 +1,56 @@
+"""Validators of the decisions' fields: numbers that make sense, whoever wrote them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+Check = Callable[[object, attrs.Attribute, Any], None]
+# Beyond these a file is damaged; within them sums, squares and bytes by rate stay finite.
+LONGEST = 1e12  # seconds
+SLOWEST, FASTEST = 1e-9, 1e40  # bytes or operations per second
+
+
+def named(instance: object, attribute: attrs.Attribute) -> str:
+    """A field as messages call it."""
+    return f"{type(instance).__name__}.{attribute.name}"
+
+
+def positive(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{named(instance, attribute)} must be positive, not {value}")
+
+
+def not_negative(instance: object, attribute: attrs.Attribute, value: float | None) -> None:
+    if value is not None and not value >= 0:
+        raise ValueError(f"{named(instance, attribute)} must not be negative, but is {value}")
+
+
+def fraction(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{named(instance, attribute)} must be from 0 to 1, not {value}")
+
+
+def seconds(instance: object, attribute: attrs.Attribute, value: float | None) -> None:
+    not_negative(instance, attribute, value)
+    if value is not None and value > LONGEST:
+        raise ValueError(f"{named(instance, attribute)} must be under {LONGEST:g}, but is {value}")
+
+
+def rate(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    positive(instance, attribute, value)
+    if not SLOWEST <= value <= FASTEST:
+        raise ValueError(
+            f"{named(instance, attribute)} must be from {SLOWEST:g} to {FASTEST:g}, not {value}"
+        )
+
+
+def each(one: Check) -> Check:
+    """The check of every number in a list, or by name; there may be none."""
+
+    def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value or ())
+        for place, number in pairs:
+            one(instance, attribute.evolve(name=f"{attribute.name}[{place!r}]"), number)
+
+    return check

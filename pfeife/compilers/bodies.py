@@ -1,0 +1,168 @@
+"""The bodies of a program's calls, compiled before the first step."""
+
+import logging
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.compilers.cuda_graphs import captured, check_devices
+from pfeife.compilers.draws import around_draws, draws
+from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
+from pfeife.compilers.piece import inputs as inputs_of
+from pfeife.outline import KIND_WORDS, owns_storage
+from pfeife.program import Call, Program, find_node, has_effects, returned, source_line
+from pfeife.progress import Progress
+
+log = logging.getLogger("pfeife")
+
+
+def compile_bodies(
+    program: Program,
+    compiler: str | Compiler = "aot_eager",
+    *,
+    rank: int | None = None,
+    cuda_graphs: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Callable]:
+    """The compiled bodies of the calls of a rank (of all ranks if None), by their call nodes; a
+    call that is left out runs as its graph.
+
+    `compiler` is "aot_eager" (the graphs as they are: nothing is compiled), "inductor", or a
+    function of (a graph module of aten operations that returns a tuple, a list of example
+    tensors) that gives a function of such tensors, or of one list of them if it is marked
+    `_boxed_call`. That returns as many tensors as the graph, and does not write to them later.
+
+    Bodies that differ in names only are compiled once. They are compiled one after another,
+    because Inductor promises nothing for several threads; what runs in parallel are Inductor's
+    own workers for the kernels of one body, and under torchrun the ranks, each of which
+    compiles its own stages. What is kept on disk is torch's own cache.
+
+    Random operations run as without a compiler, between the compiled pieces of their body; a
+    body with effects (a node that prints, say) runs as its graph. With `cuda_graphs` every piece
+    of every call is captured once, see `cuda_graphs.captured`.
+
+    Raises ValueError for a compiler that fails, naming the stage and the line of the model, and
+    for `cuda_graphs` where a value is not on a CUDA device. `progress` is called with how many of
+    how many calls are done.
+    """
+    checked(compiler)
+    calls = [call for call in program.calls if rank is None or call.rank == rank]
+    if cuda_graphs:
+        check_devices(program, calls)
+    elif compiler == "aot_eager":
+        return {}
+    name = compiler_name(compiler)
+    known: dict[str, Run] = {}
+    found: dict[str, Callable] = {}
+    for index, call in enumerate(calls):
+        body = program.body(call)
+        try:
+            run = _compiled(body, compiler, known, cuda_graphs)
+        except Exception as error:
+            raise ValueError(_failure(call, body, compiler, error)) from error
+        found[call.node] = _separated(run, _exported(program, call))
+        if run == body.forward:
+            log.info("compiler %s: %s: it has effects, so it runs as its graph", name, _words(call))
+        elif draws(body):
+            log.info("compiler %s: %s: its draws run as they are", name, _words(call))
+        if progress:
+            progress(index + 1, len(calls))
+    log.info("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(known))
+    return found
+
+
+def checked(compiler: object) -> None:
+    """Raises ValueError unless this is a name of a compiler or a function."""
+    if compiler not in COMPILERS and not callable(compiler):
+        raise ValueError(
+            f"compiler={compiler!r}: must be 'aot_eager', 'inductor' or a function of "
+            "(fx.GraphModule, example tensors)"
+        )
+
+
+def compiler_name(compiler: object) -> str:
+    """A compiler's name, the same in every process."""
+    if isinstance(compiler, str):
+        return compiler
+    named = compiler if hasattr(compiler, "__qualname__") else type(compiler)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+@attrs.frozen
+class BodyCompiler:
+    """A compiler of lone bodies, with a Dynamo backend's signature, which treats them as
+    `compile_bodies` does; for `cost.measure`, whose cache knows it by its text."""
+
+    compiler: str | Compiler = attrs.field(
+        repr=lambda one: compiler_name(one) if hasattr(one, "__qualname__") else repr(one)
+    )
+
+    def __call__(self, body: fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
+        return _compiled(body, self.compiler, {}, False)
+
+
+def _compiled(
+    body: fx.GraphModule, compiler: str | Compiler, known: dict[str, Run], cuda_graphs: bool
+) -> Run:
+    """A compiled body; `known` has the pieces that were compiled so far, by fingerprints."""
+
+    def compiled(piece: fx.GraphModule) -> Run:
+        key = fingerprint(piece)
+        if key not in known:
+            known[key] = compile_piece(piece, compiler)
+        if not cuda_graphs:
+            return known[key]
+        slots = [example(node.meta["val"]) for node in inputs_of(piece)]
+        return captured(known[key], slots) if slots else known[key]
+
+    computing = (node for node in body.graph.nodes if node.op == "call_function")
+    if any(has_effects(node) for node in computing):
+        return body.forward
+    return around_draws(body, compiled)
+
+
+def _exported(program: Program, call: Call) -> tuple[int, ...]:
+    """Which results of a call are results of the program, in a storage of their own: the runtime
+    adds to gradients in place, and users write to what they are given."""
+    results = set(returned(program.module).values())
+    body = program.body(call)
+    users = [user for user in find_node(program.module, call.node).users if user in results]
+    indices = [int(user.args[1]) for user in users]  # type: ignore[arg-type]
+    return tuple(index for index in indices if owns_storage(body, index))
+
+
+def _separated(run: Run, exported: tuple[int, ...]) -> Run:
+    """Compiled code may return an input, or one storage twice, where the graph makes a new one
+    (Inductor of torch 2.15 does so for `x + 0`)."""
+    if not exported:
+        return run
+
+    def separated(*values: torch.Tensor) -> list[torch.Tensor]:
+        results = list(run(*values))
+        for index in exported:
+            # If somebody else has the tensor itself, this view is a second one of its storage.
+            results[index] = results[index].detach()
+            if _torch.is_shared(results[index]):
+                results[index] = results[index].clone()
+        return results
+
+    return separated
+
+
+def _words(call: Call) -> str:
+    return f"stage {call.unit} {KIND_WORDS[call.kind].replace('_', ' ')}"
+
+
+def _failure(call: Call, body: fx.GraphModule, compiler: str | Compiler, error: Exception) -> str:
+    """What the user is told: the line of the operation that the error speaks of, or the first."""
+    nodes = [node for node in body.graph.nodes if node.op == "call_function"]
+    text = str(error)
+    guilty = next((node for node in nodes if str(node.target) in text), nodes[0])
+    first = next(iter(text.strip().splitlines()), "")
+    return (
+        f"compiler={compiler_name(compiler)}: {_words(call)}, from {source_line(guilty)}: "
+        f"{type(error).__name__}: {first}; the same runs with compiler='aot_eager'"
+    )

@@ -1,0 +1,62 @@
+"""CUDA graphs of compiled pieces. Not yet run on a GPU."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pfeife.compilers.draws import draws
+from pfeife.program import Call, Program, value_of
+
+WARM_UPS = 3  # as in torch's documentation: lazy initialisation, then two that are like the capture
+
+
+def check_devices(program: Program, calls: Sequence[Call]) -> None:
+    """Raises ValueError unless all values of all calls are on CUDA devices, but for the seeds of
+    draws, which run apart. (A number on the CPU would be captured as it was.)"""
+    for call in calls:
+        body = program.body(call)
+        seeds = {node.args[2] for node in draws(body)}
+        for node in body.graph.nodes:
+            value = value_of(node)
+            if value is not None and value.device.type != "cuda" and node not in seeds:
+                raise ValueError(
+                    f"cuda_graphs=True: {node.name} of stage {call.unit} is on {value.device}; "
+                    "CUDA graphs are for stages on CUDA devices, leave it out for others"
+                )
+
+
+def captured(run: Callable, slots: list[torch.Tensor]) -> Callable:
+    """A function as a CUDA graph that reads its arguments from `slots` and returns copies.
+
+    Arguments, parameters too, are copied into the slots at every call, so they may be anywhere;
+    that costs their bytes once more, in memory and in traffic. Calls of one capture follow one
+    another on the device, from whatever stream and thread they come.
+    """
+    device = slots[0].device
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run(*slots)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.no_grad(),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        kept = run(*slots)
+    done, turn = torch.cuda.Event(), threading.Lock()
+    done.record(stream)
+
+    def replay(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with turn, torch.cuda.device(device):
+            done.wait()
+            for slot, value in zip(slots, values, strict=True):
+                slot.copy_(value)
+            graph.replay()
+            results = tuple(value.clone() for value in kept)
+            done.record()
+        return results
+
+    return replay

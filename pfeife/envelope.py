@@ -1,0 +1,168 @@
+"""How values travel between ranks: their layout, what is packed together, what is posted ahead.
+
+The runtime and the account of memory both go by this.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+import torch
+
+PACKED = 2**17  # bytes up to which a value is copied into one piece with others of its message
+AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
+FEWEST, MOST = 2, 64  # messages ahead, whatever their size
+_ALIGNED = 64  # bytes; no dtype is wider
+_SENT_AS_IS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@attrs.frozen(slots=False)
+class Layout:
+    """How a value lies in a message: dense, in the order of strides in which it was captured."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "Layout":
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return Layout(tuple(value.shape), torch.empty_like(meta).stride(), value.dtype)
+
+    @cached_property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @cached_property
+    def as_is(self) -> bool:
+        """Whether every backend sends such a tensor without being told that it is bytes."""
+        meta = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return meta.is_contiguous() and self.dtype in _SENT_AS_IS
+
+    def empty(self, device: torch.device | None) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def flat(self, value: torch.Tensor) -> torch.Tensor:
+        """The memory of a dense tensor, as what is sent."""
+        if self.as_is:
+            return value
+        return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
+
+    def within(self, piece: torch.Tensor, offset: int) -> torch.Tensor:
+        """The value that lies in a piece of bytes."""
+        part = piece[offset : offset + self.bytes].view(self.dtype)
+        return part.as_strided(self.shape, self.strides)
+
+    def check(self, value: torch.Tensor) -> None:
+        """Raises ValueError for a value that the receiver does not expect."""
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"a value of {value.dtype} {list(value.shape)} is to be sent, but "
+                f"{self.dtype} {list(self.shape)} was captured and is expected: an operation of "
+                "the model gives other shapes than it gave when the step was captured"
+            )
+
+
+@attrs.frozen(slots=False)
+class Envelope:
+    """The values of one message, in the order in which both ends know them.
+
+    They travel in `pieces`, a send each: those of up to `PACKED` bytes are copied into one, a
+    larger one goes by itself, without a copy if it is dense.
+    """
+
+    layouts: tuple[Layout, ...]
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        small = tuple(i for i, layout in enumerate(self.layouts) if layout.bytes <= PACKED)
+        alone = [(i,) for i, layout in enumerate(self.layouts) if layout.bytes > PACKED]
+        return (*((small,) if small else ()), *alone)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(self.piece_bytes(piece) for piece in self.pieces)
+
+    def piece_bytes(self, piece: tuple[int, ...]) -> int:
+        """What the buffer of a piece takes."""
+        if len(piece) == 1:
+            return self.layouts[piece[0]].bytes
+        return sum(_aligned(self.layouts[index].bytes) for index in piece)
+
+    def pack(self, values: Tensors) -> list[torch.Tensor]:
+        """What is sent of the values, a tensor a piece. Raises ValueError for other shapes."""
+        return [self._packed(values, piece) for piece in self.pieces]
+
+    def _packed(self, values: Tensors, piece: tuple[int, ...]) -> torch.Tensor:
+        if len(piece) == 1:
+            value, layout = values[piece[0]], self.layouts[piece[0]]
+            layout.check(value)
+            if value.stride() == layout.strides:
+                return layout.flat(value)
+            return layout.flat(layout.empty(value.device).copy_(value))
+        packed = self._piece(piece, values[piece[0]].device)
+        offset = 0
+        for index in piece:
+            layout = self.layouts[index]
+            layout.check(values[index])
+            layout.within(packed, offset).copy_(values[index])
+            offset += _aligned(layout.bytes)
+        return packed
+
+    def _piece(self, piece: tuple[int, ...], device: torch.device | None) -> torch.Tensor:
+        return torch.empty(self.piece_bytes(piece), dtype=torch.uint8, device=device)
+
+    def empty(self, device: torch.device | None) -> tuple[Tensors, list[torch.Tensor]]:
+        """The values that will arrive, and the buffers for their pieces in the same memory."""
+        values: list[torch.Tensor | None] = [None] * len(self.layouts)
+        buffers = []
+        for piece in self.pieces:
+            if len(piece) == 1:
+                values[piece[0]] = one = self.layouts[piece[0]].empty(device)
+                buffers.append(self.layouts[piece[0]].flat(one))
+                continue
+            buffers.append(self._piece(piece, device))
+            offset = 0
+            for index in piece:
+                values[index] = self.layouts[index].within(buffers[-1], offset)
+                offset += _aligned(self.layouts[index].bytes)
+        return tuple(values), buffers  # type: ignore[arg-type]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+@attrs.frozen(slots=False)
+class Channel:
+    """The messages that one rank will receive from another, in their order."""
+
+    envelopes: tuple[Envelope, ...]
+
+    @cached_property
+    def ahead(self) -> list[int]:
+        """How many have had their receives posted when 0, 1, 2, ... of them have been taken."""
+        return posted_ahead([envelope.bytes for envelope in self.envelopes])
+
+
+def posted_ahead(sizes: Sequence[int]) -> list[int]:
+    """How many of a channel's messages (of so many bytes, in their order) have had their receives
+    posted when 0, 1, 2, ... of them have been taken.
+
+    At least the next two are, and as many as fit into `AHEAD` bytes; they are posted several at a
+    time, when half of them are gone, since the sender's thread then wakes up once for all.
+    """
+    found, posted, window = [], 0, 0
+    for taken in range(len(sizes) + 1):
+        if posted - taken <= max(window // 2, FEWEST - 1):
+            held = sum(sizes[taken:posted])
+            while posted < len(sizes) and posted - taken < MOST:
+                if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
+                    break
+                held += sizes[posted]
+                posted += 1
+            window = posted - taken
+        found.append(posted)
+    return found

@@ -1,0 +1,164 @@
+"""What the ranks tell one another beside their messages: that they live, what they do, what failed.
+
+It goes over the store of torch.distributed's process group, on a thread of its own.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from typing import TypeVar
+
+import attrs
+from torch import distributed as dist
+
+from pfeife import plain
+from pfeife.runtime.failure import Failure
+
+BEAT = 0.5  # seconds between two signs of life
+ANSWER = 3.0  # seconds in which the store answers, unless it is lost
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Doing:
+    """What a rank is at, and which rank it waits for."""
+
+    text: str
+    waits_for: int | None = None
+
+
+@attrs.frozen
+class Beat:
+    """A sign of life: the `count`th one of a rank that has been at something for `seconds`."""
+
+    count: int
+    doing: str
+    seconds: float
+    waits_for: int | None = None
+
+
+class Lifeline:
+    """One rank's end. All that uses the store runs on its thread, so nobody waits for a store
+    that has stopped to answer.
+
+    `look` says what the rank does; `hear` is called once, on the thread, with the first failure
+    that any rank has announced.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        look: Callable[[], Doing],
+        hear: Callable[[Failure], None],
+    ):
+        self.store, self.rank, self.size = store, rank, size
+        self.look, self.hear = look, hear
+        self.failure: Failure | None = None
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.count, self.doing, self.since = 0, Doing(""), time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="pfeife lifeline", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Stops the thread."""
+        self.jobs.put(None)
+        self.thread.join(ANSWER)
+
+    def announce(self, failure: Failure) -> Failure:
+        """Tells all ranks; returns the first failure that any of them has announced."""
+
+        def publish() -> Failure:
+            first = self.store.compare_set("failure", "", plain.to_json(failure))
+            return plain.from_json(Failure, first.decode())
+
+        self.failure = self.ask(publish) or failure
+        return self.failure
+
+    def heard(self, seconds: float) -> Failure | None:
+        """The failure that was announced by any rank, within so many seconds from now."""
+        end = time.monotonic() + seconds
+        while self.failure is None and time.monotonic() < end:
+            self.failure = self.ask(self._published)
+            if self.failure is None:
+                time.sleep(0.05)
+        return self.failure
+
+    def beats(self) -> Mapping[int, Beat] | None:
+        """The last signs of life; None if the store does not answer."""
+        return self.ask(self._beats)
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """The answer from the thread, None if it cannot be had."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(question())
+            except (RuntimeError, ValueError) as error:  # the store is gone, or holds nonsense
+                answer.set_exception(error)
+
+        self.jobs.put(job)
+        try:
+            return answer.result(ANSWER)
+        except (Late, RuntimeError, ValueError):
+            return None
+
+    def _run(self) -> None:
+        told = False
+        while True:
+            try:
+                job = self.jobs.get(timeout=BEAT)
+            except queue.Empty:
+                job = self._round
+            if job is None:
+                return
+            try:
+                job()
+            except RuntimeError:  # the store is gone: what waits for messages will notice
+                continue
+            if self.failure is not None and not told:
+                told = True
+                threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
+
+    def _round(self) -> None:
+        doing = self.look()
+        if doing != self.doing:
+            self.doing, self.since = doing, time.monotonic()
+        self.count += 1
+        seconds = time.monotonic() - self.since
+        beat = Beat(self.count, doing.text, seconds, doing.waits_for)
+        self.store.set(f"beat {self.rank}", plain.to_json(beat))
+        self.failure = self.failure or self._published()
+
+    def _published(self) -> Failure | None:
+        if not self.store.check(["failure"]):
+            return None
+        return plain.from_json(Failure, self.store.get("failure").decode())
+
+    def _beats(self) -> dict[int, Beat]:
+        keys = {rank: f"beat {rank}" for rank in range(self.size)}
+        there = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {
+            rank: plain.from_json(Beat, self.store.get(key).decode()) for rank, key in there.items()
+        }
+
+
+def roll_call(store: dist.Store, name: str, rank: int, size: int, timeout: float) -> list[int]:
+    """Waits until all ranks are here; returns those that are not after `timeout` seconds, or that
+    have left their program."""
+    store.set(f"{name} {rank}", "here")
+    missing = set(range(size)) - {rank}
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while missing and time.monotonic() < deadline:
+        missing = {one for one in missing if not store.check([f"{name} {one}"])}
+        if any(store.check([f"left {one}"]) for one in missing):
+            break
+        if missing:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+    return sorted(missing)

@@ -1,0 +1,432 @@
+"""The processes that work together: they meet, agree, wait for one another and stop together."""
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pfeife import plain
+from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
+from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, roll_call
+
+log = logging.getLogger("pfeife")
+
+TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
+GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
+SLICE = timedelta(seconds=0.5)
+_CUT = 2**30  # the tag of the receive that nobody ever answers
+_BUILDING = "building: "
+
+
+class Line:
+    """A process group of ours that can be cut: then all that waits for its messages fails.
+
+    Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
+    there is one that nobody ever answers.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, timeout: float):
+        self.ranks, self.device = tuple(ranks), device
+        self.group: Any = dist.new_group(self.ranks, timeout=timedelta(seconds=timeout))
+        self.mine = dist.get_rank() in self.ranks
+        if self.mine:  # how long to wait is decided where it is waited
+            self.group.set_timeout(timedelta(days=1))
+        self.lock = threading.Lock()
+        self.never: dist.Work | None = None
+        if self.mine and len(self.ranks) > 1 and device.type != "cuda":
+            other = (self.index(dist.get_rank()) + 1) % len(self.ranks)
+            self.never = self.group.recv([torch.zeros(1)], other, _CUT)
+
+    def index(self, rank: int) -> int:
+        """A rank of the world as the group counts."""
+        return self.ranks.index(rank)
+
+    def cut(self) -> None:
+        with self.lock:
+            if self.never is not None:
+                with contextlib.suppress(RuntimeError):
+                    self.never.wait(timedelta(milliseconds=1))
+                self.never = None
+            elif self.mine and self.device.type == "cuda":
+                self.group.abort()
+
+
+class World:
+    """This process among those of the default process group.
+
+    Building one is collective. When any rank fails, all leave what they wait for with the same
+    `PipelineError` within some seconds; a rank that does not come out of its own computing is
+    ended. `timeout` is how many seconds of silence count as a failure. Raises PipelineError when
+    a rank does not arrive.
+    """
+
+    def __init__(self, device: torch.device, timeout: float, generation: int = 0):
+        self.device, self.timeout, self.generation = device, timeout, generation
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.default = dist.group.WORLD
+        store = dist.PrefixStore("pfeife", self.default.get_group_store().clone())  # type: ignore[union-attr]
+        missing = roll_call(store, f"world {generation}", self.rank, self.size, timeout)
+        if missing:
+            raise PipelineError(_absent(missing, self.size, timeout))
+        self.store = store
+        self.failure: Failure | None = None
+        self.raised = False  # whether the failure has become an exception here
+        self.inside = 0
+        self.look: Callable[[], Doing] = _outside
+        self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        own = dist.PrefixStore(str(generation), store)
+        self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
+        self.line = self.line_of(range(self.size))
+
+    @property
+    def patience(self) -> tuple[timedelta, ...]:
+        """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
+        watchdog looks after it."""
+        return () if self.device.type == "cuda" else (timedelta(seconds=self.timeout),)
+
+    def line_of(self, ranks: Sequence[int], purpose: str = "") -> Line:
+        """The line of some ranks; new ones are made by all ranks of the world in one order."""
+        key = (tuple(ranks), purpose)
+        if key not in self.lines:
+            self.lines[key] = Line(ranks, self.device, self.timeout)
+        return self.lines[key]
+
+    def _look(self) -> Doing:
+        return self.look()
+
+    @contextlib.contextmanager
+    def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
+        """While the calling thread is at something that other ranks may wait for.
+
+        Raises PipelineError if a rank has failed already. An exception inside fails all ranks.
+        """
+        self.check()
+        before, self.look = self.look, look
+        self.inside += 1
+        try:
+            yield
+        except (PipelineError, Refusal):
+            raise
+        except BaseException as error:
+            self.stop(failure_of(error, self.rank, look().text))
+            self.raised = True
+            raise
+        finally:
+            self.inside -= 1
+            self.look = before
+
+    def building(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """While this rank prepares something, which may take longer than the timeout."""
+        return self.busy(lambda: Doing(_BUILDING + what))
+
+    def check(self) -> None:
+        """Raises PipelineError if any rank has failed."""
+        if self.failure is not None:
+            raise self._stopped(self.failure)
+
+    def _stopped(self, failure: Failure) -> PipelineError:
+        failure = self.stop(failure)
+        self.raised = True
+        return PipelineError(failure)
+
+    def stop(self, failure: Failure) -> Failure:
+        """Stops all ranks; returns the first failure that was announced, which may be another."""
+        if self.failure is None:
+            self.failure = self.lifeline.announce(failure)
+        for line in list(self.lines.values()):
+            line.cut()
+        return self.failure
+
+    def _hear(self, failure: Failure) -> None:
+        """On a thread: another rank has failed, so what this one waits for must end."""
+        self.stop(failure)
+        end = time.monotonic() + GRACE
+        while self.inside and time.monotonic() < end:
+            time.sleep(0.05)
+        if self.inside:
+            log.critical(
+                "rank %d ends: %s; this rank was in %s and did not come out of it",
+                self.rank,
+                failure,
+                self.look().text,
+            )
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)
+
+    def lost(self, peer: int, begun: float, error: RuntimeError) -> PipelineError:
+        """The error to raise when a message from or to a rank of the world has failed that was
+        waited for since `begun` (of time.monotonic)."""
+        failure = self.lifeline.heard(1.0)
+        if failure is None:
+            waited = time.monotonic() - begun
+            late = waited >= 0.9 * self.timeout
+            failure = self._silent(peer, waited) if late else self._gone(peer, error)
+        return self._stopped(failure)
+
+    def _gone(self, peer: int, error: RuntimeError) -> Failure:
+        """Its process has closed the connection."""
+        beats = self.lifeline.beats()
+        awaited = f"while rank {self.rank} waited for it in {self.look().text}"
+        if beats is None and not _agent():
+            cause = f"its process is gone, and with it the store of the process group, {awaited}"
+            return Failure(0, "", cause)
+        beat = (beats or {}).get(peer)
+        last = f"; its last sign of life came from {beat.doing}" if beat else ""
+        return Failure(peer, "", f"its process is gone {awaited}{last} ({_short(error)})")
+
+    def _silent(self, peer: int, waited: float) -> Failure:
+        """Nothing came in time: follows who waits for whom."""
+        first = self.lifeline.beats()
+        time.sleep(2.5 * BEAT)
+        second = self.lifeline.beats()
+        limit = f"rank {self.rank} has waited {waited:.0f} s (timeout={self.timeout:g})"
+        if first is None or second is None:
+            host = None if _agent() else 0
+            cause = "the store of the process group, which its process keeps, does not answer"
+            return Failure(peer if host is None else host, "", f"{cause}; {limit}")
+        at, seen = peer, set[int]()
+        while at not in seen:
+            seen.add(at)
+            before, now = first.get(at), second.get(at)
+            if now is None or (before is not None and before.count == now.count):
+                where = now.doing if now else ""
+                return Failure(at, where, f"its process gives no sign of life; {limit}")
+            if now.waits_for is None:
+                cause = f"it has been there for {now.seconds:.0f} s; {limit}"
+                return Failure(at, now.doing, cause)
+            at = now.waits_for
+        where = second[at].doing
+        return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective operation of all ranks, or of some."""
+        begun = time.monotonic()
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as error:
+                self.check()
+                late = self._late() if time.monotonic() - begun > self.timeout else None
+                if work.is_completed():  # it has failed by itself
+                    raise self.lost(self._suspect(), begun, error) from None
+                if late is not None:
+                    raise self._stopped(self._silent(late, time.monotonic() - begun)) from None
+
+    def _late(self) -> int | None:
+        """A rank that neither waits nor prepares anything."""
+        beats = self.lifeline.beats() or {}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        working = {
+            rank
+            for rank, beat in beats.items()
+            if beat.doing.startswith(_BUILDING) or beat.waits_for is not None
+        }
+        return next((rank for rank in others if rank not in working), None)
+
+    def _suspect(self) -> int:
+        """The rank whose last sign of life is the oldest, when a collective operation broke."""
+        first = self.lifeline.beats() or {}
+        time.sleep(2.5 * BEAT)
+        second = self.lifeline.beats() or {}
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        still = [r for r in others if r not in second or first.get(r) == second[r]]
+        return (still or others)[0]
+
+    def broadcast(self, value: torch.Tensor, source: int) -> None:
+        """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
+        self.wait(dist.broadcast(value, source, group=self.line.group, async_op=True))
+
+    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of the same shape and dtype, on every rank."""
+        found = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait(dist.all_gather(found, value, group=self.line.group, async_op=True))
+        return found
+
+    def from_rank_zero(self, text: str) -> str:
+        """Rank 0's text, on every rank (collective)."""
+        data = self._bytes(text)
+        size = torch.tensor([data.numel()], device=self.device)
+        self.broadcast(size, 0)
+        _check_length(int(size), 0)
+        shared = (
+            data
+            if self.rank == 0
+            else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        )
+        self.broadcast(shared, 0)
+        return bytes(shared.tolist()).decode()
+
+    def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
+        """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
+        ranks raise a Refusal with its message."""
+        text = ""
+        if self.rank == 0:
+            try:
+                text = "+" + decide()
+            except ValueError as error:
+                text = "-" + str(error)
+        shared = self.from_rank_zero(text)
+        if shared.startswith("-"):
+            raise Refusal(shared[1:])
+        return shared[1:]
+
+    def from_all_ranks(self, text: str) -> list[str]:
+        """Every rank's text, on every rank (collective)."""
+        data = self._bytes(text)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
+        for rank, size in enumerate(sizes):
+            _check_length(size, rank)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        parts = zip(self.gather(padded), sizes, strict=True)
+        return [bytes(one[:size].tolist()).decode() for one, size in parts]
+
+    def _bytes(self, text: str) -> torch.Tensor:
+        data = bytearray(text.encode())
+        found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        return found.to(self.device, torch.uint8)
+
+    def check_agreement(self, text: str, what: str) -> None:
+        """Raises Refusal on every rank unless all ranks give the same text (collective); the
+        message has the first line that differs."""
+        digest = bytearray(hashlib.sha256(text.encode()).digest())
+        found = self.gather(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
+        others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
+        if not others:
+            return
+        texts = self.from_all_ranks(text)
+        here, there = _first_difference(texts[0], texts[others[0]])
+        raise Refusal(
+            f"{what}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
+            f"where rank 0 has {here!r}; every rank must run the same script with the same "
+            "shapes, options and versions"
+        )
+
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
+        sums = [_checksum(tensor).to(self.device) for tensor in tensors.values()]
+        if not sums:
+            return []
+        found = self.gather(torch.stack(sums))
+        wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
+        return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def leave(self) -> None:
+        """Tells the others that this process ends."""
+        if self.lifeline.thread.is_alive():
+            self.lifeline.ask(lambda: self.store.set(f"left {self.rank}", ""))
+            self.lifeline.end()
+
+
+def _short(error: RuntimeError) -> str:
+    """What Gloo says, without the place in its source and its advice."""
+    text = str(error).splitlines()[0]
+    return text.split("] ", 1)[-1].split(". This is")[0]
+
+
+def _outside() -> Doing:
+    return Doing("the program outside of a step")
+
+
+def _absent(missing: Sequence[int], size: int, timeout: float) -> Failure:
+    which = f"ranks {list(missing)} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
+    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
+    return Failure(missing[0], "", cause)
+
+
+def _agent() -> bool:
+    """Whether torchrun keeps the store, which else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_length(size: int, rank: int) -> None:
+    if not 0 <= size <= plain.LARGEST_FILE:
+        raise ValueError(f"rank {rank} wants to send a text of {size} bytes; that is no plan")
+
+
+def _first_difference(one: str, other: str) -> tuple[str, str]:
+    lines, others = one.splitlines(), other.splitlines()
+    for line, second in zip(lines, others, strict=False):
+        if line != second:
+            return line.strip(), second.strip()
+    return f"{len(lines)} lines", f"{len(others)} lines"
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
+    return data.sum(dtype=torch.int64) * 1_000_003 + odd
+
+
+# torch.distributed has one default process group, and so there is one world for it.
+_worlds: list[World] = []
+
+
+def join_world(device: torch.device, timeout: float | None = None) -> World | None:
+    """The processes that this one works with (collective the first time), None if it is alone.
+
+    Initialises the default process group if torchrun started several processes and nobody has
+    done so. After a failure there is a new world: all ranks connect anew. Raises PipelineError,
+    naming them, if ranks do not arrive within `timeout` seconds.
+    """
+    limit = TIMEOUT if timeout is None else timeout
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _initialize(device, limit)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    known = _worlds[0] if _worlds else None
+    if known is None or known.default is not dist.group.WORLD:
+        generation = 0
+    elif known.failure is not None and known.raised:
+        generation = known.generation + 1
+    else:
+        known.timeout = known.timeout if timeout is None else timeout
+        return known
+    if known is not None:
+        known.lifeline.end()
+    _worlds[:] = [World(device, limit if timeout or not known else known.timeout, generation)]
+    atexit.register(_worlds[0].leave)
+    return _worlds[0]
+
+
+def _initialize(device: torch.device, timeout: float) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=timeout)
+    mine = rank == 0 and not _agent()
+    try:
+        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
+    except RuntimeError as error:
+        who = "torchrun" if _agent() else "rank 0"
+        cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
+        raise PipelineError(Failure(None if _agent() else 0, "", cause)) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
+    missing = roll_call(store, "start", rank, size, timeout)
+    if missing:
+        raise PipelineError(_absent(missing, size, timeout))
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    atexit.register(leave_world)
+
+
+def leave_world() -> None:
+    """Ends the default process group if there is one."""
+    while _worlds:
+        _worlds.pop().leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
