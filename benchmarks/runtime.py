@@ -1,6 +1,6 @@
 """The distributed runtime side by side with torch.distributed.pipelining.
 
-    python benchmarks/runtime.py [tiny gpt skip uneven virtual eager] [--quick]
+    python benchmarks/runtime.py [tiny gpt inductor skip uneven virtual eager] [--quick]
 
 Worlds of 2 and 4 Gloo ranks (of sleeping ones 4 and 8), a thread each, one world after another.
 In each the two sides run the same split, schedule and microbatches (but for `uneven`, where
@@ -13,6 +13,7 @@ first. A step's time is that of the slowest rank.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -35,7 +36,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
-from pfeife.progress import bar
+from pfeife.progress import shown
+
+LOG = logging.getLogger(__name__)
 
 Case = Callable[[Options], Record]
 Cases = Iterator[tuple[str, Case]]
@@ -54,7 +57,15 @@ def tiny(ranks: int) -> Cases:
 def gpt(ranks: int) -> Cases:
     """Some milliseconds an action."""
     for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks), ("zb-v", 2 * ranks)):
-        yield f"gpt {name}", _case(lambda s=stages: splits.language(models.gpt(8), s), name, 8)
+        make = partial(lambda s: splits.language(models.gpt(8), s), stages)
+        yield f"gpt {name}", _case(make, name, 8)
+
+
+def inductor(ranks: int) -> Cases:
+    """The same with stages that Inductor compiles, which the peer's ZB-V refuses."""
+    for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks)):
+        make = partial(lambda s: splits.language(models.gpt(8), s), stages)
+        yield f"inductor {name}", _case(make, name, 8, inductor=True, note="Inductor on both sides")
 
 
 def skip(ranks: int) -> Cases:
@@ -142,6 +153,7 @@ def eager(ranks: int) -> Cases:
 PARTS = {
     "tiny": (tiny, (2, 4), 15, tables.overhead),
     "gpt": (gpt, (2, 4), 9, tables.throughput),
+    "inductor": (inductor, (2,), 9, tables.throughput),
     "skip": (skip, (2, 4), 9, tables.throughput),
     "uneven": (uneven, (2, 4), 9, tables.throughput),
     "virtual": (sleeping, (4, 8), 5, tables.efficiency),
@@ -160,14 +172,14 @@ def in_world(arguments: argparse.Namespace) -> None:
     virtual.Device.seconds = arguments.sleep
     options = Options(arguments.repeats, arguments.profile, not arguments.no_peer)
     cases = chosen(part, ranks, arguments.only)
-    shown = bar(f"{part}, {ranks} ranks") if dist.get_rank() == 0 else lambda done, total: None
-    for done, (_, case) in enumerate(cases):
-        shown(done, len(cases))
-        record = case(options)
-        if dist.get_rank() == 0:
-            with Path(arguments.record).open("a") as file:
-                file.write(json.dumps(attrs.asdict(record)) + "\n")
-    shown(len(cases), len(cases))
+    with shown(LOG, rank=dist.get_rank()).phase(f"{part}, {ranks} ranks") as phase:
+        for done, (_, case) in enumerate(cases):
+            record = case(options)
+            if dist.get_rank() == 0:
+                with Path(arguments.record).open("a") as file:
+                    file.write(json.dumps(attrs.asdict(record)) + "\n")
+            if phase.progress:
+                phase.progress(done + 1, len(cases))
 
 
 def measured(
