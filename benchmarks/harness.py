@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife import plain, sched
+from pfeife.compilers import compile_bodies
 from pfeife.program import Program
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.world import World, join_world, leave_world
@@ -100,11 +101,12 @@ class Ready:
     batch: list
 
 
-def ready(plan: pfeife.Plan, clusters: Program, case: Any) -> Ready:
+def ready(plan: pfeife.Plan, clusters: Program, case: Any, compiler: str = "aot_eager") -> Ready:
     ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
     batch = [case.draw() for _ in range(plan.schedule.microbatches)]
-    pipeline = DistributedPipeline(ranks, schedule, DEVICE)
+    bodies = compile_bodies(ranks, compiler, rank=dist.get_rank())
+    pipeline = DistributedPipeline(ranks, schedule, DEVICE, bodies)
     return Ready(ranks, schedule, pipeline, pfeife.state_of(clusters, case.model), batch)
 
 

@@ -42,7 +42,7 @@ def overhead(records: Sequence[Record]) -> str:
             rows.append(
                 (
                     one.ranks,
-                    f"{one.schedule}, {one.stages} stages",
+                    f"{one.stages} stages, {one.schedule}",
                     one.actions,
                     word,
                     *(spread(beside[side], 1e6, 0) for side in ("ours", "peer")),
@@ -65,7 +65,7 @@ def throughput(records: Sequence[Record]) -> str:
     rows = [
         (
             one.ranks,
-            f"{one.schedule}, {one.stages} stages, {one.microbatches} microbatches",
+            f"{one.stages} stages, {one.schedule}, {one.microbatches} microbatches",
             spread(seconds(one, "ours")),
             spread(seconds(one, "peer")),
             ratio(seconds(one, "peer"), seconds(one, "ours")),
@@ -73,7 +73,7 @@ def throughput(records: Sequence[Record]) -> str:
         )
         for one in records
     ]
-    head = ("ranks", "theirs", "our ms", "their ms", "throughput", "ours")
+    head = ("ranks", "their stages", "our ms", "their ms", "throughput", "ours")
     return "Milliseconds of a step, median (quartiles).\n" + report.table(rows, head)
 
 
@@ -88,7 +88,7 @@ def efficiency(records: Sequence[Record]) -> str:
         rows.append(
             (
                 one.ranks,
-                f"{one.schedule}, {one.stages} stages",
+                f"{one.stages} stages, {one.schedule}",
                 one.microbatches,
                 one.note,
                 f"{1e3 * one.ideal:.1f} ms",
