@@ -105,8 +105,8 @@ def efficiency(records: Sequence[Record]) -> str:
     head = ("ranks", "schedule", "microbatches", "values", "ideal", "bound", "ours", "theirs")
     return (
         "Sleeping ranks: the schedule's own time with free messages over the time of a step, "
-        "median (quartiles);\nthe bound is what it would be if a message took what it does at rest, and "
-        "nothing of its ranks' time;\nand the CPU time of all ranks.\n"
+        "median (quartiles);\nthe bound is what it would be if a message took what it does at "
+        "rest, and nothing of its ranks' time;\nand the CPU time of all ranks.\n"
         + report.table(rows, (*head, "our CPU", "their CPU"))
     )
 
