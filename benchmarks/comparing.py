@@ -40,7 +40,8 @@ class Side:
 
 @attrs.frozen
 class Record:
-    """What was measured of one case. `ideal` is in seconds, where there is one."""
+    """What was measured of one case. Where it is known, `ideal` has the seconds of a step with
+    free messages, and with messages that take their time but none of the ranks'."""
 
     ranks: int
     schedule: str
@@ -48,7 +49,7 @@ class Record:
     microbatches: int
     actions: int
     times: Times
-    ideal: float | None = None
+    ideal: tuple[float, float] | None = None
     note: str = ""
 
 
@@ -137,7 +138,7 @@ def side_by_side(
     *,
     plan: Callable[[splits.Split], harness.Ready] | None = None,
     alone: bool = False,
-    ideal: Callable[[harness.Ready], float] | None = None,
+    ideal: Callable[[harness.Ready], tuple[float, float]] | None = None,
     inductor: bool = False,
     note: str = "",
 ) -> Record:

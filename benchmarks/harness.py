@@ -122,6 +122,23 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     return float(taken), float(busy)
 
 
+def message_seconds(size: int, repeats: int = 20) -> float:
+    """How long a message of so many bytes takes from rank 0 to rank 1 while all others are at
+    rest, on every rank: half of there and back, by the median."""
+    rank, data, times = dist.get_rank(), torch.zeros(size, dtype=torch.uint8), [0.0]
+    for _ in range(repeats if rank < 2 else 0):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(data, 1 - rank)
+            else:
+                dist.recv(data, 1 - rank)
+        times.append(time.perf_counter() - start)
+    median = torch.tensor(statistics.median(times) / 2, dtype=torch.float64)
+    dist.broadcast(median, 0)
+    return float(median)
+
+
 def steps(one: Ready) -> list[float]:
     """Seconds of two steps of the slower rank, after one that nobody times."""
     found = []

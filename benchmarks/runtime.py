@@ -112,20 +112,24 @@ def sleeping(ranks: int) -> Cases:
                 yield f"virtual {name} {size} of {count}", case
 
 
-def virtual_ideal(rows: int, one: harness.Ready) -> float:
-    """The schedule's own time if nothing took any but the sleeping operations; those take what
-    they do on all ranks together, at rest."""
-    each = torch.tensor(virtual.seconds_alone(rows), dtype=torch.float64)
-    dist.all_reduce(each)
-    sleeps = {
-        (call.unit, call.kind): virtual.units(one.program.body(call)) for call in one.program.calls
-    }
+def virtual_ideal(rows: int, one: harness.Ready) -> tuple[float, float]:
+    """The schedule's own time if nothing took any but the sleeping operations, which take what
+    they do on all ranks together at rest; and if messages took what one does at rest, and nothing
+    of their ranks' time."""
+    unit = torch.tensor(virtual.seconds_alone(rows), dtype=torch.float64)
+    dist.all_reduce(unit)
+    each = float(unit) / dist.get_world_size()
+    sleeps = {(c.unit, c.kind): virtual.units(one.program.body(c)) for c in one.program.calls}
 
-    def seconds(action: pfeife.Action) -> float:
-        mine = [sleeps[s, kind] for s, kind in sleeps if s == action.stage and action.runs(kind)]
-        return sum(mine) * float(each) / dist.get_world_size() if action.do.kind else 0.0
+    def seconds(action: pfeife.Action, message: float) -> float:
+        if action.do.kind is None:
+            return message
+        return each * sum(sleeps[s, k] for s, k in sleeps if s == action.stage and action.runs(k))
 
-    return sched.simulate(one.schedule, seconds).seconds
+    message = harness.message_seconds(rows * virtual.WIDTH * 4)
+    free = sched.simulate(one.schedule, partial(seconds, message=0.0))
+    carried = sched.simulate(one.schedule, partial(seconds, message=message))
+    return free.seconds, carried.seconds
 
 
 def eager(ranks: int) -> Cases:
@@ -161,6 +165,14 @@ PARTS = {
 }
 
 
+# Options that the ranks get too.
+FLAGS = {
+    "--profile": "where rank 0 of Pfeife's steps spends its time, on standard error",
+    "--no-peer": "do not time the peer",
+    "--default-malloc": "leave glibc's malloc as it is",
+}
+
+
 def chosen(part: str, ranks: int, only: str) -> list[tuple[str, Case]]:
     words = only.split()
     return [(n, c) for n, c in PARTS[part][0](ranks) if all(word in n.split() for word in words)]
@@ -182,12 +194,12 @@ def in_world(arguments: argparse.Namespace) -> None:
                 phase.progress(done + 1, len(cases))
 
 
-def measured(
-    part: str, arguments: argparse.Namespace, rest: list[str], failed: list[str]
-) -> list[Record]:
+def measured(part: str, arguments: argparse.Namespace, failed: list[str]) -> list[Record]:
     """All worlds of a part, each started for itself; what has failed is added to a list."""
     _, worlds, repeats, _ = PARTS[part]
     repeats = 3 if arguments.quick else repeats
+    rest = ["--only", arguments.only, "--sleep", str(arguments.sleep)]
+    rest += [flag for flag in FLAGS if getattr(arguments, flag[2:].replace("-", "_"))]
     with tempfile.NamedTemporaryFile("r") as file:
         own = ["--record", file.name, "--repeats", str(repeats)]
         for ranks in worlds:
@@ -205,10 +217,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three repeats")
     parser.add_argument("--only", default="", help="words that a case's name must have")
     parser.add_argument("--ranks", type=int, help="worlds of this size alone")
-    parser.add_argument("--profile", action="store_true", help="of rank 0, on standard error")
-    parser.add_argument("--no-peer", action="store_true", help="do not time the peer")
     parser.add_argument("--sleep", type=float, default=0.01, help="seconds of a virtual operation")
-    parser.add_argument("--default-malloc", action="store_true", help="leave glibc as it is")
+    for flag, meaning in FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
     parser.add_argument("--repeats", type=int, default=3, help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -223,9 +234,8 @@ def main() -> None:
     if "RANK" in os.environ:
         harness.run(__file__, partial(in_world, arguments))
         return
-    rest = [word for word in sys.argv[1:] if word not in PARTS]
     failed: list[str] = []
-    found = {part: measured(part, arguments, rest, failed) for part in arguments.parts}
+    found = {part: measured(part, arguments, failed) for part in arguments.parts}
     for part, records in found.items():
         print(f"{part}. {PARTS[part][3](records)}\n")
     if failed:
