@@ -17,6 +17,7 @@ from pfeife.program import Port, Program, Reduction, Role, messages
 from pfeife.runtime.failure import describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
+from pfeife.runtime.parts import Parts
 from pfeife.runtime.world import World, join_world
 
 End = tuple[Any, int]  # a process group, and the other rank as it counts
@@ -101,7 +102,11 @@ class DistributedTransport:
         waiting, (group, peer) = self.waiting[source], self.into[source]
         for envelope in self.inboxes[source].due():
             values, buffers = envelope.empty(self.device)
-            waiting.append((values, [group.recv([one], peer, 0) for one in buffers]))
+            try:
+                works = [group.recv([one], peer, 0) for one in buffers]
+            except RuntimeError as error:
+                raise self.world.lost(self.offset + source, time.monotonic(), error) from error
+            waiting.append((values, works))
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         group, peer = self.out[destination]
@@ -143,7 +148,7 @@ class DistributedTransport:
         group = self.groups.get(self._members(reduction, self.replica))
         total = part.clone(memory_format=torch.contiguous_format)
         if group is not None:
-            self.world.wait(dist.all_reduce(total, group=group, async_op=True))
+            self.world.wait(group.allreduce(total))
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
@@ -194,9 +199,10 @@ class DistributedPipeline:
         self.mesh = Mesh(len(schedule.ranks), program.replicas)
         self.microbatches = schedule.microbatches * program.replicas
         world = self._world()
-        world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
-        self.transport = DistributedTransport(world, self.mesh, program)
-        self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
+        with world.building("a pipeline"):
+            world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
+            self.transport = DistributedTransport(world, self.mesh, program)
+            self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)
@@ -215,9 +221,9 @@ class DistributedPipeline:
         """A step that has not run yet. Raises ValueError for inputs that do not fit, on this rank
         before anything is sent and PipelineError on the others."""
         world = self._world()
-        if world is not self.transport.world:  # after a failure
-            self.transport = DistributedTransport(world, self.mesh, self.program)
         with world.busy(lambda: Doing("the inputs of a step")):
+            if world is not self.transport.world:  # after a failure
+                self.transport = DistributedTransport(world, self.mesh, self.program)
             if len(microbatches) != self.microbatches:
                 raise ValueError(
                     f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
@@ -236,19 +242,24 @@ class DistributedPipeline:
 
 
 class DistributedStep:
-    """One rank's step, which may be run in parts."""
+    """One rank's step, which may be run in parts, each once.
+
+    After a failure, also of another rank, it has no results: to ask for them raises.
+    """
 
     def __init__(self, pipeline: DistributedPipeline, step: Step, transport: DistributedTransport):
         self.pipeline, self.step, self.transport = pipeline, step, transport
+        self.parts = Parts()
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
-        """Runs the forward actions, the backward actions, or all; `watch` sees them."""
+        """Runs the forward actions, the backward actions, or all; `watch` sees them. Raises
+        PipelineError if any other rank fails, RuntimeError for a part that has run already."""
         runner, world = self.pipeline.runner, self.transport.world
         border = runner.backward_begin
         begin, end = (0 if forward else border), (None if backward else border)
-        with world.busy(self._doing):
+        with world.busy(self._doing), self.parts.running(forward, backward):
             runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
             self.transport.finish()
 
@@ -269,27 +280,34 @@ class DistributedStep:
 
     def result(self, *, outputs: bool = True) -> Result:
         """Loss and outputs of the whole step, gradients and buffers of this rank; without
-        `outputs` those that every rank has got already are left out."""
+        `outputs` those that every rank has got already are left out. Raises PipelineError if any
+        rank has failed, RuntimeError for a step that has not run."""
         with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
+            self.parts.check()
             mine = self.pipeline.runner.result(self.step)
-            return Result(
-                loss=self._loss(mine),
-                outputs=self._shared(mine.outputs, Role.OUTPUT) if outputs else (),
-                gradients=mine.gradients,
-                buffers=mine.buffers,
-                batch_gradients=averaged(
-                    self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
-                ),
+            shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
+            batch_gradients = averaged(
+                self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
             )
+            # Last, since every rank waits here for all: either all have a result, or none has.
+            loss = self._loss(mine)
+            return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients)
 
     def _loss(self, mine: Result) -> torch.Tensor | None:
-        """The mean of the replicas' losses, in their order."""
-        ports = self.pipeline.program.ports(Role.LOSS)
+        """The mean of the replicas' losses, in their order. Every rank gives something, those
+        without a loss zero: nobody goes on before all have come."""
+        program, mesh = self.pipeline.program, self.pipeline.mesh
+        ports = program.ports(Role.LOSS)
+        dtype = ports[0].dtype if ports else torch.uint8
+        given = torch.zeros(1, dtype=dtype, device=self.pipeline.device)
+        if mine.loss is not None:
+            given.copy_(mine.loss)
+        found = self.transport.world.gather(given.view(torch.uint8))
         if not ports:
             return None
-        given = ({} if mine.loss is None else {ports[0].fqn: mine.loss},)
-        losses = [one[ports[0].fqn] for one in self._shared(given, Role.LOSS)]
-        return mean(losses) if len(losses) > 1 else losses[0]
+        first = owner(program, ports[0])
+        whole = [one.view(dtype).reshape(ports[0].shape) for one in found[first :: mesh.ranks]]
+        return mean(whole) if len(whole) > 1 else whole[0]
 
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role

@@ -18,7 +18,7 @@ from pfeife import plain
 from pfeife.runtime.failure import Failure
 
 BEAT = 0.5  # seconds between two signs of life
-ANSWER = 3.0  # seconds in which the store answers, unless it is lost
+ANSWER = 5.0  # seconds in which the store answers, unless it is lost
 T = TypeVar("T")
 
 
@@ -59,15 +59,17 @@ class Lifeline:
         self.store, self.rank, self.size = store, rank, size
         self.look, self.hear = look, hear
         self.failure: Failure | None = None
+        self.mute = False  # whether the store owes an answer for too long
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.count, self.doing, self.since = 0, Doing(""), time.monotonic()
         self.thread = threading.Thread(target=self._run, name="pfeife lifeline", daemon=True)
         self.thread.start()
 
     def end(self) -> None:
-        """Stops the thread."""
+        """Stops the thread, unless it waits for a store that does not answer."""
         self.jobs.put(None)
-        self.thread.join(ANSWER)
+        if not self.mute:
+            self.thread.join(ANSWER)
 
     def announce(self, failure: Failure) -> Failure:
         """Tells all ranks; returns the first failure that any of them has announced."""
@@ -95,6 +97,8 @@ class Lifeline:
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
         answer: Future[T] = Future()
+        if self.mute:
+            return None
 
         def job() -> None:
             try:
@@ -105,7 +109,10 @@ class Lifeline:
         self.jobs.put(job)
         try:
             return answer.result(ANSWER)
-        except (Late, RuntimeError, ValueError):
+        except Late:
+            self.mute = True
+            return None
+        except (RuntimeError, ValueError):
             return None
 
     def _run(self) -> None:
@@ -121,6 +128,7 @@ class Lifeline:
                 job()
             except RuntimeError:  # the store is gone: what waits for messages will notice
                 continue
+            self.mute = False
             if self.failure is not None and not told:
                 told = True
                 threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
@@ -148,17 +156,42 @@ class Lifeline:
         }
 
 
-def roll_call(store: dist.Store, name: str, rank: int, size: int, timeout: float) -> list[int]:
-    """Waits until all ranks are here; returns those that are not after `timeout` seconds, or that
-    have left their program."""
-    store.set(f"{name} {rank}", "here")
+def roll_call(
+    store: dist.Store, rank: int, size: int, timeout: float, first: int = 0
+) -> tuple[int, list[int]]:
+    """Waits until all ranks are here. Returns the number of the round (`first` or later) in which
+    they have met, and the ranks that were missing after `timeout` seconds or have left their
+    program: none, or all ranks that came are told the same.
+
+    A round is over for all when one rank has given it up, and who comes later waits in the next:
+    so nobody goes on with a rank that has turned away.
+    """
+    number = first
+    while True:
+        found = _round(store, number, rank, size, timeout)
+        if found is None or rank in found:
+            number += 1
+        else:
+            return number, found
+
+
+def _round(
+    store: dist.Store, number: int, rank: int, size: int, timeout: float
+) -> list[int] | None:
+    """The missing ranks of a round, None if it was over before this rank came."""
+    verdict = f"round {number}"
+    if store.check([verdict]):
+        return None
+    store.set(f"here {number} {rank}", "")
     missing = set(range(size)) - {rank}
     deadline, pause = time.monotonic() + timeout, 0.001
-    while missing and time.monotonic() < deadline:
-        missing = {one for one in missing if not store.check([f"{name} {one}"])}
-        if any(store.check([f"left {one}"]) for one in missing):
+    while not store.check([verdict]):
+        missing = {one for one in missing if not store.check([f"here {number} {one}"])}
+        gone = any(store.check([f"left {one}"]) for one in missing)
+        if not missing or gone or time.monotonic() >= deadline:
+            text = plain.to_json(tuple(sorted(missing)))
+            store.compare_set(verdict, "", text)
             break
-        if missing:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-    return sorted(missing)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return list(plain.from_json(tuple[int, ...], store.get(verdict).decode()))

@@ -12,6 +12,7 @@ from pfeife.evaluate import Result, State, add, averaged, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.parts import Parts
 from pfeife.runtime.peer_copy import PeerCopies, made_by_now
 
 
@@ -139,11 +140,14 @@ class LocalPipeline:
 
 
 class LocalStep:
-    """One step of a `LocalPipeline`, which may be run in parts."""
+    """One step of a `LocalPipeline`, which may be run in parts, each once.
+
+    After a failure it has no results: to ask for them raises.
+    """
 
     def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
         self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program = pipeline.program
+        self.program, self.parts = pipeline.program, Parts()
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)
@@ -168,7 +172,12 @@ class LocalStep:
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
-        failure is raised with its own traceback, after every thread has ended."""
+        failure is raised with its own traceback, after every thread has ended. Raises
+        RuntimeError for a part that has run already."""
+        with self.parts.running(forward, backward):
+            self._run(forward, backward, watch)
+
+    def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
         errors: list[BaseException] = []
         kernel_threads = torch.get_num_threads()
 
@@ -209,7 +218,9 @@ class LocalStep:
                 values.update(_moved(given, step.transport.device))
 
     def result(self, *, outputs: bool = True) -> Result:
-        """The result of all ranks together, replicas joined as `evaluate` joins them."""
+        """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
+        RuntimeError for a step that has not run or has failed."""
+        self.parts.check()
         ranks = len(self.runners) // self.replicas
         pipelines = []
         for start in range(0, len(self.runners), ranks):

@@ -33,13 +33,29 @@ class Line:
     """A process group of ours that can be cut: then all that waits for its messages fails.
 
     Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
-    there is one that nobody ever answers.
+    there is one that nobody ever answers. Gloo's groups are made without torch.distributed's list
+    of groups: that names them by their number, which ranks that failed at other moments do not
+    agree on, and holds their sockets for ever.
     """
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, timeout: float):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        store: dist.Store,
+        purpose: str,
+    ):
         self.ranks, self.device = tuple(ranks), device
-        self.group: Any = dist.new_group(self.ranks, timeout=timedelta(seconds=timeout))
         self.mine = dist.get_rank() in self.ranks
+        limit = timedelta(seconds=timeout)
+        self.group: Any = None
+        if device.type == "cuda":
+            self.group = dist.new_group(self.ranks, timeout=limit)
+        elif self.mine:
+            own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
+            place = self.index(dist.get_rank())
+            self.group = dist.ProcessGroupGloo(own, place, len(self.ranks), limit)
         if self.mine:  # how long to wait is decided where it is waited
             self.group.set_timeout(timedelta(days=1))
         self.lock = threading.Lock()
@@ -67,27 +83,32 @@ class World:
 
     Building one is collective. When any rank fails, all leave what they wait for with the same
     `PipelineError` within some seconds; a rank that does not come out of its own computing is
-    ended. `timeout` is how many seconds of silence count as a failure. Raises PipelineError when
-    a rank does not arrive.
+    ended. `timeout` is how many seconds of silence count as a failure; `generation` is that of
+    the world before, plus one. Raises PipelineError when a rank does not arrive.
     """
 
     def __init__(self, device: torch.device, timeout: float, generation: int = 0):
-        self.device, self.timeout, self.generation = device, timeout, generation
+        self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
         store = dist.PrefixStore("pfeife", self.default.get_group_store().clone())  # type: ignore[union-attr]
-        missing = roll_call(store, f"world {generation}", self.rank, self.size, timeout)
-        if missing:
-            raise PipelineError(_absent(missing, self.size, timeout))
+        self.generation = _met(store, self.rank, self.size, timeout, generation)
         self.store = store
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside = 0
         self.look: Callable[[], Doing] = _outside
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
-        own = dist.PrefixStore(str(generation), store)
-        self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
-        self.line = self.line_of(range(self.size))
+        self.own = dist.PrefixStore(f"world {self.generation}", store)
+        # A clone, since a store answers one question at a time, and connecting asks long ones.
+        other = dist.PrefixStore(f"world {self.generation}", store.clone())  # type: ignore[attr-defined]
+        self.lifeline = Lifeline(other, self.rank, self.size, self._look, self._hear)
+        try:
+            with self.building("the connections"):
+                self.line = self.line_of(range(self.size))
+        except BaseException:
+            self.lifeline.end()
+            raise
 
     @property
     def patience(self) -> tuple[timedelta, ...]:
@@ -99,7 +120,11 @@ class World:
         """The line of some ranks; new ones are made by all ranks of the world in one order."""
         key = (tuple(ranks), purpose)
         if key not in self.lines:
-            self.lines[key] = Line(ranks, self.device, self.timeout)
+            begun = time.monotonic()
+            try:
+                self.lines[key] = Line(ranks, self.device, self.timeout, self.own, purpose)
+            except RuntimeError as error:
+                raise self.lost(None, begun, error) from error
         return self.lines[key]
 
     def _look(self) -> Doing:
@@ -165,11 +190,12 @@ class World:
             sys.stdout.flush()
             os._exit(1)
 
-    def lost(self, peer: int, begun: float, error: RuntimeError) -> PipelineError:
-        """The error to raise when a message from or to a rank of the world has failed that was
-        waited for since `begun` (of time.monotonic)."""
+    def lost(self, peer: int | None, begun: float, error: RuntimeError) -> PipelineError:
+        """The error to raise when a message from or to a rank of the world (None if it is not
+        known which) has failed that was waited for since `begun` (of time.monotonic)."""
         failure = self.lifeline.heard(1.0)
         if failure is None:
+            peer = self._suspect() if peer is None else peer
             waited = time.monotonic() - begun
             late = waited >= 0.9 * self.timeout
             failure = self._silent(peer, waited) if late else self._gone(peer, error)
@@ -223,7 +249,7 @@ class World:
                 waited = time.monotonic() - begun
                 late = self._late(waited) if waited > self.timeout else None
                 if work.is_completed():  # it has failed by itself
-                    raise self.lost(self._suspect(), begun, error) from None
+                    raise self.lost(None, begun, error) from None
                 if late is not None:
                     raise self._stopped(self._silent(late, waited)) from None
 
@@ -250,12 +276,12 @@ class World:
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
-        self.wait(dist.broadcast(value, source, group=self.line.group, async_op=True))
+        self.wait(self.line.group.broadcast(value, source))
 
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and dtype, on every rank."""
         found = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait(dist.all_gather(found, value, group=self.line.group, async_op=True))
+        self.wait(self.line.group.allgather([found], [value]))
         return found
 
     def from_rank_zero(self, text: str) -> str:
@@ -344,10 +370,14 @@ def _outside() -> Doing:
     return Doing("the program outside of a step")
 
 
-def _absent(missing: Sequence[int], size: int, timeout: float) -> Failure:
-    which = f"ranks {list(missing)} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
+def _met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
+    """The round in which all ranks have met; raises PipelineError if some are missing."""
+    number, missing = roll_call(store, rank, size, timeout, first)
+    if not missing:
+        return number
+    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
     cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
-    return Failure(missing[0], "", cause)
+    raise PipelineError(Failure(missing[0], "", cause))
 
 
 def _agent() -> bool:
@@ -405,7 +435,8 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     if known is not None:
         known.lifeline.end()
     _worlds[:] = [World(device, limit if timeout or not known else known.timeout, generation)]
-    atexit.register(_worlds[0].leave)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     return _worlds[0]
 
 
@@ -422,9 +453,7 @@ def _initialize(device: torch.device, timeout: float) -> None:
         raise PipelineError(Failure(None if _agent() else 0, "", cause)) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
-    missing = roll_call(store, "start", rank, size, timeout)
-    if missing:
-        raise PipelineError(_absent(missing, size, timeout))
+    store = dist.PrefixStore(f"start {_met(store, rank, size, timeout)}", store)
     if device.type == "cuda":
         torch.cuda.set_device(_number("LOCAL_RANK", "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -440,9 +469,13 @@ def _number(name: str, default: str = "") -> int:
     return int(text)
 
 
-def leave_world() -> None:
-    """Ends the default process group if there is one."""
+def _leave() -> None:
     while _worlds:
         _worlds.pop().leave()
+
+
+def leave_world() -> None:
+    """Ends the default process group if there is one."""
+    _leave()
     if dist.is_initialized():
         dist.destroy_process_group()

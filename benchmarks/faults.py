@@ -1,0 +1,324 @@
+"""What becomes of a pipeline when a rank fails: every fault at every action, real processes.
+
+    python benchmarks/faults.py             all of it, some minutes
+    python benchmarks/faults.py --quick     what the tests run
+
+Prints a line a fault: how many trials, how many ended right, and the slowest reaction, which is
+the time from the fault (for silence: from when the timeout has passed) until the last survivor
+knew, or had ended where nobody catches anything. Exits non-zero if a trial ended wrong.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from fault_ranks import BATCHES, OPERATIONS, PATIENT, SHORT, Trial, arrive, end, idle, recover
+from faulty import Case, case
+from forked import Agent, Launch, Main, port_of_nobody
+
+from pfeife import report
+from pfeife.progress import bar
+
+AT_ONCE = 4  # launches that run at the same time
+REACTION = 10.0  # seconds in which every survivor has to end
+SILENT = ("SIGSTOP", "slow", "away")
+
+
+@attrs.frozen
+class Outcome:
+    """A trial that is over: what was wrong with it ("" if nothing), and its reaction."""
+
+    fault: str
+    case: str
+    wrong: str
+    seconds: float
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """A launch to be done, its trials, and how it is judged."""
+
+    case: Case
+    trials: Sequence[Trial]
+    main: Main
+    seconds: float
+    judge: "Judge"
+    agent: bool = True
+    absent: tuple[int, ...] = ()
+
+
+Judge = Callable[[Plan, Launch], list[Outcome]]
+
+
+def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
+    """What is wrong with a survivor's error, "" if nothing."""
+    failure = reported.get("failure")
+    if failure is None:
+        return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"
+    if failure["rank"] != trial.victim:
+        return f"rank {reported['rank']} blames another: {reported['text']}"
+    if trial.fault in OPERATIONS:
+        action = case.actions(trial.victim)[trial.at]
+        inside = trial.fault in ("exception", "out of memory")
+        if inside and f"action {action} " not in failure["where"]:
+            return f"rank {reported['rank']} names another action: {reported['text']}"
+        if inside and action.do.kind and "faulty.py" not in failure["source"]:
+            return f"rank {reported['rank']} names no line of the model: {reported['text']}"
+        microbatch = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+        if f"of stage {action.stage}{microbatch})" not in failure["where"]:
+            return f"rank {reported['rank']} names another place: {reported['text']}"
+    return "" if failure["cause"] else "no cause"
+
+
+def judge_recovery(plan: Plan, launch: Launch) -> list[Outcome]:
+    """All trials of one launch whose ranks catch what they hear of."""
+    reports, outcomes = launch.reports(), []
+    held: dict[int, dict[str, int]] = {}
+    for number, trial in enumerate(plan.trials):
+        mine = [r for r in reports if r.get("trial") == number]
+        wrong = [_recovered(plan.case, trial, mine, held)]
+        struck = [r["time"] for r in mine if r["event"] == "fault"]
+        errors = [r["time"] for r in mine if r["event"] == "error"]
+        seconds = max(errors) - struck[0] if struck and errors else 0.0
+        if seconds > REACTION:
+            wrong.append(f"the last rank knew after {seconds:.1f} s")
+        outcomes.append(_outcome(plan, trial, wrong, seconds))
+    codes = {rank: one.code for rank, one in launch.ranks.items() if one.code != 0}
+    if codes:
+        outcomes.append(_outcome(plan, plan.trials[-1], [f"exit codes {codes} at the end"], 0.0))
+    return outcomes
+
+
+def _recovered(case: Case, trial: Trial, mine: list[dict], held: dict[int, dict]) -> str:
+    """What is wrong in the reports of a trial, "" if nothing."""
+    errors = {r["rank"]: r for r in mine if r["event"] == "error"}
+    again = {r["rank"]: r for r in mine if r["event"] == "again"}
+    if len(errors) != case.size or len(again) != case.size:
+        return f"only ranks {sorted(errors)} failed, ranks {sorted(again)} went on"
+    for rank, one in errors.items():
+        said = heard_right(case, trial, one) if rank != trial.victim else ""
+        if said:
+            return said
+    if any(not r["refused"] for r in mine if r["event"] == "asked again"):
+        return "a failed step gave a result"
+    if not all(r["same"] and r["clean"] for r in again.values()):
+        return "the next step gave other bits, or the failed one changed the parameters"
+    for rank, one in again.items():
+        first = held.setdefault(rank, one)
+        # The thread that told of the failure may hold the connections before for a moment.
+        grown = (
+            one["files"] > first["files"] + 4 + case.size or one["threads"] > first["threads"] + 4
+        )
+        if grown or one["lifelines"] > 2:
+            return f"rank {rank} holds {one}, at first {first}"
+    return ""
+
+
+def judge_end(plan: Plan, launch: Launch) -> list[Outcome]:
+    """A launch with one trial, in which nobody catches anything."""
+    trial = plan.trials[0]
+    reports = launch.reports()
+    errors = {r["rank"]: r for r in reports if r["event"] == "error"}
+    survivors = [rank for rank in launch.ranks if rank != trial.victim]
+    wrong = []
+    for rank in survivors:
+        one = launch.ranks[rank]
+        said = heard_right(plan.case, trial, errors[rank]) if rank in errors else "heard nothing"
+        wrong.append(said and f"rank {rank}: {said}")
+        if one.code != 1:
+            wrong.append(f"rank {rank} ended with {one.code}")
+    victim = launch.ranks.get(trial.victim)
+    expected = {"SIGKILL": -signal.SIGKILL, "exit": 3, "left": 0, "SIGINT": -signal.SIGINT}
+    if victim and victim.code != expected.get(trial.fault, 1):
+        wrong.append(f"the victim ended with {victim.code}")
+    struck = [r["time"] for r in reports if r["event"] == "fault"]
+    ended = max(launch.ranks[rank].ended for rank in survivors)
+    silence = SHORT if trial.fault in SILENT or plan.absent else 0.0
+    seconds = ended - (struck[0] if struck else ended) - silence
+    if seconds > REACTION:
+        wrong.append(f"the last survivor ended after {seconds:.1f} s")
+    return [_outcome(plan, trial, wrong, seconds)]
+
+
+def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> Outcome:
+    found = [one for one in wrong if one]
+    at = f"rank {trial.victim}, action {trial.at}"
+    text = f"{trial.fault}, {plan.case.name}, {at}: {'; '.join(found)}" if found else ""
+    return Outcome(trial.fault, f"{plan.case.name} on {plan.case.size}", text, seconds)
+
+
+def carry_out(plans: Sequence[Plan], agent: Agent) -> Iterator[list[Outcome]]:
+    """The outcomes of all launches, several of which run at the same time."""
+    todo, running = list(reversed(plans)), dict[Launch, Plan]()
+    attempt = 0
+    while todo or running:
+        while todo and len(running) < AT_ONCE:
+            plan, attempt = todo.pop(), attempt + 1
+            launch = Launch(
+                plan.case.size,
+                plan.main,
+                seconds=plan.seconds,
+                port=agent.port if plan.agent else port_of_nobody(),
+                agent=plan.agent,
+                attempt=attempt,
+                absent=plan.absent,
+            )
+            running[launch] = plan
+        time.sleep(0.01)
+        for launch, plan in list(running.items()):
+            over = launch.poll()
+            trial = plan.trials[0]
+            if launch.living() == [trial.victim] and trial.fault == "SIGSTOP":
+                launch.signal(trial.victim, signal.SIGCONT)
+            if over:
+                del running[launch]
+                outcomes = plan.judge(plan, launch)
+                text = launch.close()
+                if any(one.wrong for one in outcomes):
+                    print(text[-60000:], file=sys.stderr)
+                yield outcomes
+
+
+def recoveries(case: Case, trials: Sequence[Trial]) -> Plan:
+    seconds = 30 + 10 * len(trials)
+    return Plan(case, trials, recover(case, trials), seconds, judge_recovery)
+
+
+def ending(case: Case, fault: str, victim: int, at: int, agent: bool = True) -> Plan:
+    trial = Trial(fault, victim, at)
+    timeout = SHORT if fault in SILENT else PATIENT
+    return Plan(case, [trial], end(case, trial, timeout), 40, judge_end, agent)
+
+
+def idling(case: Case, fault: str, victim: int, agent: bool = True) -> Plan:
+    trial = Trial(fault, victim)
+    timeout = SHORT if fault in SILENT else PATIENT
+    return Plan(case, [trial], idle(case, trial, timeout), 40, judge_end, agent)
+
+
+def missing(case: Case, victim: int, agent: bool = True) -> Plan:
+    trial = Trial("never started", victim)
+    return Plan(case, [trial], arrive(SHORT), 40, judge_end, agent, absent=(victim,))
+
+
+def every(case: Case, faults: Sequence[str], step: int = 1) -> list[Trial]:
+    """The faults in all actions of all ranks (or in each `step`th one)."""
+    found = [
+        Trial(fault, victim, at)
+        for victim in range(case.size)
+        for at in range(len(case.actions(victim)))
+        for fault in faults
+        if fault == "exception" or case.actions(victim)[at].do.kind
+    ]
+    return found[::step]
+
+
+def quick() -> list[Plan]:
+    """A minute's selection: exceptions everywhere, the rest here and there."""
+    two, four = case("1f1b", 2, 2), case("1f1b", 4)
+    faults = every(two, OPERATIONS)
+    batches = [Trial(fault, victim) for fault in BATCHES for victim in range(2)]
+    tied = case("1f1b", 2, 2, tied=True)
+    reduce = [t for t in every(tied, ["exception"]) if "RED" in str(tied.actions(t.victim)[t.at])]
+    return [
+        recoveries(two, faults[::2] + batches),
+        recoveries(four, every(four, ["exception"], 12)),
+        recoveries(tied, reduce),
+        *(ending(two, "SIGKILL", victim, at) for victim, at in [(0, -1), (0, 4), (1, 2), (1, 5)]),
+        ending(four, "SIGKILL", 1, 7),
+        ending(two, "SIGKILL", 0, 3, agent=False),
+        ending(tied, "SIGKILL", 1, len(tied.actions(1)) - 2),
+        ending(two, "SIGSTOP", 1, 3),
+        ending(two, "SIGSTOP", 0, 3, agent=False),
+        ending(four, "SIGSTOP", 2, 9),
+        ending(two, "slow", 0, 3),
+        ending(two, "exit", 1, 2),
+        ending(two, "SIGINT", 0, 2),
+        idling(two, "away", 1),
+        idling(two, "left", 0),
+        idling(two, "left", 0, agent=False),
+        missing(two, 1),
+        missing(two, 0, agent=False),
+    ]
+
+
+def full() -> list[Plan]:
+    """Every fault at every action of every rank."""
+    cases = [case("1f1b", 2), case("1f1b", 4), case("zb-v", 2), case("interleaved", 2)]
+    cases += [case("1f1b", 2, tied=True), case("1f1b", 2, tied=True, replicas=2)]
+    plans = []
+    for one in cases:
+        faults = every(one, OPERATIONS)
+        pieces = [faults[start : start + 60] for start in range(0, len(faults), 60)]
+        plans += [recoveries(one, piece) for piece in pieces]
+        victims = range(one.size)
+        plans.append(recoveries(one, [Trial(f, v) for f in BATCHES for v in victims]))
+        for victim in victims:
+            ats = range(-1, len(one.actions(victim)))
+            whole = one.name == "1f1b"
+            plans += [ending(one, "SIGKILL", victim, at) for at in ats]
+            for fault in ("SIGSTOP", "slow", "exit", "SIGINT"):
+                plans += [ending(one, fault, victim, at) for at in ats[:: 1 if whole else 6]]
+            plans += [idling(one, fault, victim) for fault in ("away", "left")]
+            plans.append(missing(one, victim))
+            plans.append(missing(one, victim, agent=False))
+        alone = range(-1, len(one.actions(0)))
+        plans += [
+            ending(one, fault, 0, at, agent=False)
+            for fault in ("SIGKILL", "SIGSTOP", "slow", "exit")
+            for at in alone[:: 2 if fault == "SIGKILL" else 6]
+        ]
+    return plans
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    rows = []
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.fault, one.case), []).append(one)
+    for (fault, where), those in sorted(groups.items()):
+        right = sum(not one.wrong for one in those)
+        slowest = max(one.seconds for one in those)
+        rows.append((fault, where, len(those), right, f"{slowest:.1f} s"))
+    return report.table(rows, ("fault", "schedule on ranks", "trials", "right", "slowest reaction"))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--quick", action="store_true")
+    arguments.add_argument("--only", help="faults whose name has this in it")
+    arguments.add_argument("--case", help="schedules whose name has this in it")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    plans = quick() if options.quick else full()
+    agent = Agent()
+    plans = [p for p in plans if (options.only or "") in p.trials[0].fault]
+    plans = [p for p in plans if (options.case or "") in f"{p.case.name} on {p.case.size}"]
+    shown, outcomes = bar("trials"), list[Outcome]()
+    total = sum(len(plan.trials) for plan in plans)
+    start = time.monotonic()
+    for found in carry_out(plans, agent):
+        outcomes += found
+        if shown:
+            shown(len(outcomes), total)
+    agent.end()
+    print(table(outcomes))
+    wrong = [one.wrong for one in outcomes if one.wrong]
+    slowest = max(one.seconds for one in outcomes)
+    print("\n".join(wrong))
+    print(
+        f"{len(outcomes)} trials, {len(wrong)} ended wrong, slowest reaction {slowest:.1f} s, "
+        f"{time.monotonic() - start:.0f} s in all"
+    )
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

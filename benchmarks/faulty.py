@@ -1,0 +1,167 @@
+"""A net whose operations fail when they are told to, on ranks, ready to run."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from pfeife import sched
+from pfeife.plan import Schedule
+from pfeife.program import Program
+
+WIDTH, ROWS = 8, 2
+Strike = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Injected(ValueError):
+    """What fails on purpose."""
+
+
+class Switch:
+    """Lets one of the next operations fail: the first, or the one after `skip` others."""
+
+    def __init__(self) -> None:
+        self.strike: Strike | None = None
+        self.skip = 0
+
+    def arm(self, strike: Strike | None, skip: int = 0) -> None:
+        self.strike, self.skip = strike, skip
+
+    def take(self) -> Strike | None:
+        if self.strike is None or self.skip > 0:
+            self.skip -= 1
+            return None
+        strike, self.strike = self.strike, None
+        return strike
+
+
+SWITCH = Switch()
+
+
+@torch.library.custom_op("pfeife_faults::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    strike = SWITCH.take()
+    return x.clone() if strike is None else strike(x)
+
+
+pass_on.register_fake(torch.empty_like)
+pass_on.register_autograd(lambda ctx, gradient: pass_on(gradient))
+
+
+class Block(nn.Module):
+    """A linear layer between two operations that may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = pass_on(x)
+        x = torch.tanh(self.linear(x))
+        return pass_on(x)
+
+
+class Net(nn.Module):
+    """Blocks in a chain; `tied`: the first one's weight is used again at the end."""
+
+    def __init__(self, blocks: int, tied: bool):
+        super().__init__()
+        self.blocks, self.tied = nn.ModuleList(Block() for _ in range(blocks)), tied
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.seen += x.detach().sum(0)
+        return F.linear(x, self.blocks[0].linear.weight) if self.tied else x
+
+
+def strikes(how: str) -> Strike:
+    """What an operation does instead of its work."""
+
+    def raise_one(x: torch.Tensor) -> torch.Tensor:
+        raise Injected("injected")
+
+    def exhaust(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2**50)
+
+    def misshape(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(x.shape[0] + 1, *x.shape[1:])
+
+    return {"exception": raise_one, "out of memory": exhaust}.get(how, misshape)
+
+
+def suffer(how: str) -> None:
+    """What befalls a process as a whole."""
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "SIGINT":
+        os.kill(os.getpid(), signal.SIGINT)
+    elif how == "exit":
+        sys.exit(3)
+    elif how == "slow":
+        time.sleep(600)
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A program and its schedule on `size` processes, with its state and its microbatches."""
+
+    name: str
+    size: int
+    program: Program
+    schedule: Schedule
+    net: Net
+    step: Callable
+    batch: list[tuple[torch.Tensor]]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        return dict(pfeife.state_of(self.program, self.net))
+
+    def actions(self, rank: int) -> tuple:
+        return self.schedule.ranks[rank % len(self.schedule.ranks)]
+
+
+def case(
+    name: str, ranks: int, microbatches: int = 4, *, tied: bool = False, replicas: int = 1
+) -> Case:
+    """A chain of blocks under a family of schedules."""
+    looped = name in ("interleaved", "zb-v")
+    stages = 2 * ranks if looped else ranks
+    torch.manual_seed(0)
+    net = Net(2 * stages, tied)
+    batch = [(torch.randn(ROWS, WIDTH),) for _ in range(microbatches * replicas)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return net(x).square().mean()
+
+    clusters = pfeife.fuse()(pfeife.capture(step, *batch[0]))
+    if name.startswith("zb"):
+        clusters = pfeife.split_backward()(clusters)
+    core = pfeife.cost.machine("cpu-core")
+    clusters = pfeife.annotate(pfeife.cost.estimate(clusters, core))(clusters)
+    plan = sched.plan(
+        clusters,
+        machine=core,
+        microbatches=microbatches,
+        stages=stages,
+        ranks=ranks,
+        schedule=name,
+    )
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv()]
+    passes.append(pfeife.dp_wrap(pfeife.Mesh(ranks, replicas)))
+    program = pfeife.compose(*passes)(clusters)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
+    words = [name, *(["tied"] if tied else []), *([f"{replicas} replicas"] if replicas > 1 else [])]
+    size = ranks * replicas
+    return Case(" ".join(words), size, program, schedule, net, step, batch)

@@ -1,0 +1,159 @@
+"""Ranks that are forked from one warm process, so that starting them costs no import of torch.
+
+They are real processes: an exception that nobody catches leaves the frames of the parent, which
+hold nothing to clean up, and ends the interpreter as it ends any program.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+Report = Callable[..., None]
+Main = Callable[[int, Report], None]
+
+
+class Agent:
+    """Keeps the store of all ranks in a process of its own, as torchrun's agent does."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there now costs the ranks nothing, not even when they end
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            os.write(write, f"{store.port}\n".encode())
+            os.close(write)
+            signal.pause()
+        os.close(write)
+        with open(read) as port:
+            self.port = int(port.readline())
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@attrs.define(eq=False)
+class Rank:
+    """One process: its exit code (negative for a signal) and when it ended, once it has."""
+
+    pid: int
+    reports: int
+    log: Path
+    code: int | None = None
+    ended: float = 0.0
+
+
+class Launch:
+    """Ranks that run `main(rank, report)` at the same time, each with torchrun's variables.
+
+    `report` takes keywords and keeps them, with the rank and the time (of time.monotonic).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        main: Main,
+        *,
+        seconds: float,
+        port: int,
+        agent: bool = True,
+        attempt: int = 0,
+        absent: tuple[int, ...] = (),
+    ):
+        self.folder = Path(tempfile.mkdtemp(prefix="pfeife-faults-"))
+        self.end = time.monotonic() + seconds
+        self.ranks: dict[int, Rank] = {}
+        environment = {
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+        for rank in sorted(set(range(size)) - set(absent)):
+            reports, log = self.folder / f"{rank}.json", self.folder / f"{rank}.log"
+            out = os.open(reports, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+                _write_to(log)
+                main(rank, _reporter(out, rank))
+                sys.exit(0)
+            self.ranks[rank] = Rank(pid, out, log)
+
+    def poll(self) -> bool:
+        """Whether all have ended. Those that live when the time is up are killed."""
+        for one in self.ranks.values():
+            if one.code is None:
+                if time.monotonic() > self.end:
+                    os.kill(one.pid, signal.SIGKILL)
+                pid, status = os.waitpid(one.pid, os.WNOHANG)
+                if pid:
+                    one.code, one.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+        return all(one.code is not None for one in self.ranks.values())
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def living(self) -> list[int]:
+        return [rank for rank, one in self.ranks.items() if one.code is None]
+
+    def signal(self, rank: int, what: signal.Signals) -> None:
+        os.kill(self.ranks[rank].pid, what)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """All that was reported so far, in the order of time."""
+        found = []
+        for one in self.ranks.values():
+            text = os.pread(one.reports, os.fstat(one.reports).st_size, 0).decode()
+            found += [json.loads(line) for line in text.splitlines()]
+        return sorted(found, key=lambda report: report["time"])
+
+    def close(self) -> str:
+        """Forgets the launch; returns what the ranks have written to their standard error."""
+        text = ""
+        for rank, one in self.ranks.items():
+            os.close(one.reports)
+            lines = one.log.read_text(errors="replace").splitlines()
+            text += "".join(f"[{rank}] {line}\n" for line in lines)
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.folder.rmdir()
+        return text
+
+
+def _write_to(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _reporter(out: int, rank: int) -> Report:
+    def report(**values: Any) -> None:
+        line = json.dumps({"rank": rank, "time": time.monotonic(), **values}) + "\n"
+        os.write(out, line.encode())
+
+    return report
+
+
+def port_of_nobody() -> int:
+    """A port that is free now."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    return store.port
