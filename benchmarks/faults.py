@@ -9,6 +9,7 @@ knew, or had ended where nobody catches anything. Exits non-zero if a trial ende
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from faulty import Case, case
 from forked import Agent, Launch, Main, port_of_nobody
 
 from pfeife import report
-from pfeife.progress import bar
+from pfeife.progress import shown
 
 AT_ONCE = 4  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
@@ -301,13 +302,14 @@ def main() -> None:
     agent = Agent()
     plans = [p for p in plans if (options.only or "") in p.trials[0].fault]
     plans = [p for p in plans if (options.case or "") in f"{p.case.name} on {p.case.size}"]
-    shown, outcomes = bar("trials"), list[Outcome]()
+    outcomes = list[Outcome]()
     total = sum(len(plan.trials) for plan in plans)
     start = time.monotonic()
-    for found in carry_out(plans, agent):
-        outcomes += found
-        if shown:
-            shown(len(outcomes), total)
+    with shown(logging.getLogger("pfeife")).phase("trials") as phase:
+        for found in carry_out(plans, agent):
+            outcomes += found
+            if phase.progress:
+                phase.progress(len(outcomes), total)
     agent.end()
     print(table(outcomes))
     wrong = [one.wrong for one in outcomes if one.wrong]

@@ -17,7 +17,8 @@ from pfeife import plain, sched
 from pfeife.compilers import compile_bodies
 from pfeife.program import Program
 from pfeife.runtime.distributed import DistributedPipeline
-from pfeife.runtime.world import World, join_world, leave_world
+from pfeife.runtime.meeting import join_world, leave_world
+from pfeife.runtime.world import World
 
 DEVICE = torch.device("cpu")
 

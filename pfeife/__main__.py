@@ -12,7 +12,7 @@ from pfeife import plain, report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
 from pfeife.progress import shown
-from pfeife.runtime.world import join_world, leave_world
+from pfeife.runtime.meeting import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from, versions
 from pfeife.plan import Machine, Network
 from pfeife.progress import shown
-from pfeife.runtime.world import join_world
+from pfeife.runtime.meeting import join_world
 from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")

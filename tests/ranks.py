@@ -26,8 +26,8 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
 from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
+from pfeife.runtime.meeting import join_world
 from pfeife.runtime.profile import profile_memory
-from pfeife.runtime.world import join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")

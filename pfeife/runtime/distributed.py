@@ -17,8 +17,9 @@ from pfeife.program import Port, Program, Reduction, Role, messages
 from pfeife.runtime.failure import describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
+from pfeife.runtime.meeting import join_world
 from pfeife.runtime.parts import Parts
-from pfeife.runtime.world import World, join_world
+from pfeife.runtime.world import World
 
 End = tuple[Any, int]  # a process group, and the other rank as it counts
 

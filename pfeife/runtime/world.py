@@ -1,81 +1,28 @@
-"""The processes that work together: they meet, agree, wait for one another and stop together."""
+"""The processes that work together: they agree, wait for one another and stop together."""
 
-import atexit
 import contextlib
 import hashlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pfeife import plain
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
-from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, roll_call
+from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, kept_by_torchrun, met
+from pfeife.runtime.line import Line
 
 log = logging.getLogger("pfeife")
 
-TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
 GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
 SLICE = timedelta(seconds=0.5)
-_CUT = 2**30  # the tag of the receive that nobody ever answers
 _BUILDING = "building: "
 LONGEST = 10  # times the timeout that a rank may prepare something while others wait
-
-
-class Line:
-    """A process group of ours that can be cut: then all that waits for its messages fails.
-
-    Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
-    there is one that nobody ever answers. Gloo's groups are made without torch.distributed's list
-    of groups: that names them by their number, which ranks that failed at other moments do not
-    agree on, and holds their sockets for ever.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        device: torch.device,
-        timeout: float,
-        store: dist.Store,
-        purpose: str,
-    ):
-        self.ranks, self.device = tuple(ranks), device
-        self.mine = dist.get_rank() in self.ranks
-        limit = timedelta(seconds=timeout)
-        self.group: Any = None
-        if device.type == "cuda":
-            self.group = dist.new_group(self.ranks, timeout=limit)
-        elif self.mine:
-            own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
-            place = self.index(dist.get_rank())
-            self.group = dist.ProcessGroupGloo(own, place, len(self.ranks), limit)
-        if self.mine:  # how long to wait is decided where it is waited
-            self.group.set_timeout(timedelta(days=1))
-        self.lock = threading.Lock()
-        self.never: dist.Work | None = None
-        if self.mine and len(self.ranks) > 1 and device.type != "cuda":
-            other = (self.index(dist.get_rank()) + 1) % len(self.ranks)
-            self.never = self.group.recv([torch.zeros(1)], other, _CUT)
-
-    def index(self, rank: int) -> int:
-        """A rank of the world as the group counts."""
-        return self.ranks.index(rank)
-
-    def cut(self) -> None:
-        with self.lock:
-            if self.never is not None:
-                with contextlib.suppress(RuntimeError):
-                    self.never.wait(timedelta(milliseconds=1))
-                self.never = None
-            elif self.mine and self.device.type == "cuda":
-                self.group.abort()
 
 
 class World:
@@ -92,7 +39,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
         store = dist.PrefixStore("pfeife", self.default.get_group_store().clone())  # type: ignore[union-attr]
-        self.generation = _met(store, self.rank, self.size, timeout, generation)
+        self.generation = met(store, self.rank, self.size, timeout, generation)
         self.store = store
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
@@ -205,7 +152,7 @@ class World:
         """Its process has closed the connection."""
         beats = self.lifeline.beats()
         awaited = f"while rank {self.rank} waited for it in {self.look().text}"
-        if beats is None and not _agent():
+        if beats is None and not kept_by_torchrun():
             cause = f"its process is gone, and with it the store of the process group, {awaited}"
             return Failure(0, "", cause)
         beat = (beats or {}).get(peer)
@@ -219,7 +166,7 @@ class World:
         second = self.lifeline.beats()
         limit = f"rank {self.rank} has waited {waited:.0f} s (timeout={self.timeout:g})"
         if first is None or second is None:
-            host = None if _agent() else 0
+            host = None if kept_by_torchrun() else 0
             cause = "the store of the process group, which its process keeps, does not answer"
             return Failure(peer if host is None else host, "", f"{cause}; {limit}")
         at, seen = peer, set[int]()
@@ -370,21 +317,6 @@ def _outside() -> Doing:
     return Doing("the program outside of a step")
 
 
-def _met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
-    """The round in which all ranks have met; raises PipelineError if some are missing."""
-    number, missing = roll_call(store, rank, size, timeout, first)
-    if not missing:
-        return number
-    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
-    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
-    raise PipelineError(Failure(missing[0], "", cause))
-
-
-def _agent() -> bool:
-    """Whether torchrun keeps the store, which else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
@@ -406,76 +338,3 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
     return data.sum(dtype=torch.int64) * 1_000_003 + odd
-
-
-# torch.distributed has one default process group, and so there is one world for it.
-_worlds: list[World] = []
-
-
-def join_world(device: torch.device, timeout: float | None = None) -> World | None:
-    """The processes that this one works with (collective the first time), None if it is alone.
-
-    Initialises the default process group if torchrun started several processes and nobody has
-    done so. After a failure there is a new world: all ranks connect anew. Raises PipelineError,
-    naming them, if ranks do not arrive within `timeout` seconds.
-    """
-    limit = TIMEOUT if timeout is None else timeout
-    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
-        _initialize(device, limit)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    known = _worlds[0] if _worlds else None
-    if known is None or known.default is not dist.group.WORLD:
-        generation = 0
-    elif known.failure is not None and known.raised:
-        generation = known.generation + 1
-    else:
-        known.timeout = known.timeout if timeout is None else timeout
-        return known
-    if known is not None:
-        known.lifeline.end()
-    _worlds[:] = [World(device, limit if timeout or not known else known.timeout, generation)]
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-    return _worlds[0]
-
-
-def _initialize(device: torch.device, timeout: float) -> None:
-    rank, size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    limit = timedelta(seconds=timeout)
-    mine = rank == 0 and not _agent()
-    try:
-        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
-    except RuntimeError as error:
-        who = "torchrun" if _agent() else "rank 0"
-        cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
-        raise PipelineError(Failure(None if _agent() else 0, "", cause)) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
-    store = dist.PrefixStore(f"start {_met(store, rank, size, timeout)}", store)
-    if device.type == "cuda":
-        torch.cuda.set_device(_number("LOCAL_RANK", "0"))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    atexit.register(leave_world)
-
-
-def _number(name: str, default: str = "") -> int:
-    """A variable of the environment that torchrun sets."""
-    text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise ValueError(f"the environment has {name}={text!r}, not a number; torchrun sets it")
-    return int(text)
-
-
-def _leave() -> None:
-    while _worlds:
-        _worlds.pop().leave()
-
-
-def leave_world() -> None:
-    """Ends the default process group if there is one."""
-    _leave()
-    if dist.is_initialized():
-        dist.destroy_process_group()
