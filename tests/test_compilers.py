@@ -370,7 +370,7 @@ def test_effects_and_draws_are_told():
         body.graph.call_function(torch.ops.aten._assert_async.msg, (number, "never"))
     body.recompile()
     level = log.level
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     log.addHandler(told)
     try:
         bodies = compile_bodies(one.program, Noted())

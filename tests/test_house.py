@@ -21,7 +21,8 @@ LAYERS = [
     "sched runtime microbatch",
     "compare",
     "report testing call",
-    "artifacts",
+    "artifacts homes",
+    "build",
     "backend __main__",
 ]
 APART = {"passes", "sched", "runtime"}  # what they share lives below them

@@ -1,6 +1,7 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
 import copy
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -316,8 +317,7 @@ class DistributedStep:
         keys: Sequence[tuple[int, Port]],
     ) -> Tensors:
         world = self.transport.world
-        dense = [torch.empty(p.shape, dtype=p.dtype, device="meta") for _, p in keys]
-        envelope = Envelope(tuple(Layout.of(value) for value in dense))
+        envelope = _dense(tuple((port.shape, port.dtype) for _, port in keys))
         if world.rank == source:
             values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
             pieces = envelope.pack(values)
@@ -326,3 +326,10 @@ class DistributedStep:
         for piece in pieces:
             world.broadcast(piece, source)
         return values
+
+
+@functools.lru_cache(maxsize=64)
+def _dense(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Envelope:
+    """The message of contiguous values of such shapes and dtypes; every step asks for the same."""
+    values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+    return Envelope(tuple(Layout.of(value) for value in values))

@@ -26,6 +26,7 @@ GRACE = 5.0  # seconds that a rank has to come out of its step when another one 
 SLICE = timedelta(seconds=0.5)
 _CUT = 2**30  # the tag of the receive that nobody ever answers
 _BUILDING = "building: "
+LONGEST = 10  # times the timeout that a rank may prepare something while others wait
 
 
 class Line:
@@ -210,7 +211,8 @@ class World:
         return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective operation of all ranks, or of some."""
+        """Waits for a collective operation of all ranks, or of some: as long as the timeout for
+        ranks that do something else, ten times as long for those that prepare what it needs."""
         begun = time.monotonic()
         while True:
             try:
@@ -218,20 +220,22 @@ class World:
                 return
             except RuntimeError as error:
                 self.check()
-                late = self._late() if time.monotonic() - begun > self.timeout else None
+                waited = time.monotonic() - begun
+                late = self._late(waited) if waited > self.timeout else None
                 if work.is_completed():  # it has failed by itself
                     raise self.lost(self._suspect(), begun, error) from None
                 if late is not None:
-                    raise self._stopped(self._silent(late, time.monotonic() - begun)) from None
+                    raise self._stopped(self._silent(late, waited)) from None
 
-    def _late(self) -> int | None:
-        """A rank that neither waits nor prepares anything."""
+    def _late(self, waited: float) -> int | None:
+        """A rank that neither waits nor prepares anything, or has done so for too long."""
         beats = self.lifeline.beats() or {}
+        patient = waited < LONGEST * self.timeout
         others = [rank for rank in range(self.size) if rank != self.rank]
         working = {
             rank
             for rank, beat in beats.items()
-            if beat.doing.startswith(_BUILDING) or beat.waits_for is not None
+            if patient and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
         }
         return next((rank for rank in others if rank not in working), None)
 
@@ -287,21 +291,21 @@ class World:
         data = self._bytes(text)
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
         for rank, size in enumerate(sizes):
-            _check_length(size, rank)
+            _check_length(size * self.size, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         parts = zip(self.gather(padded), sizes, strict=True)
         return [bytes(one[:size].tolist()).decode() for one, size in parts]
 
     def _bytes(self, text: str) -> torch.Tensor:
-        data = bytearray(text.encode())
+        data = bytearray(_encoded(text))
         found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
         return found.to(self.device, torch.uint8)
 
     def check_agreement(self, text: str, what: str) -> None:
         """Raises Refusal on every rank unless all ranks give the same text (collective); the
         message has the first line that differs."""
-        digest = bytearray(hashlib.sha256(text.encode()).digest())
+        digest = bytearray(hashlib.sha256(_encoded(text)).digest())
         found = self.gather(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
         others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
         if not others:
@@ -351,9 +355,13 @@ def _agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
 def _check_length(size: int, rank: int) -> None:
     if not 0 <= size <= plain.LARGEST_FILE:
-        raise ValueError(f"rank {rank} wants to send a text of {size} bytes; that is no plan")
+        raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
 
 
 def _first_difference(one: str, other: str) -> tuple[str, str]:
@@ -382,7 +390,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     naming them, if ranks do not arrive within `timeout` seconds.
     """
     limit = TIMEOUT if timeout is None else timeout
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -402,8 +410,8 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
 
 
 def _initialize(device: torch.device, timeout: float) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host = os.environ.get("MASTER_ADDR", "localhost")
     limit = timedelta(seconds=timeout)
     mine = rank == 0 and not _agent()
     try:
@@ -418,10 +426,18 @@ def _initialize(device: torch.device, timeout: float) -> None:
     if missing:
         raise PipelineError(_absent(missing, size, timeout))
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_number("LOCAL_RANK", "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     atexit.register(leave_world)
+
+
+def _number(name: str, default: str = "") -> int:
+    """A variable of the environment that torchrun sets."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ValueError(f"the environment has {name}={text!r}, not a number; torchrun sets it")
+    return int(text)
 
 
 def leave_world() -> None:
