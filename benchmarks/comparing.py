@@ -20,6 +20,10 @@ from pfeife import sched
 # Seconds of the slowest rank and CPU seconds of all ranks, of every step, by side.
 Times = dict[str, list[tuple[float, float]]]
 
+# Steps before the first that counts: so many it takes until malloc has all that it will ever
+# need for large values that arrive at other times in every step.
+WARM_UP = 6
+
 
 @attrs.frozen
 class Options:
@@ -54,19 +58,19 @@ class Record:
 
 
 def in_turn(sides: dict[str, Side], options: Options) -> Times:
-    """Every side's step after the other's, again and again, after one that nobody times."""
+    """Every side's step after the other's, again and again, after some that nobody counts."""
     times: Times = {name: [] for name in sides}
     profiler = cProfile.Profile()
-    for repeat in range(options.repeats + 1):
+    for repeat in range(WARM_UP + options.repeats):
         for name, side in sides.items():
             side.reset()
             step = side.step
-            if options.profile and name == "ours" and repeat and dist.get_rank() == 0:
+            if options.profile and name == "ours" and repeat >= WARM_UP and dist.get_rank() == 0:
                 step = _profiled(profiler, step)
             times[name].append(harness.timed(step))
     if options.profile and dist.get_rank() == 0:
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
-    return {name: taken[1:] for name, taken in times.items()}
+    return {name: taken[WARM_UP:] for name, taken in times.items()}
 
 
 def _profiled(profiler: cProfile.Profile, step: Callable[[], object]) -> Callable[[], object]:
