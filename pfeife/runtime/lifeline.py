@@ -95,12 +95,6 @@ class Lifeline:
         return self.ask(self._beats)
 
     def ask(self, question: Callable[[], T]) -> T | None:
-        import time as _t; t0=_t.monotonic()
-        try: return self.ask_(question)
-        finally:
-            if _t.monotonic()-t0>1: __import__("sys").stderr.write(f"SLOW ask {_t.monotonic()-t0} at {t0}\n")
-
-    def ask_(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
         answer: Future[T] = Future()
         if self.mute:
