@@ -4,15 +4,14 @@ They are real processes: an exception that nobody catches leaves the frames of t
 hold nothing to clean up, and ends the interpreter as it ends any program.
 """
 
-import gc
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ class Agent:
     """Keeps the store of all ranks in a process of its own, as torchrun's agent does."""
 
     def __init__(self) -> None:
-        gc.collect()
-        gc.freeze()  # what is there now costs the ranks nothing, not even when they end
         read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -68,20 +65,18 @@ class Launch:
         main: Main,
         *,
         seconds: float,
-        port: int,
         agent: bool = True,
-        attempt: int = 0,
         absent: tuple[int, ...] = (),
     ):
         self.folder = Path(tempfile.mkdtemp(prefix="pfeife-faults-"))
         self.end = time.monotonic() + seconds
         self.ranks: dict[int, Rank] = {}
+        self.agent = Agent() if agent else None
         environment = {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self.agent.port if self.agent else _free_port()),
             "TORCHELASTIC_USE_AGENT_STORE": str(agent),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
         for rank in sorted(set(range(size)) - set(absent)):
             reports, log = self.folder / f"{rank}.json", self.folder / f"{rank}.log"
@@ -125,6 +120,8 @@ class Launch:
 
     def close(self) -> str:
         """Forgets the launch; returns what the ranks have written to their standard error."""
+        if self.agent:
+            self.agent.end()
         text = ""
         for rank, one in self.ranks.items():
             os.close(one.reports)
@@ -153,7 +150,7 @@ def _reporter(out: int, rank: int) -> Report:
     return report
 
 
-def port_of_nobody() -> int:
-    """A port that is free now."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    return store.port
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

@@ -1,32 +1,146 @@
-"""Ranks that fail: real processes, killed, stopped, failing in every way at many actions.
+"""What becomes of a step when something fails: real processes, then threads of one process."""
 
-The trials are those of benchmarks/faults.py, which does all of them at every action.
-"""
-
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
-HERE = Path(__file__).parent
+import pytest
+import torch
+from models import case
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.runtime.local import LocalPipeline
+from pfeife.testing import assert_same
+
+ROOT = Path(__file__).parent.parent
 
 
-def test_all_ranks_stop_together():
-    # Torch's store asks the resolver for the names of its peers, and a lost answer takes 5 s.
-    command = [sys.executable, str(HERE.parent / "benchmarks" / "faults.py")]
-    command += ["--quick", "--reaction", "30"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+def bounded(command, seconds, **environment):
+    """The finished command; it is killed with all its processes when the time is up."""
+    run = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        out, error = run.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        out, error = run.communicate()
+        pytest.fail(f"not over after {seconds} s:\n{out[-3000:]}{error[-6000:]}")
+    return run.returncode, out, error
+
+
+def test_a_rank_that_fails():
+    """All survivors stop in time and blame the right one; the next step has the right bits."""
+    code, out, error = bounded([str(ROOT / "benchmarks" / "faults.py"), "--quick"], 280)
+    assert code == 0, out[-4000:] + error[-6000:]
+    assert " 0 ended wrong" in out
+
+
+def pipelined(name="1f1b", stages=4, ranks=2):
+    one = case("GPT")
+    microbatches = [one.batch(2, seed) for seed in range(3)]
+    program = pfeife.capture(one.step, *microbatches[0])
+    core = machine("cpu-core")
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, core))(clusters)
+    plan = sched.plan(
+        clusters, machine=core, microbatches=3, stages=stages, ranks=ranks, schedule=name
+    )
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
+    state = pfeife.state_of(sent, one.model)
+    return LocalPipeline(sent, schedule), state, microbatches
+
+
+class Boom(Exception):
+    pass
+
+
+def raising(victim, at):
+    """An observer that raises after the `at`th action of a rank."""
+
+    def watch(rank):
+        left = [at]
+
+        def see(action):
+            if rank == victim and left[0] == 0:
+                raise Boom(str(action))
+            left[0] -= 1
+
+        return see
+
+    return watch
+
+
+def test_threads_at_every_action():
+    """The first exception comes out with its own traceback, the threads end, the step says that
+    it has failed, and the next one gives the same bits."""
+    pipeline, state, microbatches = pipelined("interleaved")
+    expected = pipeline(state, microbatches)
+    before = {name: value.clone() for name, value in state.items()}
+    for victim, actions in enumerate(pipeline.schedule.ranks):
+        for at, action in enumerate(actions):
+            step = pipeline.start(state, microbatches)
+            with pytest.raises(Boom, match=str(action)) as caught:
+                step.run(watch=raising(victim, at))
+            assert caught.traceback[-1].name == "see"
+            assert f"on rank {victim}, in action {action} " in caught.value.__notes__[0]
+            assert not [t for t in threading.enumerate() if t.name.startswith("pfeife rank")]
+            with pytest.raises(RuntimeError, match=r"this step has failed.*Boom"):
+                step.result()
+            with pytest.raises(RuntimeError, match="this step has failed"):
+                step.run()
+    assert_same(expected, pipeline(state, microbatches))
+    for name, value in state.items():
+        assert torch.equal(before[name], value), name
+
+
+def test_the_line_of_the_model():
+    """An operation that fails is named by the model's own line."""
+    pipeline, state, microbatches = pipelined()
+    name = next(name for name in state if name.endswith("weight") and state[name].dim() == 2)
+    step = pipeline.start({**state, name: state[name][:, 1:]}, microbatches)
+    with pytest.raises(RuntimeError) as caught:
+        step.run()
+    assert any("models.py" in note for note in caught.value.__notes__)
+
+
+def test_parts_of_a_step():
+    """Each part runs once, in order, and results wait for it."""
+    pipeline, state, microbatches = pipelined("gpipe")
+    step = pipeline.start(state, microbatches)
+    with pytest.raises(RuntimeError, match="has not run"):
+        step.result()
+    with pytest.raises(RuntimeError, match="before its forward"):
+        step.run(forward=False)
+    step.run(backward=False)
+    with pytest.raises(RuntimeError, match="the forward of this step has run already"):
+        step.run()
+    step.run(forward=False)
+    assert_same(pipeline(state, microbatches), step.result())
+    with pytest.raises(RuntimeError, match="has run already"):
+        step.run(forward=False)
 
 
 def test_torchrun_starts_again_from_a_checkpoint(tmp_path):
     losses = {}
     for fault in ("none", "SIGKILL", "exception"):
         (tmp_path / fault).mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", "--max-restarts", "1"]
-        command += [str(HERE / "restart.py"), str(tmp_path / fault), fault]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        assert run.returncode == 0, run.stderr[-4000:]
-        assert ("failed (exitcode" in run.stderr) == (fault != "none")
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = str(ROOT / "tests" / "restart.py")
+        command += ["--max-restarts", "1", script, str(tmp_path / fault), fault]
+        code, _, error = bounded(command, 200)
+        assert code == 0, error[-4000:]
+        assert ("failed (exitcode" in error) == (fault != "none")
         losses[fault] = [(tmp_path / fault / f"loss {rank}").read_text() for rank in range(2)]
     assert losses["SIGKILL"] == losses["exception"] == losses["none"]

@@ -29,17 +29,16 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    known = _worlds[0] if _worlds else None
-    if known is None or known.default is not dist.group.WORLD:
-        generation = 0
-    elif known.failure is not None and known.raised:
-        generation = known.generation + 1
-    else:
-        known.timeout = known.timeout if timeout is None else timeout
+    known = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
+    if known is not None and timeout is None:
+        limit = known.timeout
+    if known is not None and not (known.failure and known.raised):
+        known.timeout = limit
         return known
-    if known is not None:
-        known.lifeline.end()
-    _worlds[:] = [World(device, limit if timeout or not known else known.timeout, generation)]
+    latest = World(device, limit, known)
+    for world in _worlds:
+        world.lifeline.end()
+    _worlds[:] = [latest]
     atexit.unregister(_leave)
     atexit.register(_leave)
     return _worlds[0]

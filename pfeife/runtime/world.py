@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,32 +31,37 @@ class World:
 
     Building one is collective. When any rank fails, all leave what they wait for with the same
     `PipelineError` within some seconds; a rank that does not come out of its own computing is
-    ended. `timeout` is how many seconds of silence count as a failure; `generation` is that of
-    the world before, plus one. Raises PipelineError when a rank does not arrive.
+    ended. `timeout` is how many seconds of silence count as a failure; `before` is the world of
+    the same process group that has failed. Raises PipelineError when a rank does not arrive.
     """
 
-    def __init__(self, device: torch.device, timeout: float, generation: int = 0):
+    def __init__(self, device: torch.device, timeout: float, before: "World | None" = None):
         self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
-        store = dist.PrefixStore("pfeife", self.default.get_group_store().clone())  # type: ignore[union-attr]
-        self.generation = met(store, self.rank, self.size, timeout, generation)
-        self.store = store
+        # Both connections stay: a new one may take seconds, since torch.distributed asks for the
+        # name of the other end. Two, since each answers one question at a time.
+        self.store: Any = before.store if before else self._store()
+        self.beside: Any = before.beside if before else self.store.clone()
+        first = before.generation + 1 if before else 0
+        self.generation: int = met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside = 0
         self.look: Callable[[], Doing] = _outside
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
-        self.own = dist.PrefixStore(f"world {self.generation}", store)
-        # A clone, since a store answers one question at a time, and connecting asks long ones.
-        other = dist.PrefixStore(f"world {self.generation}", store.clone())  # type: ignore[attr-defined]
-        self.lifeline = Lifeline(other, self.rank, self.size, self._look, self._hear)
+        own = dist.PrefixStore(f"world {self.generation}", self.beside)
+        self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
         try:
             with self.building("the connections"):
                 self.line = self.line_of(range(self.size))
         except BaseException:
             self.lifeline.end()
             raise
+
+    def _store(self) -> dist.Store:
+        group: Any = self.default
+        return dist.PrefixStore("pfeife", group.get_group_store())
 
     @property
     def patience(self) -> tuple[timedelta, ...]:
@@ -68,8 +74,9 @@ class World:
         key = (tuple(ranks), purpose)
         if key not in self.lines:
             begun = time.monotonic()
+            own = dist.PrefixStore(f"world {self.generation}", self.store)
             try:
-                self.lines[key] = Line(ranks, self.device, self.timeout, self.own, purpose)
+                self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose)
             except RuntimeError as error:
                 raise self.lost(None, begun, error) from error
         return self.lines[key]
@@ -303,7 +310,7 @@ class World:
     def leave(self) -> None:
         """Tells the others that this process ends."""
         if self.lifeline.thread.is_alive():
-            self.lifeline.ask(lambda: self.store.set(f"left {self.rank}", ""))
+            self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self.lifeline.end()
 
 
