@@ -59,7 +59,7 @@ class World:
             self.lifeline.end()
             raise
 
-    def _store(self) -> dist.Store:
+    def _store(self) -> Any:
         group: Any = self.default
         return dist.PrefixStore("pfeife", group.get_group_store())
 
