@@ -32,6 +32,7 @@ benchmarks: .venv/dev
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/together.py
 	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/faults.py
 
 clean:
 	rm -rf .venv build *.egg-info
