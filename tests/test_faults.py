@@ -96,7 +96,7 @@ def test_threads_at_every_action():
             assert caught.traceback[-1].name == "see"
             assert f"on rank {victim}, in action {action} " in caught.value.__notes__[0]
             assert not [t for t in threading.enumerate() if t.name.startswith("pfeife rank")]
-            with pytest.raises(RuntimeError, match="this step has failed.*Boom"):
+            with pytest.raises(RuntimeError, match=r"this step has failed.*Boom"):
                 step.result()
             with pytest.raises(RuntimeError, match="this step has failed"):
                 step.run()

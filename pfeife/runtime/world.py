@@ -91,10 +91,10 @@ class World:
         self.default = dist.group.WORLD
         # Both connections stay: a new one may take seconds, since torch.distributed asks for the
         # name of the other end. Two, since each answers one question at a time.
-        self.store = before.store if before else self._store()
-        self.beside = before.beside if before else self.store.clone()
+        self.store: Any = before.store if before else self._store()
+        self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
-        self.generation = _met(self.store, self.rank, self.size, timeout, first)
+        self.generation: int = _met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside = 0
@@ -109,7 +109,7 @@ class World:
             self.lifeline.end()
             raise
 
-    def _store(self) -> dist.Store:
+    def _store(self) -> Any:
         group: Any = self.default
         return dist.PrefixStore("pfeife", group.get_group_store())
 
