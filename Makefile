@@ -31,6 +31,8 @@ benchmarks: .venv/dev
 	$(BIN)/python benchmarks/planning_time.py
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/together.py
+	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/faults.py
 
 clean:
 	rm -rf .venv build *.egg-info

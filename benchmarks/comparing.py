@@ -20,6 +20,10 @@ from pfeife import sched
 # Seconds of the slowest rank and CPU seconds of all ranks, of every step, by side.
 Times = dict[str, list[tuple[float, float]]]
 
+# Steps before the first that counts: so many it takes until malloc has all that it will ever
+# need for large values that arrive at other times in every step.
+WARM_UP = 6
+
 
 @attrs.frozen
 class Options:
@@ -40,7 +44,8 @@ class Side:
 
 @attrs.frozen
 class Record:
-    """What was measured of one case. `ideal` is in seconds, where there is one."""
+    """What was measured of one case. Where it is known, `ideal` has the seconds of a step with
+    free messages, and with messages that take their time but none of the ranks'."""
 
     ranks: int
     schedule: str
@@ -48,38 +53,40 @@ class Record:
     microbatches: int
     actions: int
     times: Times
-    ideal: float | None = None
+    ideal: tuple[float, float] | None = None
     note: str = ""
 
 
 def in_turn(sides: dict[str, Side], options: Options) -> Times:
-    """Every side's step after the other's, again and again, after one that nobody times."""
+    """Every side's step after the other's, again and again, after some that nobody counts."""
     times: Times = {name: [] for name in sides}
     profiler = cProfile.Profile()
-    for repeat in range(options.repeats + 1):
+    for repeat in range(WARM_UP + options.repeats):
         for name, side in sides.items():
             side.reset()
             step = side.step
-            if options.profile and name == "ours" and repeat and dist.get_rank() == 0:
+            if options.profile and name == "ours" and repeat >= WARM_UP and dist.get_rank() == 0:
                 step = _profiled(profiler, step)
             times[name].append(harness.timed(step))
     if options.profile and dist.get_rank() == 0:
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
-    return {name: taken[1:] for name, taken in times.items()}
+    return {name: taken[WARM_UP:] for name, taken in times.items()}
 
 
 def _profiled(profiler: cProfile.Profile, step: Callable[[], object]) -> Callable[[], object]:
     return lambda: profiler.runcall(step)
 
 
-def cut_as(split: splits.Split, order: pfeife.Schedule) -> harness.Ready:
+def cut_as(
+    split: splits.Split, order: pfeife.Schedule, compiler: str = "aot_eager"
+) -> harness.Ready:
     """Pfeife's pipeline with the peer's cut and order."""
     case = split.case
     clusters = pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
     if any(action.do == "W" for actions in order.ranks for action in actions):
         clusters = pfeife.split_backward()(clusters)
     plan = pfeife.Plan(sched.follow(clusters, split.homes), order)
-    one = harness.ready(harness.of_rank_zero(plan), clusters, case)
+    one = harness.ready(harness.of_rank_zero(plan), clusters, case, compiler)
     assert one.schedule.computing() == order
     return one
 
@@ -88,14 +95,16 @@ def steps_of(one: harness.Ready) -> Side:
     return Side(lambda: one.pipeline.start(one.state, one.batch).run())
 
 
-def check(one: harness.Ready, peer: pipelining.Peer) -> None:
-    """Raises AssertionError unless both compute the same (collective)."""
+def check(one: harness.Ready, peer: pipelining.Peer, same_split: bool) -> None:
+    """Raises AssertionError unless both compute the same (collective); gradients are compared
+    where a rank has them on both sides, with the same split all of them."""
     step = one.pipeline.start(one.state, one.batch)
     step.run()
     found = step.result(outputs=False)
     peer.reset()
     peer.step()
     theirs, loss = peer.gradients(), peer.loss()
+    assert not same_split or theirs.keys() == found.gradients.keys()
     for name in theirs.keys() & found.gradients.keys():
         torch.testing.assert_close(found.gradients[name], theirs[name], rtol=1e-3, atol=1e-5)
     if loss is not None:
@@ -133,18 +142,22 @@ def side_by_side(
     *,
     plan: Callable[[splits.Split], harness.Ready] | None = None,
     alone: bool = False,
-    ideal: Callable[[harness.Ready], float] | None = None,
+    ideal: Callable[[harness.Ready], tuple[float, float]] | None = None,
+    inductor: bool = False,
     note: str = "",
 ) -> Record:
     """Both sides on the peer's split and schedule, unless `plan` makes ours another way; with
-    `alone`, also all that they compute, without a pipeline."""
+    `alone`, also all that they compute, without a pipeline; with `inductor`, the stages of both
+    sides compiled by it."""
     torch.manual_seed(0)
     split = make()
     batch = [split.case.draw() for _ in range(microbatches)]
-    peer = pipelining.peer(split, schedule, batch)
+    peer = pipelining.peer(split, schedule, batch, inductor)
     order = pipelining.order(peer, schedule, len(split.stages), microbatches)
-    one = attrs.evolve(plan(split) if plan else cut_as(split, order), batch=batch)
-    check(one, peer)
+    compiler = "inductor" if inductor else "aot_eager"
+    one = plan(split) if plan else cut_as(split, order, compiler)
+    one = attrs.evolve(one, batch=batch)
+    check(one, peer, same_split=plan is None)
     sides = {"ours": steps_of(one)}
     if options.peer:
         sides["peer"] = Side(peer.step, peer.reset)

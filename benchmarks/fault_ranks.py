@@ -16,7 +16,7 @@ import pfeife
 from pfeife.plan import Action
 from pfeife.runtime.distributed import DistributedPipeline, DistributedStep
 from pfeife.runtime.failure import PipelineError
-from pfeife.runtime.world import join_world
+from pfeife.runtime.meeting import join_world
 
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")

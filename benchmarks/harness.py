@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife import plain, sched
+from pfeife.compilers import compile_bodies
 from pfeife.program import Program
 from pfeife.runtime.distributed import DistributedPipeline
-from pfeife.runtime.world import World, join_world, leave_world
+from pfeife.runtime.meeting import join_world, leave_world
+from pfeife.runtime.world import World
 
 DEVICE = torch.device("cpu")
 
@@ -100,11 +102,12 @@ class Ready:
     batch: list
 
 
-def ready(plan: pfeife.Plan, clusters: Program, case: Any) -> Ready:
+def ready(plan: pfeife.Plan, clusters: Program, case: Any, compiler: str = "aot_eager") -> Ready:
     ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, ranks))
     batch = [case.draw() for _ in range(plan.schedule.microbatches)]
-    pipeline = DistributedPipeline(ranks, schedule, DEVICE)
+    bodies = compile_bodies(ranks, compiler, rank=dist.get_rank())
+    pipeline = DistributedPipeline(ranks, schedule, DEVICE, bodies)
     return Ready(ranks, schedule, pipeline, pfeife.state_of(clusters, case.model), batch)
 
 
@@ -118,6 +121,23 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     dist.all_reduce(busy)
     return float(taken), float(busy)
+
+
+def message_seconds(size: int, repeats: int = 20) -> float:
+    """How long a message of so many bytes takes from rank 0 to rank 1 while all others are at
+    rest, on every rank: half of there and back, by the median."""
+    rank, data, times = dist.get_rank(), torch.zeros(size, dtype=torch.uint8), [0.0]
+    for _ in range(repeats if rank < 2 else 0):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(data, 1 - rank)
+            else:
+                dist.recv(data, 1 - rank)
+        times.append(time.perf_counter() - start)
+    median = torch.tensor(statistics.median(times) / 2, dtype=torch.float64)
+    dist.broadcast(median, 0)
+    return float(median)
 
 
 def steps(one: Ready) -> list[float]:

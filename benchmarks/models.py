@@ -91,9 +91,9 @@ def gpt(depth: int = 6, width: int = 192, words: int = 1000) -> Case:
     return language("GPT", GPT(width, depth, words, 64), words, 4, 64)
 
 
-def large_head(words: int = 8000) -> Case:
+def large_head(words: int = 8000, depth: int = 6) -> Case:
     """A few blocks and a head that takes longer than all of them."""
-    return language("large head", GPT(128, 6, words, 64), words, 4, 64)
+    return language("large head", GPT(128, depth, words, 64), words, 4, 64)
 
 
 def skip_net(width: int = 16, levels: int = 3) -> Case:

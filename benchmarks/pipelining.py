@@ -50,11 +50,16 @@ class Peer:
         return torch.stack(self.losses).mean().detach() if self.losses else None
 
 
-def peer(split: Split, name: str, batch: Sequence[tuple[torch.Tensor, ...]]) -> Peer:
-    """The same microbatches, as one batch that the schedule cuts again."""
+def peer(
+    split: Split, name: str, batch: Sequence[tuple[torch.Tensor, ...]], inductor: bool = False
+) -> Peer:
+    """The same microbatches, as one batch that the schedule cuts again; with stages that
+    torch.compile has compiled, if they shall be."""
     count, ranks, rank = len(split.stages), dist.get_world_size(), dist.get_rank()
     mine = [s for s, home in enumerate(sched.placement(name, count, ranks)) if home == rank]
-    stages = [PipelineStage(split.stages[s], s, count, torch.device("cpu")) for s in mine]
+    modules = [torch.compile(split.stages[s]) if inductor else split.stages[s] for s in mine]
+    place = torch.device("cpu")
+    stages = [PipelineStage(m, s, count, place) for m, s in zip(modules, mine, strict=True)]
     if name in _ONE_STAGE:
         schedule = _ONE_STAGE[name](stages[0], len(batch), loss_fn=split.loss)
     else:

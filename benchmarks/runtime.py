@@ -1,6 +1,6 @@
 """The distributed runtime side by side with torch.distributed.pipelining.
 
-    python benchmarks/runtime.py [tiny gpt skip uneven virtual eager] [--quick]
+    python benchmarks/runtime.py [tiny gpt inductor skip uneven virtual eager] [--quick]
 
 Worlds of 2 and 4 Gloo ranks (of sleeping ones 4 and 8), a thread each, one world after another.
 In each the two sides run the same split, schedule and microbatches (but for `uneven`, where
@@ -13,6 +13,7 @@ first. A step's time is that of the slowest rank.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -35,7 +36,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
-from pfeife.progress import bar
+from pfeife.progress import shown
+
+LOG = logging.getLogger(__name__)
 
 Case = Callable[[Options], Record]
 Cases = Iterator[tuple[str, Case]]
@@ -54,7 +57,15 @@ def tiny(ranks: int) -> Cases:
 def gpt(ranks: int) -> Cases:
     """Some milliseconds an action."""
     for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks), ("zb-v", 2 * ranks)):
-        yield f"gpt {name}", _case(lambda s=stages: splits.language(models.gpt(8), s), name, 8)
+        make = partial(lambda s: splits.language(models.gpt(8), s), stages)
+        yield f"gpt {name}", _case(make, name, 8)
+
+
+def inductor(ranks: int) -> Cases:
+    """The same with stages that Inductor compiles, which the peer's ZB-V refuses."""
+    for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks)):
+        make = partial(lambda s: splits.language(models.gpt(8), s), stages)
+        yield f"inductor {name}", _case(make, name, 8, inductor=True, note="Inductor on both sides")
 
 
 def skip(ranks: int) -> Cases:
@@ -64,9 +75,13 @@ def skip(ranks: int) -> Cases:
 
 
 def uneven(ranks: int) -> Cases:
-    """A large head: Pfeife plans, the peer has its blocks dealt evenly."""
+    """A large head: Pfeife plans, the peer has its blocks dealt evenly. Real ranks are no more
+    than there are cores here, sleeping ones four."""
     for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks)):
-        make = partial(lambda s: splits.language(models.large_head(), s), stages)
+        if ranks == 2:
+            make = partial(lambda s: splits.language(models.large_head(16000, 8), s), stages)
+        else:
+            make = partial(splits.sleeping_gpt, stages)
         yield f"uneven {name}", _case(make, name, 8, plan=planned)
 
 
@@ -97,21 +112,24 @@ def sleeping(ranks: int) -> Cases:
                 yield f"virtual {name} {size} of {count}", case
 
 
-def virtual_ideal(rows: int, one: harness.Ready) -> float:
-    """The schedule's own time if nothing took any but the sleeping operations; those take what
-    they do on all ranks together, at rest."""
-    each = torch.tensor(virtual.seconds_alone(rows), dtype=torch.float64)
-    dist.all_reduce(each)
-    sleeps = {
-        (call.unit, call.kind): virtual.operations(one.program.body(call))
-        for call in one.program.calls
-    }
+def virtual_ideal(rows: int, one: harness.Ready) -> tuple[float, float]:
+    """The schedule's own time if nothing took any but the sleeping operations, which take what
+    they do on all ranks together at rest; and if messages took what one does at rest, and nothing
+    of their ranks' time."""
+    unit = torch.tensor(virtual.seconds_alone(rows), dtype=torch.float64)
+    dist.all_reduce(unit)
+    each = float(unit) / dist.get_world_size()
+    sleeps = {(c.unit, c.kind): virtual.units(one.program.body(c)) for c in one.program.calls}
 
-    def seconds(action: pfeife.Action) -> float:
-        mine = [sleeps[s, kind] for s, kind in sleeps if s == action.stage and action.runs(kind)]
-        return sum(mine) * float(each) / dist.get_world_size() if action.do.kind else 0.0
+    def seconds(action: pfeife.Action, message: float) -> float:
+        if action.do.kind is None:
+            return message
+        return each * sum(sleeps[s, k] for s, k in sleeps if s == action.stage and action.runs(k))
 
-    return sched.simulate(one.schedule, seconds).seconds
+    message = harness.message_seconds(rows * virtual.WIDTH * 4)
+    free = sched.simulate(one.schedule, partial(seconds, message=0.0))
+    carried = sched.simulate(one.schedule, partial(seconds, message=message))
+    return free.seconds, carried.seconds
 
 
 def eager(ranks: int) -> Cases:
@@ -139,10 +157,19 @@ def eager(ranks: int) -> Cases:
 PARTS = {
     "tiny": (tiny, (2, 4), 15, tables.overhead),
     "gpt": (gpt, (2, 4), 9, tables.throughput),
+    "inductor": (inductor, (2,), 9, tables.throughput),
     "skip": (skip, (2, 4), 9, tables.throughput),
     "uneven": (uneven, (2, 4), 9, tables.throughput),
     "virtual": (sleeping, (4, 8), 5, tables.efficiency),
     "eager": (eager, (2,), 7, tables.speed_up),
+}
+
+
+# Options that the ranks get too.
+FLAGS = {
+    "--profile": "where rank 0 of Pfeife's steps spends its time, on standard error",
+    "--no-peer": "do not time the peer",
+    "--default-malloc": "leave glibc's malloc as it is",
 }
 
 
@@ -157,25 +184,30 @@ def in_world(arguments: argparse.Namespace) -> None:
     virtual.Device.seconds = arguments.sleep
     options = Options(arguments.repeats, arguments.profile, not arguments.no_peer)
     cases = chosen(part, ranks, arguments.only)
-    shown = bar(f"{part}, {ranks} ranks") if dist.get_rank() == 0 else lambda done, total: None
-    for done, (_, case) in enumerate(cases):
-        shown(done, len(cases))
-        record = case(options)
-        if dist.get_rank() == 0:
-            with Path(arguments.record).open("a") as file:
-                file.write(json.dumps(attrs.asdict(record)) + "\n")
-    shown(len(cases), len(cases))
+    with shown(LOG, rank=dist.get_rank()).phase(f"{part}, {ranks} ranks") as phase:
+        for done, (_, case) in enumerate(cases):
+            record = case(options)
+            if dist.get_rank() == 0:
+                with Path(arguments.record).open("a") as file:
+                    file.write(json.dumps(attrs.asdict(record)) + "\n")
+            if phase.progress:
+                phase.progress(done + 1, len(cases))
 
 
-def measured(part: str, arguments: argparse.Namespace, rest: list[str]) -> list[Record]:
-    """All worlds of a part, each started for itself."""
+def measured(part: str, arguments: argparse.Namespace, failed: list[str]) -> list[Record]:
+    """All worlds of a part, each started for itself; what has failed is added to a list."""
     _, worlds, repeats, _ = PARTS[part]
     repeats = 3 if arguments.quick else repeats
+    rest = ["--only", arguments.only, "--sleep", str(arguments.sleep)]
+    rest += [flag for flag in FLAGS if getattr(arguments, flag[2:].replace("-", "_"))]
     with tempfile.NamedTemporaryFile("r") as file:
         own = ["--record", file.name, "--repeats", str(repeats)]
         for ranks in worlds:
             if arguments.ranks in (None, ranks) and chosen(part, ranks, arguments.only):
-                harness.world(__file__, ranks, [part, *own, *rest])
+                try:
+                    harness.world(__file__, ranks, [part, *own, *rest])
+                except RuntimeError as error:
+                    failed.append(str(error))
         return [Record(**json.loads(line)) for line in file]
 
 
@@ -185,10 +217,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three repeats")
     parser.add_argument("--only", default="", help="words that a case's name must have")
     parser.add_argument("--ranks", type=int, help="worlds of this size alone")
-    parser.add_argument("--profile", action="store_true", help="of rank 0, on standard error")
-    parser.add_argument("--no-peer", action="store_true", help="do not time the peer")
     parser.add_argument("--sleep", type=float, default=0.01, help="seconds of a virtual operation")
-    parser.add_argument("--default-malloc", action="store_true", help="leave glibc as it is")
+    for flag, meaning in FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
     parser.add_argument("--repeats", type=int, default=3, help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -203,10 +234,12 @@ def main() -> None:
     if "RANK" in os.environ:
         harness.run(__file__, partial(in_world, arguments))
         return
-    rest = [word for word in sys.argv[1:] if word not in PARTS]
-    found = {part: measured(part, arguments, rest) for part in arguments.parts}
+    failed: list[str] = []
+    found = {part: measured(part, arguments, failed) for part in arguments.parts}
     for part, records in found.items():
         print(f"{part}. {PARTS[part][3](records)}\n")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -55,16 +55,29 @@ def tiny(stages: int, width: int = 8) -> Split:
     return Split(case, tuple(layers), F.mse_loss)
 
 
-def sleeping(stages: int, rows: int) -> Split:
-    """A virtual accelerator's layer a stage; the values between stages have `rows` KB."""
-    layers = [virtual.Layer() for _ in range(stages)]
+def _sleeping(units: list[int], stages: list[range], rows: int) -> Split:
+    layers = [virtual.Layer(count) for count in units]
     model = nn.Sequential(*layers)
 
     def draw() -> tuple[torch.Tensor, ...]:
         return (torch.rand(rows, virtual.WIDTH),)
 
     case = models.Case("sleeping", model, lambda x: virtual.OPS.mean_square(model(x)), draw)
-    return Split(case, tuple(layers), lambda x, _: virtual.OPS.mean_square(x))
+    cut = tuple(nn.Sequential(*(layers[i] for i in part)) for part in stages)
+    return Split(case, cut, lambda x, _: virtual.OPS.mean_square(x))
+
+
+def sleeping(stages: int, rows: int) -> Split:
+    """A virtual accelerator's layer a stage; the values between stages have `rows` KB."""
+    return _sleeping([1] * stages, parts(stages, stages), rows)
+
+
+def sleeping_gpt(stages: int, blocks: int = 8, head: int = 4) -> Split:
+    """An embedding, blocks and a head that takes as long as some blocks, on virtual accelerators:
+    the same number of blocks in every stage."""
+    dealt = [range(part.start + 1, part.stop + 1) for part in parts(blocks, stages)]
+    dealt[0], dealt[-1] = range(dealt[0].stop), range(dealt[-1].start, blocks + 2)
+    return _sleeping([1] * (blocks + 1) + [head], dealt, 64)
 
 
 class GPTPart(nn.Module):
@@ -109,6 +122,9 @@ class SkipPart(nn.Module):
         self.units, self.top = units, len(model.down)
 
     def forward(self, x: torch.Tensor, *skips: torch.Tensor):
+        for value in (x, *skips):
+            if value.requires_grad:  # else Gloo refuses what the gradient of a cat looks like
+                value.register_hook(torch.Tensor.contiguous)
         waiting = list(skips)
         for unit, layer in zip(self.units, self.layers, strict=True):
             if unit == 0:

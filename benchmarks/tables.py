@@ -42,7 +42,7 @@ def overhead(records: Sequence[Record]) -> str:
             rows.append(
                 (
                     one.ranks,
-                    f"{one.schedule}, {one.stages} stages",
+                    f"{one.stages} stages, {one.schedule}",
                     one.actions,
                     word,
                     *(spread(beside[side], 1e6, 0) for side in ("ours", "peer")),
@@ -65,7 +65,7 @@ def throughput(records: Sequence[Record]) -> str:
     rows = [
         (
             one.ranks,
-            f"{one.schedule}, {one.stages} stages, {one.microbatches} microbatches",
+            f"{one.stages} stages, {one.schedule}, {one.microbatches} microbatches",
             spread(seconds(one, "ours")),
             spread(seconds(one, "peer")),
             ratio(seconds(one, "peer"), seconds(one, "ours")),
@@ -73,7 +73,7 @@ def throughput(records: Sequence[Record]) -> str:
         )
         for one in records
     ]
-    head = ("ranks", "theirs", "our ms", "their ms", "throughput", "ours")
+    head = ("ranks", "their stages", "our ms", "their ms", "throughput", "ours")
     return "Milliseconds of a step, median (quartiles).\n" + report.table(rows, head)
 
 
@@ -82,16 +82,18 @@ def efficiency(records: Sequence[Record]) -> str:
     rows = []
     for one in records:
         assert one.ideal is not None
+        ideal, carried = one.ideal
         ours, theirs = (
-            [one.ideal / taken for taken in seconds(one, side)] for side in ("ours", "peer")
+            [ideal / taken for taken in seconds(one, side)] for side in ("ours", "peer")
         )
         rows.append(
             (
                 one.ranks,
-                f"{one.schedule}, {one.stages} stages",
+                f"{one.stages} stages, {one.schedule}",
                 one.microbatches,
                 one.note,
-                f"{1e3 * one.ideal:.1f} ms",
+                f"{1e3 * ideal:.1f} ms",
+                f"{ideal / carried:.3f}",
                 spread(ours, 1.0, 3),
                 spread(theirs, 1.0, 3),
                 *(
@@ -100,10 +102,11 @@ def efficiency(records: Sequence[Record]) -> str:
                 ),
             )
         )
-    head = ("ranks", "schedule", "microbatches", "values", "ideal", "ours", "theirs")
+    head = ("ranks", "schedule", "microbatches", "values", "ideal", "bound", "ours", "theirs")
     return (
-        "Sleeping ranks: the schedule's own time with free communication over the time of a step, "
-        "median (quartiles);\nand the CPU time of all ranks.\n"
+        "Sleeping ranks: the schedule's own time with free messages over the time of a step, "
+        "median (quartiles);\nthe bound is what it would be if a message took what it does at "
+        "rest, and nothing of its ranks' time;\nand the CPU time of all ranks.\n"
         + report.table(rows, (*head, "our CPU", "their CPU"))
     )
 

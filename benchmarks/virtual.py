@@ -16,13 +16,13 @@ WIDTH = 256  # of a value's rows, which are 1 KB each
 
 
 class Device:
-    """How long an operation takes: `seconds` is set once, before anything runs."""
+    """How long a layer of one unit takes: `seconds` is set once, before anything runs."""
 
     seconds = 0.01
 
 
-def _wait(start: float) -> None:
-    left = start + Device.seconds - time.perf_counter()
+def _wait(start: float, units: int) -> None:
+    left = start + units * Device.seconds - time.perf_counter()
     if left > 0:
         time.sleep(left)
 
@@ -33,21 +33,21 @@ def _first_row(like: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, units: int) -> torch.Tensor:
     start = time.perf_counter()
     result = _first_row(x, x[:1] * weight)
-    _wait(start)
+    _wait(start, units)
     return result
 
 
-def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return forward(gradient, weight)
+def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, units: int) -> torch.Tensor:
+    return forward(gradient, weight, units)
 
 
-def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient(gradient: torch.Tensor, x: torch.Tensor, units: int) -> torch.Tensor:
     start = time.perf_counter()
     result = gradient[:1] * x[:1]
-    _wait(start)
+    _wait(start, units)
     return result
 
 
@@ -62,9 +62,9 @@ def mean_square_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tenso
 
 _LIBRARY = torch.library.Library("virtual", "DEF")
 _SHAPES = {
-    forward: lambda x, weight: torch.empty_like(x),
-    input_gradient: lambda gradient, weight: torch.empty_like(gradient),
-    weight_gradient: lambda gradient, x: gradient.new_empty((1, WIDTH)),
+    forward: lambda x, weight, units: torch.empty_like(x),
+    input_gradient: lambda gradient, weight, units: torch.empty_like(gradient),
+    weight_gradient: lambda gradient, x, units: gradient.new_empty((1, WIDTH)),
     mean_square: lambda x: x.new_empty(()),
     mean_square_gradient: lambda gradient, x: torch.empty_like(x),
 }
@@ -76,12 +76,18 @@ OPS = torch.ops.virtual
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.units = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx, gradient):
     x, weight = ctx.saved_tensors
-    return OPS.input_gradient(gradient, weight), OPS.weight_gradient(gradient, x)
+    to_input = OPS.input_gradient(gradient, weight, ctx.units) if ctx.needs_input_grad[0] else None
+    return to_input, OPS.weight_gradient(gradient, x, ctx.units), None
+
+
+def _save_input(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
 
 
 def _loss_gradient(ctx, gradient):
@@ -89,76 +95,83 @@ def _loss_gradient(ctx, gradient):
 
 
 torch.library.register_autograd("virtual::forward", _gradients, setup_context=_save)
-torch.library.register_autograd("virtual::mean_square", _loss_gradient, setup_context=_save)
+torch.library.register_autograd("virtual::mean_square", _loss_gradient, setup_context=_save_input)
 
 
 class _Input(torch.autograd.Function):
     """Hands the input on; its gradient is an operation of its own."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, units):
         ctx.save_for_backward(weight)
+        ctx.units = units
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return OPS.input_gradient(gradient, *ctx.saved_tensors), None
+        return OPS.input_gradient(gradient, *ctx.saved_tensors, ctx.units), None, None
 
 
 class _Weight(torch.autograd.Function):
     """An empty value of the output's shape that the weight's gradient flows through."""
 
     @staticmethod
-    def forward(ctx, weight, x):
+    def forward(ctx, weight, x, units):
         ctx.save_for_backward(x)
+        ctx.units = units
         return weight.new_empty(()).expand(x.shape)
 
     @staticmethod
     def backward(ctx, gradient):
-        return OPS.weight_gradient(gradient, *ctx.saved_tensors), None
+        return OPS.weight_gradient(gradient, *ctx.saved_tensors, ctx.units), None, None
 
 
 class _Both(torch.autograd.Function):
     """The forward; its gradient goes to both, so that each can be asked for alone."""
 
     @staticmethod
-    def forward(ctx, x, weight, through):
-        return OPS.forward(x, weight)
+    def forward(ctx, x, weight, units, through):
+        return OPS.forward(x, weight, units)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None, gradient
+        return gradient, None, None, gradient
 
 
 class Layer(nn.Module):
-    """Captured, it is one operation whose gradients are two; run as it is, three nodes of
-    autograd, of which torch.distributed.pipelining can run the gradients apart."""
+    """A layer that takes some units of time for its forward and for each of its gradients.
 
-    def __init__(self):
+    Captured, it is one operation whose gradients are two; run as it is, three nodes of autograd,
+    of which torch.distributed.pipelining can run the gradients apart.
+    """
+
+    def __init__(self, units: int = 1):
         super().__init__()
+        self.units = units
         self.weight = nn.Parameter(torch.rand(1, WIDTH) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return OPS.forward(x, self.weight)
-        fixed = self.weight.detach()
-        return _Both.apply(_Input.apply(x, fixed), fixed, _Weight.apply(self.weight, x.detach()))
+            return OPS.forward(x, self.weight, self.units)
+        fixed, units = self.weight.detach(), self.units
+        through = _Weight.apply(self.weight, x.detach(), units)
+        return _Both.apply(_Input.apply(x, fixed, units), fixed, units, through)
 
 
 _SLEEPING = {OPS.forward.default, OPS.input_gradient.default, OPS.weight_gradient.default}
 
 
-def operations(body: fx.GraphModule) -> int:
-    """How many operations of a body sleep."""
-    return sum(node.target in _SLEEPING for node in body.graph.nodes)
+def units(body: fx.GraphModule) -> int:
+    """How many units of time the operations of a body sleep."""
+    return sum(node.args[-1] for node in body.graph.nodes if node.target in _SLEEPING)
 
 
 def seconds_alone(rows: int, repeats: int = 20) -> float:
-    """What one operation takes when nothing else runs: sleeps end some microseconds late."""
+    """What a unit takes when nothing else runs: sleeps end some microseconds late."""
     x, weight = torch.rand(rows, WIDTH), torch.rand(1, WIDTH)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        OPS.forward(x, weight)
+        OPS.forward(x, weight, 1)
         times.append(time.perf_counter() - start)
     return statistics.median(times)

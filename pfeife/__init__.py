@@ -17,6 +17,7 @@ from pfeife.passes import (
 )
 from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Schedule, Timeline
 from pfeife.program import Call, Kind, Port, Program, Role, verify
+from pfeife.runtime.failure import PipelineError
 
 __all__ = [
     "Action",
@@ -25,6 +26,7 @@ __all__ = [
     "Kind",
     "Machine",
     "Mesh",
+    "PipelineError",
     "Plan",
     "Port",
     "Program",

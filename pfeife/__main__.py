@@ -1,6 +1,7 @@
 """The command line: `python -m pfeife`, or `pfeife`."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ import torch
 from pfeife import plain, report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
-from pfeife.progress import bar
-from pfeife.runtime.world import join_world, leave_world
+from pfeife.progress import shown
+from pfeife.runtime.meeting import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,12 +56,13 @@ def _bench_network(given: argparse.Namespace) -> int:
         )
         return 2
     first = world.rank == 0
-    found = bench_network(
-        sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
-        repeats=given.repeats,
-        device=device,
-        progress=bar("links") if first else None,
-    )
+    with shown(logging.getLogger("pfeife"), rank=world.rank).phase("links") as phase:
+        found = bench_network(
+            sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
+            repeats=given.repeats,
+            device=device,
+            progress=phase.progress,
+        )
     if first:
         print(report.network_table(found))
         if given.out:

@@ -44,6 +44,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "broken_guard",
+    "compilation",
     "flop_formulas",
     "frame_arguments",
     "inductor",
@@ -53,6 +54,7 @@ __all__ = [
     "marked_dims",
     "placeholder_source",
     "source_root",
+    "trace_artifact",
 ]
 
 
@@ -162,3 +164,29 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
     if dims is None:
         raise ValueError(f"in_dims={in_dims!r} does not fit the arguments of the step")
     return dims
+
+
+def compilation() -> Any:
+    """Which compilation Dynamo is in, for `trace_artifact`; None outside of one."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.try_get()
+    if current is None:
+        return None
+    kept = CompileContext(current.compile_id)  # alone: torch goes on with its own
+    kept.attempt = current.attempt
+    return kept
+
+
+def trace_artifact(name: str, encoding: str, text: Callable[[], str], compilation: Any) -> None:
+    """Adds a text to torch's structured trace, which TORCH_TRACE turns on and tlparse shows.
+
+    `encoding` is "string" or "json"; tlparse lists it under the `compilation`. Where nothing is
+    traced, `text` is not called. There is no public way into that trace; without it these
+    artifacts alone would be missing.
+    """
+    from torch._guards import compile_context
+    from torch._logging._internal import trace_structured_artifact
+
+    with compile_context(compilation):
+        trace_structured_artifact(name, encoding, text)

@@ -11,34 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch, plain
+from pfeife.artifacts import Artifacts
+from pfeife.build import Builder
 from pfeife.call import Compiled, run_step
-from pfeife.capture import Captured
-from pfeife.compilers import BodyCompiler, compile_bodies
-from pfeife.cost import default_machine, estimate, machine, measure, memory_curves
+from pfeife.cost import machine
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from, versions
-from pfeife.passes import (
-    annotate,
-    compose,
-    dp_wrap,
-    fuse,
-    insert_send_recv,
-    partition,
-    place,
-    split_backward,
-)
-from pfeife.plan import Costs, Machine, Mesh, Network, Plan
-from pfeife.program import Kind, Port, Program, Role, holders
-from pfeife.progress import bar
-from pfeife.runtime.distributed import DistributedPipeline
-from pfeife.runtime.failure import Refusal
-from pfeife.runtime.local import LocalPipeline
-from pfeife.runtime.world import World, join_world
-from pfeife.sched import follow, lower, policy, split_at, splits, verify_schedule
-from pfeife.sched import plan as make_plan
+from pfeife.plan import Machine, Network
+from pfeife.progress import shown
+from pfeife.runtime.meeting import join_world
+from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")
 _CPU = torch.device("cpu")
@@ -47,27 +31,27 @@ _CPU = torch.device("cpu")
 class Backend:
     """A compile backend with its options bound.
 
-    `compiled` lists what it has built so far, `homes` the stages that hold each parameter and
-    updated buffer: with a rank a process, later graphs of the same model (without gradients,
-    say) keep to them.
+    `compiled` lists what it has built so far. With a rank a process, later graphs of the same
+    model (without gradients, say) keep its state where the first has put it.
     """
 
     def __init__(self, options: Options):
         self.options = options
+        self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
-        self.homes = WeakIdKeyDictionary()  # (stage, rank)s by parameter or buffer
-        self.placed: tuple[int, ...] | None = None  # the ranks of the stages that they are about
         if options.schedule != "search":
             policy(options.schedule)
         given = options.machine
-        self._machine = given if isinstance(given, Machine | None) else machine(given)
+        target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
-        self._network = links if isinstance(links, Network | None) else _measured(links)
+        network = links if isinstance(links, Network | None) else _measured(links)
+        self.builder = Builder(options, target, network)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
         for each shape that it is called with."""
         graph = BatchedGraph(module, examples)
+        artifacts = Artifacts(_torch.compilation())
         known: dict[tuple, Compiled] = {}
 
         def run(*args: Any) -> list[torch.Tensor]:
@@ -77,11 +61,14 @@ class Backend:
             if world:
                 with world.building("the arguments of a step"):
                     world.check_agreement(self._called_with(args), "the arguments of this call")
-            if key not in known:
-                with world.building("a step") if world else contextlib.nullcontext():
-                    known[key] = self._build(graph, args, world, device)
-                self.compiled.append(known[key])
-            return run_step(known[key], self.options, args)
+            if key in known:
+                return run_step(known[key], self.options, args)
+            rank = world.rank if world else 0
+            show = shown(log, progress=self.options.progress, rank=rank)
+            with world.building("a step") if world else contextlib.nullcontext():
+                known[key] = self.builder.build(graph, args, world, device, show, artifacts)
+            self.compiled.append(known[key])
+            return run_step(known[key], self.options, args, show)
 
         return run
 
@@ -90,210 +77,7 @@ class Backend:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         shapes = [f"a tensor of {a.dtype} {list(a.shape)} on {a.device.type}" for a in tensors]
         trains = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
-        return "\n".join([*versions(), str(self.options), trains, *shapes])
-
-    def _build(
-        self, graph: BatchedGraph, args: Sequence[Any], world: World | None, device: torch.device
-    ) -> Compiled:
-        options = self.options
-        captured = graph.captured(args, options)
-        many = world is not None
-        target = self._machine or default_machine(device)
-        clusters = fuse(boundaries=options.split_at)(captured.program)  # type: ignore[arg-type]
-        # With the loss outside the gradients arrive when all forwards are done.
-        order = options.schedule if captured.program.ports(Role.LOSS) else "gpipe"
-        split = splits(order) and bool(captured.program.ports(Role.TANGENT))
-        whole, clusters = clusters, split_backward()(clusters) if split else clusters
-        clusters = annotate(self._costs(clusters, target, world))(clusters)
-        if world:
-            world.check_agreement(f"{options}\n{clusters}", "the captured program")
-        slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self._known_homes(captured.program, slots) if many else {}
-        wishes = {
-            "machine": target,
-            "schedule": order,
-            "cuts": self._cuts(clusters, homes),
-            "placement": self.placed if homes else None,
-        }
-        plan, program = self._planned(whole, clusters, wishes, world)
-        mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-        devices = self._devices(mesh, many)
-        if devices:
-            program = place(devices)(program)
-        schedule = verify_schedule(lower(plan.schedule, program))
-        bodies = self._bodies(program, world)
-        pipeline: DistributedPipeline | LocalPipeline
-        if world:
-            limit = options.timeout
-            pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-            self._settle(captured, program, plan.stage_ranks, args, world)
-        else:
-            pipeline = LocalPipeline(program, schedule, devices, bodies)
-        log.info("%d clusters in %d stages on %d ranks", clusters.units, plan.stages, mesh.size)
-        return Compiled(captured, clusters, plan, program, schedule, pipeline)
-
-    def _planned(
-        self,
-        whole: Program,
-        clusters: Program,
-        wishes: Mapping[str, Any],
-        world: World | None,
-    ) -> tuple[Plan, Program]:
-        """The plan of the `clusters` with costs, and the ranks' program; planned again with less
-        memory as long as the account of every byte says that a rank would need more than its
-        limit. `whole` are the clusters before their backwards were split, `wishes` those for the
-        planner that are not options."""
-        options = self.options
-        split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
-        ranks = world.size // options.replicas if world else None
-        ranks = len(options.devices) if options.devices else ranks
-        by_rank = not options.split_at and wishes["schedule"] != "search"
-        limit, worst = options.memory_limit, 0
-        refused: ValueError | None = None
-        for _ in range(6):
-            make = functools.partial(
-                make_plan,
-                clusters,
-                **wishes,
-                microbatches=options.microbatches // options.replicas,
-                stages=options.stages or (ranks if by_rank else None),
-                ranks=ranks,
-                memory_limit=limit,
-                network=self._network,
-                search_seconds=options.search_seconds,
-            )
-            try:
-                plan = self._decided(make, world) if world else make()
-            except ValueError as error:
-                if not worst:
-                    raise
-                refused = error
-                break
-            mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-            passes = [insert_send_recv(), dp_wrap(mesh)]
-            if split and plan.recompute:  # which part repeats what is known of whole backwards
-                program = compose(partition(plan), split_backward(), *passes)(whole)
-            else:
-                program = compose(partition(plan), *passes)(clusters)
-            if limit is None or options.memory_limit is None:
-                return plan, program
-            curves = memory_curves(program, lower(plan.schedule, program))
-            worst = max(curve.peak for curve in curves)
-            if worst <= options.memory_limit:
-                return plan, program
-            limit = int(limit * min(0.97, options.memory_limit / worst))
-        raise ValueError(
-            f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
-            "worst rank; use more stages, smaller microbatches or a larger limit"
-        ) from refused
-
-    @staticmethod
-    def _decided(make: Callable[[], Plan], world: World) -> Plan:
-        """Rank 0's plan, or its reason that there is none, on every rank."""
-        return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
-
-    def _costs(self, clusters: Program, target: Machine, world: World | None) -> Costs:
-        if self.options.costs == "estimate":
-            return estimate(clusters, target)
-        cache = Path(self.options.cache) if self.options.cache else None
-        shown = bar("measuring") if world is None or world.rank == 0 else None
-        given = self.options.compiler
-        compiler = None if given == "aot_eager" else BodyCompiler(given)
-        return measure(clusters, compiler=compiler, cache=cache, progress=shown)
-
-    def _bodies(self, program: Program, world: World | None) -> dict[str, Callable]:
-        """The compiled bodies of a rank, or of all in this process. If one of several processes
-        cannot compile its own, all refuse."""
-        make = functools.partial(
-            compile_bodies,
-            program,
-            self.options.compiler,
-            cuda_graphs=self.options.cuda_graphs,
-            progress=bar("compiling") if world is None or world.rank == 0 else None,
-        )
-        if world is None:
-            return make()
-        bodies, refusal = {}, ""
-        try:
-            bodies = make(rank=world.rank % (world.size // program.replicas))
-        except ValueError as error:
-            refusal = str(error)
-        for other, text in enumerate(world.from_all_ranks(refusal)):
-            if text:
-                raise Refusal(f"rank {other}: {text}")
-        return bodies
-
-    def _cuts(
-        self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
-    ) -> tuple[int, ...] | None:
-        """Cuts that are given: by where the state is at home already, or by the options."""
-        if homes:
-            return follow(
-                clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}
-            )
-        return split_at(clusters, self.options.split_at) if self.options.split_at else None
-
-    def _settle(
-        self,
-        captured: Captured,
-        program: Program,
-        placed: tuple[int, ...],
-        args: Sequence[Any],
-        world: World,
-    ) -> None:
-        """Notes which stages hold which state. What is new here must have the same values on
-        every rank: else one of them holds stale ones, or was given another batch."""
-        slots = dict(zip(captured.arguments, args, strict=True))
-        found = holders(program, Role.PARAMETER, Role.BUFFER)
-        homes = {
-            port.fqn: frozenset((call.unit, call.rank) for call in found.get(port.fqn, ()))
-            for port in self._trained(program)
-        }
-        known = self._known_homes(program, slots)
-        fresh = {
-            port.fqn: slots[port.name]
-            for port in program.inputs
-            if port.name in slots
-            and (port.fqn not in known or known[port.fqn] != homes.get(port.fqn))
-        }
-        wrong = world.differing(fresh)
-        if wrong:
-            raise Refusal(
-                f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
-                "given the whole batch, and seeded alike before the model is made; a model that "
-                "another compiled step has trained in parts runs with that step's pfeife.compile "
-                "or pfeife.backend object"
-            )
-        for port in self._trained(program):
-            self.homes[slots[port.name]] = homes[port.fqn]
-        self.placed = self.placed or placed
-
-    @staticmethod
-    def _trained(program: Program) -> list[Port]:
-        """State that training changes: parameters, and buffers that are updated."""
-        updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
-        ports = program.ports(Role.PARAMETER, Role.BUFFER)
-        return [p for p in ports if p.role == Role.PARAMETER or p.fqn in updated]
-
-    def _known_homes(
-        self, program: Program, slots: Mapping[str | None, Any]
-    ) -> dict[str, frozenset[tuple[int, int]]]:
-        """Where earlier programs have put this program's state, by canonical names."""
-        ports = program.ports(Role.PARAMETER, Role.BUFFER)
-        return {p.fqn: self.homes[slots[p.name]] for p in ports if slots[p.name] in self.homes}
-
-    def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
-        """The device of every rank in this process, None to leave all where it is."""
-        given = self.options.devices
-        if given is None:
-            return None
-        if many or len(given) != mesh.ranks:
-            raise ValueError(
-                f"devices={given}: this is for one process that runs all ranks of a pipeline, "
-                f"one device a rank; there are {mesh.ranks} ranks"
-                + (", a process each" if many else "")
-            )
-        return [torch.device(name) for name in given]
+        return "\n".join([*self.alike, trains, *shapes])
 
 
 def _measured(path: str | os.PathLike[str]) -> Network:

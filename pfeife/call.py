@@ -1,5 +1,6 @@
 """One call of a compiled step: from its arguments to results that autograd can use."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from pfeife.microbatch import cut, join
 from pfeife.options import Options
 from pfeife.plan import Plan, Schedule
 from pfeife.program import STATE_ROLES, Program, Role
+from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.interpret import Observer, Watch
 from pfeife.runtime.local import LocalPipeline
 
 
@@ -28,13 +31,16 @@ class Compiled:
     pipeline: LocalPipeline | DistributedPipeline
 
 
-def run_step(compiled: Compiled, options: Options, args: Sequence[Any]) -> list[torch.Tensor]:
-    """One call of the compiled step: results in Dynamo's order, wired to autograd."""
+def run_step(
+    compiled: Compiled, options: Options, args: Sequence[Any], show: Shown | None = None
+) -> list[torch.Tensor]:
+    """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
+    given for the first one, which takes longest."""
     program = compiled.captured.program
     slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
     trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
     leaves = {p.fqn: slots[p.name] for p in program.inputs if p.name in slots and p.fqn in trained}
-    call = Call(compiled, options, slots, tuple(leaves))
+    call = Call(compiled, options, slots, tuple(leaves), show)
     if program.ports(Role.TANGENT) and torch.is_grad_enabled():
         return list(_PipelinedStep.apply(call, *leaves.values()))
     return list(call.forward())
@@ -44,8 +50,14 @@ class Call:
     """One call of the step, from its inputs to its gradients."""
 
     def __init__(
-        self, compiled: Compiled, options: Options, slots: dict[str, Any], leaves: tuple[str, ...]
+        self,
+        compiled: Compiled,
+        options: Options,
+        slots: dict[str, Any],
+        leaves: tuple[str, ...],
+        show: Shown | None = None,
     ):
+        self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
         self.compiled, self.options, self.slots, self.leaves = compiled, options, slots, leaves
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
@@ -64,7 +76,8 @@ class Call:
         self.step = self.compiled.pipeline.start(
             state, self._microbatches(), seed=seed, tangents=tangents
         )
-        self.step.run(backward=self.inside or not trains)
+        whole = self.inside or not trains
+        self._run("first step" if whole else "first forward", self.step, backward=whole)
         result = self.step.result()
         if self.inside:
             self.finished, self.step = result, None
@@ -82,6 +95,25 @@ class Call:
             joined["loss"] = result.loss
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in self.compiled.captured.results)
+
+    def _run(self, label: str, step: Any, **part: bool) -> None:
+        """Runs a step or a part of it; the first one is shown."""
+        if self.show is None:
+            step.run(**part)
+            return
+        with self.show.phase(label) as phase:
+            step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
+
+    def _watch(self, progress: Progress) -> Watch:
+        """Counts the actions of rank 0; of several replicas those of the first that begins."""
+        total, begun = len(self.compiled.schedule.ranks[0]), itertools.count()
+
+        def watch(rank: int) -> Observer:
+            if rank or next(begun):
+                return lambda action: None
+            return lambda action: progress(next(self.done), total)
+
+        return watch
 
     def _version(self, name: str) -> int:
         value = self.slots[name]
@@ -124,7 +156,7 @@ class Call:
             )
         step, self.step = self.step, None
         step.set_tangents(self._tangents(gradients))
-        step.run(forward=False)
+        self._run("first backward", step, forward=False)
         return self._gradients(step.result(outputs=False))
 
     def _tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:

@@ -221,6 +221,15 @@ def trace(
     return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
 
 
+def _cancel_transposes(graph: fx.Graph) -> None:
+    """Reads a matrix itself instead of the transpose of its transpose, of which autograd makes
+    four for every linear layer."""
+    transpose = torch.ops.aten.t.default
+    for node in graph.nodes:
+        if node.target is transpose and node.args[0].target is transpose:
+            node.replace_all_uses_with(node.args[0].args[0])
+
+
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -234,6 +243,7 @@ class _Porter:
         loss: int | None,
         result_dims: Sequence[int | None],
     ):
+        _cancel_transposes(joint.graph)
         joint.graph.eliminate_dead_code()
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
         self.by_name = {_registered(argument): argument for argument in arguments}

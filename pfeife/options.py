@@ -20,6 +20,11 @@ def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
 
 
+def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
+
+
 def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if value is not None and not isinstance(value, Machine | str | os.PathLike):
         raise ValueError(
@@ -44,6 +49,13 @@ def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     _of(int | float, "seconds")(instance, attribute, value)
     if not 0 < value < math.inf:
         raise ValueError(f"option {attribute.name}={value!r}: must be positive")
+
+
+def _compiler(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    try:
+        checked(value)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
 
 
 def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -81,6 +93,7 @@ class Options:
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    progress: whether rank 0 shows its progress on standard error, if that is a terminal.
     """
 
     microbatches: int = attrs.field(default=1, validator=_count)
@@ -110,10 +123,11 @@ class Options:
     timeout: float = attrs.field(default=300.0, validator=_seconds)
     compiler: str | Compiler = attrs.field(
         default="aot_eager",
-        validator=lambda _, __, value: checked(value),
+        validator=_compiler,
         repr=compiler_name,  # the same on every rank
     )
-    cuda_graphs: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    cuda_graphs: bool = attrs.field(default=False, validator=_flag)
+    progress: bool = attrs.field(default=True, validator=_flag, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.microbatches % self.replicas:

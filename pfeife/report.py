@@ -1,5 +1,6 @@
-"""Results as people read them: text tables of plans and timelines."""
+"""Results as people read them: text tables of programs, plans and timelines."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,7 +8,7 @@ from itertools import pairwise
 from pfeife.compare import Compared
 from pfeife.cost import stage_memory
 from pfeife.plan import MemoryCurve, Network, Plan, Timeline
-from pfeife.program import Program, Role, holders, messages
+from pfeife.program import Program, Role, holders, messages, receive, send
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
@@ -23,6 +24,35 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
         return "  ".join(fitted).rstrip()
 
     return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def calls_table(program: Program) -> str:
+    """A row a call of a graph of clusters or stages: where it runs, and its seconds."""
+    rows = [
+        (
+            call.node,
+            call.kind.name.lower().replace("_", " "),
+            call.unit,
+            "" if call.rank is None else call.rank,
+            "" if call.seconds is None else f"{1e3 * call.seconds:.3f} ms",
+        )
+        for call in program.calls
+    ]
+    return table(rows, ("call", "kind", "unit", "rank", "time"))
+
+
+def rank_part(program: Program, rank: int) -> str:
+    """What one rank does for a microbatch, from a program with messages: its calls, sends and
+    receives, a line each."""
+    calls = {call.node for call in program.calls if call.rank == rank}
+    lines = [
+        node.format_node()
+        for node in program.module.graph.nodes
+        if node.name in calls
+        or (node.target is send and node.args[1] == rank)
+        or (node.target is receive and node.args[2] == rank)
+    ]
+    return "\n".join(map(str, lines))
 
 
 def plan_table(plan: Plan, program: Program) -> str:
@@ -87,6 +117,28 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
         for column in range(first, max(last, first + 1)):
             rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """A timeline as JSON that chrome://tracing and Perfetto open: a row a rank, times in us."""
+    events = [
+        {
+            "name": str(event.action),
+            "cat": event.action.do.name.lower(),
+            "ph": "X",
+            "ts": 1e6 * event.start,
+            "dur": 1e6 * (event.end - event.start),
+            "pid": 0,
+            "tid": event.rank,
+            "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
+        }
+        for event in timeline.events
+    ]
+    named = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({event.rank for event in timeline.events})
+    ]
+    return json.dumps({"traceEvents": [*named, *events]}, allow_nan=False)
 
 
 def summary(plan: Plan, program: Program) -> str:

@@ -6,7 +6,9 @@ Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 import copy
 import faulthandler
 import gc
+import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -23,9 +25,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
+from pfeife.runtime.meeting import join_world
 from pfeife.runtime.profile import profile_memory
-from pfeife.runtime.world import join_world
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")
@@ -154,8 +156,23 @@ def check_steps_that_overlap() -> None:
     assert not any(pipeline.transport.leaving.values())
 
 
-def check_a_thousand_steps() -> None:
-    """Nothing grows: tensors, file descriptors, threads."""
+def check_a_line_a_direction() -> None:
+    """As under NCCL: every direction between two ranks has a process group of its own."""
+    pipeline, state, microbatches = interleaved()
+    expected = pipeline(state, microbatches)
+    world = pipeline.transport.world
+    pipeline.transport = DistributedTransport(world, pipeline.mesh, pipeline.program, edges=True)
+    found = pipeline(state, microbatches)
+    lines = {id(group) for group, _ in [*pipeline.transport.out.values()]}
+    lines |= {id(group) for group, _ in [*pipeline.transport.into.values()]}
+    assert len(lines) == 2 and id(world.line.group) not in lines
+    assert torch.equal(found.loss, expected.loss)
+    for name, gradient in found.gradients.items():
+        assert torch.equal(gradient, expected.gradients[name])
+
+
+def interleaved() -> tuple:
+    """A pipeline of two stages a rank, with its state and microbatches."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     microbatches = [(torch.randn(2, 4),) for _ in range(4)]
@@ -166,7 +183,12 @@ def check_a_thousand_steps() -> None:
     )
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
-    state = pfeife.state_of(program, net)
+    return pipeline, pfeife.state_of(program, net), microbatches
+
+
+def check_a_thousand_steps() -> None:
+    """Nothing grows: tensors, file descriptors, threads."""
+    pipeline, state, microbatches = interleaved()
 
     def resources() -> tuple[int, int, int]:
         gc.collect()
@@ -197,6 +219,43 @@ def check_a_refusal_on_one_rank() -> None:
     else:
         raise AssertionError("rank 0's refusal was lost")
     assert world.decided_by_rank_zero(lambda: "plan") == "plan"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Lines(logging.Handler):
+    """A log handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def check_what_is_shown() -> None:
+    """Bars on rank 0 alone; the log has the same lines everywhere, of a lower level elsewhere."""
+    one, lines, stderr, log = case("GPT"), Lines(), sys.stderr, logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    sys.stderr = terminal = Terminal()
+    try:
+        pfeife.compile(one.step, microbatches=2, costs="measure")(*one.batch(4)).backward()
+    finally:
+        sys.stderr = stderr
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    first = dist.get_rank() == 0
+    shown = terminal.getvalue()
+    assert ("first step [" in shown and "measuring [" in shown) if first else not shown, shown
+    found = [(r.levelno, r.getMessage()) for r in lines.records if ", " in r.getMessage()]
+    level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
+    for label in ("capturing", "measuring", "planning", "building", "first step"):
+        assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
 
 
 def check_loss_outside() -> None:
@@ -377,10 +436,12 @@ def checks(world: int) -> dict:
             "loss outside": check_loss_outside,
             "placement is kept": check_placement_is_kept,
             "a thousand steps": check_a_thousand_steps,
+            "a line a direction": check_a_line_a_direction,
             "steps that overlap": check_steps_that_overlap,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
             "compilers": check_compilers,
+            "what is shown": check_what_is_shown,
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)

@@ -130,3 +130,17 @@ def test_parts_of_a_step():
     assert_same(pipeline(state, microbatches), step.result())
     with pytest.raises(RuntimeError, match="has run already"):
         step.run(forward=False)
+
+
+def test_torchrun_starts_again_from_a_checkpoint(tmp_path):
+    losses = {}
+    for fault in ("none", "SIGKILL", "exception"):
+        (tmp_path / fault).mkdir()
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = str(ROOT / "tests" / "restart.py")
+        command += ["--max-restarts", "1", script, str(tmp_path / fault), fault]
+        code, _, error = bounded(command, 200)
+        assert code == 0, error[-4000:]
+        assert ("failed (exitcode" in error) == (fault != "none")
+        losses[fault] = [(tmp_path / fault / f"loss {rank}").read_text() for rank in range(2)]
+    assert losses["SIGKILL"] == losses["exception"] == losses["none"]

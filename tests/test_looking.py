@@ -1,6 +1,5 @@
-"""What people look at: comparisons, tables, the bar, the command line."""
+"""What people look at: comparisons, tables, the command line."""
 
-import io
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pfeife.__main__ import main
 from pfeife.compare import compare_memory, compare_times
 from pfeife.cost import estimate, machine, machines, memory_curves
 from pfeife.plan import Event, Link, MemoryCurve, MemoryPoint, Network, Timeline, parse_action
-from pfeife.progress import bar
 
 
 def timeline(*ends: float) -> Timeline:
@@ -59,25 +57,6 @@ def test_memory_is_compared_by_action_and_in_total():
     assert (single.action, single.predicted, single.measured) == (action, 6, 10)
     assert "16 B" in report.comparison_table((total, single))
     assert plain.from_json(MemoryCurve, plain.to_json(one)) == one
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_bar_is_for_terminals_and_long_work():
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        progress = bar("work", after=0.0, to=stream, width=4)
-        progress(1, 2)
-        progress(2, 2)
-    assert terminal.getvalue() == "\rwork [##..] 1/2\rwork [####] 2/2\n"
-    assert file.getvalue() == ""
-    short = Terminal()
-    progress = bar("work", after=60.0, to=short)
-    progress(1, 1)
-    assert short.getvalue() == "", "done in a moment"
 
 
 def test_a_measured_network_changes_the_plan():

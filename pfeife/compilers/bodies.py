@@ -65,12 +65,14 @@ def compile_bodies(
             raise ValueError(_failure(call, body, compiler, error)) from error
         found[call.node] = _separated(run, _exported(program, call))
         if run == body.forward:
-            log.info("compiler %s: %s: it has effects, so it runs as its graph", name, _words(call))
+            log.debug(
+                "compiler %s: %s: it has effects, so it runs as its graph", name, _words(call)
+            )
         elif draws(body):
-            log.info("compiler %s: %s: its draws run as they are", name, _words(call))
+            log.debug("compiler %s: %s: its draws run as they are", name, _words(call))
         if progress:
             progress(index + 1, len(calls))
-    log.info("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(known))
+    log.debug("compiler %s: %d bodies, %d distinct pieces", name, len(calls), len(known))
     return found
 
 

@@ -1,6 +1,7 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
 import copy
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ from pfeife.program import Port, Program, Reduction, Role, messages
 from pfeife.runtime.failure import describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
+from pfeife.runtime.meeting import join_world
 from pfeife.runtime.parts import Parts
-from pfeife.runtime.world import World, join_world
+from pfeife.runtime.world import World
 
 End = tuple[Any, int]  # a process group, and the other rank as it counts
 
@@ -334,8 +336,7 @@ class DistributedStep:
         keys: Sequence[tuple[int, Port]],
     ) -> Tensors:
         world = self.transport.world
-        dense = [torch.empty(p.shape, dtype=p.dtype, device="meta") for _, p in keys]
-        envelope = Envelope(tuple(Layout.of(value) for value in dense))
+        envelope = _dense(tuple((port.shape, port.dtype) for _, port in keys))
         if world.rank == source:
             values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
             pieces = envelope.pack(values)
@@ -344,3 +345,10 @@ class DistributedStep:
         for piece in pieces:
             world.broadcast(piece, source)
         return values
+
+
+@functools.lru_cache(maxsize=64)
+def _dense(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Envelope:
+    """The message of contiguous values of such shapes and dtypes; every step asks for the same."""
+    values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+    return Envelope(tuple(Layout.of(value) for value in values))

@@ -78,7 +78,8 @@ def failure_of(error: BaseException, rank: int, where: str) -> Failure:
     """What the other ranks are told of an exception on this one."""
     cause = "".join(traceback.format_exception_only(type(error), error)).splitlines()
     text = cause[0] if len(cause) == 1 else " ".join([cause[0], *_lines(error)])
-    return Failure(rank, where, text[:_LONGEST], model_line(error))
+    plain_text = text[:_LONGEST].encode("utf-8", "backslashreplace").decode()
+    return Failure(rank, where, plain_text, model_line(error))
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -3,6 +3,7 @@
 It goes over the store of torch.distributed's process group, on a thread of its own.
 """
 
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ import attrs
 from torch import distributed as dist
 
 from pfeife import plain
-from pfeife.runtime.failure import Failure
+from pfeife.runtime.failure import Failure, PipelineError
 
 BEAT = 0.5  # seconds between two signs of life
 ANSWER = 5.0  # seconds in which the store answers, unless it is lost
@@ -195,3 +196,18 @@ def _round(
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return list(plain.from_json(tuple[int, ...], store.get(verdict).decode()))
+
+
+def met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
+    """The round in which all ranks have met; raises PipelineError if some are missing."""
+    number, missing = roll_call(store, rank, size, timeout, first)
+    if not missing:
+        return number
+    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
+    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
+    raise PipelineError(Failure(missing[0], "", cause))
+
+
+def kept_by_torchrun() -> bool:
+    """Whether torchrun keeps the store, which else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

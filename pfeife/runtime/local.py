@@ -13,6 +13,7 @@ from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
 from pfeife.runtime.parts import Parts
+from pfeife.runtime.peer_copy import PeerCopies, made_by_now
 
 
 class Aborted(RuntimeError):
@@ -24,7 +25,7 @@ class LocalWorld:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.channels: dict[tuple[int, int], deque[Tensors]] = {}
+        self.channels: dict[tuple[int, int], deque[tuple[Tensors, Any]]] = {}
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
         self.reduced: dict[str, torch.Tensor] = {}
         self.failed = False
@@ -40,6 +41,7 @@ class LocalTransport:
 
     def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
         self.world, self.rank, self.offset, self.device = world, rank, offset, device
+        self.copies = PeerCopies(device) if device is not None else None
 
     def expect(self, source: int, channel: Channel) -> None:
         pass
@@ -48,8 +50,9 @@ class LocalTransport:
         channel = (self.offset + self.rank, self.offset + destination)
         for value, layout in zip(values, envelope.layouts, strict=True):
             layout.check(value)
+        ready = made_by_now(values)
         with self.world.changed:
-            self.world.channels.setdefault(channel, deque()).append(values)
+            self.world.channels.setdefault(channel, deque()).append((values, ready))
             self.world.changed.notify_all()
 
     def release(self, destination: int, count: int) -> None:
@@ -62,10 +65,8 @@ class LocalTransport:
             self.world.changed.wait_for(lambda: queue or self.world.failed)
             if self.world.failed:
                 raise Aborted(f"rank {self.rank} stops: another rank failed")
-            values = queue.popleft()
-        if self.device is None:
-            return values
-        return tuple(value.to(self.device, non_blocking=True) for value in values)
+            values, ready = queue.popleft()
+        return values if self.copies is None else self.copies(values, ready)
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs."""

@@ -1,12 +1,10 @@
-"""The processes that work together: they meet, agree, wait for one another and stop together."""
+"""The processes that work together: they agree, wait for one another and stop together."""
 
-import atexit
 import contextlib
 import hashlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -15,65 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pfeife import plain
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
-from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, roll_call
+from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, kept_by_torchrun, met
+from pfeife.runtime.line import Line
 
 log = logging.getLogger("pfeife")
 
-TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
 GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
 SLICE = timedelta(seconds=0.5)
-_CUT = 2**30  # the tag of the receive that nobody ever answers
 _BUILDING = "building: "
-
-
-class Line:
-    """A process group of ours that can be cut: then all that waits for its messages fails.
-
-    Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
-    there is one that nobody ever answers. Gloo's groups are made without torch.distributed's list
-    of groups: that names them by their number, which ranks that failed at other moments do not
-    agree on, and holds their sockets for ever.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        device: torch.device,
-        timeout: float,
-        store: dist.Store,
-        purpose: str,
-    ):
-        self.ranks, self.device = tuple(ranks), device
-        self.mine = dist.get_rank() in self.ranks
-        limit = timedelta(seconds=timeout)
-        self.group: Any = None
-        if device.type == "cuda":
-            self.group = dist.new_group(self.ranks, timeout=limit)
-        elif self.mine:
-            own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
-            place = self.index(dist.get_rank())
-            self.group = dist.ProcessGroupGloo(own, place, len(self.ranks), limit)
-        if self.mine:  # how long to wait is decided where it is waited
-            self.group.set_timeout(timedelta(days=1))
-        self.lock = threading.Lock()
-        self.never: dist.Work | None = None
-        if self.mine and len(self.ranks) > 1 and device.type != "cuda":
-            other = (self.index(dist.get_rank()) + 1) % len(self.ranks)
-            self.never = self.group.recv([torch.zeros(1)], other, _CUT)
-
-    def index(self, rank: int) -> int:
-        """A rank of the world as the group counts."""
-        return self.ranks.index(rank)
-
-    def cut(self) -> None:
-        with self.lock:
-            if self.never is not None:
-                with contextlib.suppress(RuntimeError):
-                    self.never.wait(timedelta(milliseconds=1))
-                self.never = None
-            elif self.mine and self.device.type == "cuda":
-                self.group.abort()
+LONGEST = 10  # times the timeout that a rank may prepare something while others wait
 
 
 class World:
@@ -94,7 +44,7 @@ class World:
         self.store: Any = before.store if before else self._store()
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
-        self.generation: int = _met(self.store, self.rank, self.size, timeout, first)
+        self.generation: int = met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside = 0
@@ -209,7 +159,7 @@ class World:
         """Its process has closed the connection."""
         beats = self.lifeline.beats()
         awaited = f"while rank {self.rank} waited for it in {self.look().text}"
-        if beats is None and not _agent():
+        if beats is None and not kept_by_torchrun():
             cause = f"its process is gone, and with it the store of the process group, {awaited}"
             return Failure(0, "", cause)
         beat = (beats or {}).get(peer)
@@ -223,7 +173,7 @@ class World:
         second = self.lifeline.beats()
         limit = f"rank {self.rank} has waited {waited:.0f} s (timeout={self.timeout:g})"
         if first is None or second is None:
-            host = None if _agent() else 0
+            host = None if kept_by_torchrun() else 0
             cause = "the store of the process group, which its process keeps, does not answer"
             return Failure(peer if host is None else host, "", f"{cause}; {limit}")
         at, seen = peer, set[int]()
@@ -241,7 +191,8 @@ class World:
         return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective operation of all ranks, or of some."""
+        """Waits for a collective operation of all ranks, or of some: as long as the timeout for
+        ranks that do something else, ten times as long for those that prepare what it needs."""
         begun = time.monotonic()
         while True:
             try:
@@ -249,20 +200,22 @@ class World:
                 return
             except RuntimeError as error:
                 self.check()
-                late = self._late() if time.monotonic() - begun > self.timeout else None
+                waited = time.monotonic() - begun
+                late = self._late(waited) if waited > self.timeout else None
                 if work.is_completed():  # it has failed by itself
                     raise self.lost(None, begun, error) from None
                 if late is not None:
-                    raise self._stopped(self._silent(late, time.monotonic() - begun)) from None
+                    raise self._stopped(self._silent(late, waited)) from None
 
-    def _late(self) -> int | None:
-        """A rank that neither waits nor prepares anything."""
+    def _late(self, waited: float) -> int | None:
+        """A rank that neither waits nor prepares anything, or has done so for too long."""
         beats = self.lifeline.beats() or {}
+        patient = waited < LONGEST * self.timeout
         others = [rank for rank in range(self.size) if rank != self.rank]
         working = {
             rank
             for rank, beat in beats.items()
-            if beat.doing.startswith(_BUILDING) or beat.waits_for is not None
+            if patient and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
         }
         return next((rank for rank in others if rank not in working), None)
 
@@ -290,6 +243,7 @@ class World:
         data = self._bytes(text)
         size = torch.tensor([data.numel()], device=self.device)
         self.broadcast(size, 0)
+        _check_length(int(size), 0)
         shared = (
             data
             if self.rank == 0
@@ -316,20 +270,22 @@ class World:
         """Every rank's text, on every rank (collective)."""
         data = self._bytes(text)
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
+        for rank, size in enumerate(sizes):
+            _check_length(size * self.size, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         parts = zip(self.gather(padded), sizes, strict=True)
         return [bytes(one[:size].tolist()).decode() for one, size in parts]
 
     def _bytes(self, text: str) -> torch.Tensor:
-        data = bytearray(text.encode())
+        data = bytearray(_encoded(text))
         found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
         return found.to(self.device, torch.uint8)
 
     def check_agreement(self, text: str, what: str) -> None:
         """Raises Refusal on every rank unless all ranks give the same text (collective); the
         message has the first line that differs."""
-        digest = bytearray(hashlib.sha256(text.encode()).digest())
+        digest = bytearray(hashlib.sha256(_encoded(text)).digest())
         found = self.gather(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
         others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
         if not others:
@@ -368,19 +324,13 @@ def _outside() -> Doing:
     return Doing("the program outside of a step")
 
 
-def _met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
-    """The round in which all ranks have met; raises PipelineError if some are missing."""
-    number, missing = roll_call(store, rank, size, timeout, first)
-    if not missing:
-        return number
-    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
-    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
-    raise PipelineError(Failure(missing[0], "", cause))
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
 
 
-def _agent() -> bool:
-    """Whether torchrun keeps the store, which else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _check_length(size: int, rank: int) -> None:
+    if not 0 <= size <= plain.LARGEST_FILE:
+        raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
 
 
 def _first_difference(one: str, other: str) -> tuple[str, str]:
@@ -395,67 +345,3 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
     return data.sum(dtype=torch.int64) * 1_000_003 + odd
-
-
-# torch.distributed has one default process group, and so there is one world for it.
-_worlds: list[World] = []
-
-
-def join_world(device: torch.device, timeout: float | None = None) -> World | None:
-    """The processes that this one works with (collective the first time), None if it is alone.
-
-    Initialises the default process group if torchrun started several processes and nobody has
-    done so. After a failure there is a new world: all ranks connect anew. Raises PipelineError,
-    naming them, if ranks do not arrive within `timeout` seconds.
-    """
-    limit = TIMEOUT if timeout is None else timeout
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _initialize(device, limit)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    known = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
-    if known is not None and timeout is None:
-        limit = known.timeout
-    if known is not None and not (known.failure and known.raised):
-        known.timeout = limit
-        return known
-    latest = World(device, limit, known)
-    for world in _worlds:
-        world.lifeline.end()
-    _worlds[:] = [latest]
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-    return _worlds[0]
-
-
-def _initialize(device: torch.device, timeout: float) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=timeout)
-    mine = rank == 0 and not _agent()
-    try:
-        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
-    except RuntimeError as error:
-        who = "torchrun" if _agent() else "rank 0"
-        cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
-        raise PipelineError(Failure(None if _agent() else 0, "", cause)) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
-    store = dist.PrefixStore(f"start {_met(store, rank, size, timeout)}", store)
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    atexit.register(leave_world)
-
-
-def _leave() -> None:
-    while _worlds:
-        _worlds.pop().leave()
-
-
-def leave_world() -> None:
-    """Ends the default process group if there is one."""
-    _leave()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Cuts, placement, stages a rank and schedule searched together."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,6 +10,7 @@ import attrs
 from pfeife.outline import Group, inline, outline
 from pfeife.plan import Machine, Plan, RecomputeOption, Schedule
 from pfeife.program import Kind, Program
+from pfeife.progress import Progress
 from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.layouts import (
@@ -31,7 +33,12 @@ from pfeife.sched.workload import Workload, workload_of
 
 
 def search_plan(
-    program: Program, wishes: Wishes, *, search_seconds: float = 20.0, seed: int = 0
+    program: Program,
+    wishes: Wishes,
+    *,
+    search_seconds: float = 20.0,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found in `search_seconds`.
 
@@ -54,8 +61,17 @@ def search_plan(
         search_seconds=left,
         seed=seed,
         options=lambda: _options(program, wishes.machine, duplicated),
+        tick=_ticks(began, search_seconds, progress),
     )
     return attrs.evolve(found, duplicated=duplicated)
+
+
+def _ticks(began: float, seconds: float, progress: Progress | None) -> Callable[[], None]:
+    """What tells `progress` the seconds since `began`, of how many."""
+    if progress is None:
+        return lambda: None
+    total = math.ceil(seconds)
+    return lambda: progress(min(int(time.monotonic() - began), total), total)
 
 
 def _options(
@@ -83,9 +99,10 @@ def search_workload(
     search_seconds: float = 20.0,
     seed: int = 0,
     options: Callable[[], Sequence[Sequence[RecomputeOption]]] | None = None,
+    tick: Callable[[], None] = lambda: None,
 ) -> Plan:
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
-    fastest option to the one that keeps least) where memory is short."""
+    fastest option to the one that keeps least) where memory is short. `tick` is called often."""
     deadline = time.monotonic() + search_seconds
     layouts = layouts_for(work, clusters, wishes)
     if options is not None and any(short_of_memory(layout, wishes) for layout in layouts):
@@ -93,11 +110,13 @@ def search_workload(
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
         raise ValueError(_refusal(layouts, wishes))
-    layout, found = _searched(fitting_ones, deadline, seed)
+    layout, found = _searched(fitting_ones, deadline, seed, tick)
     layout, schedule = _moved(clusters, wishes, layout, found.schedule, deadline)
     left = deadline - time.monotonic()
     if left > 0.02 * search_seconds and found.gap > 1e-6:
-        again = search_schedule(layout.problem, seconds=left, seed=seed + 2, seeds=[schedule])
+        again = search_schedule(
+            layout.problem, seconds=left, seed=seed + 2, seeds=[schedule], tick=tick
+        )
         schedule = again.schedule
     seconds = makespan(layout.problem, schedule)
     return Plan(
@@ -123,13 +142,15 @@ def _recompute(layout: Layout) -> tuple[RecomputeOption, ...]:
     return tuple(found)
 
 
-def _searched(layouts: Sequence[Layout], deadline: float, seed: int) -> tuple[Layout, Found]:
+def _searched(
+    layouts: Sequence[Layout], deadline: float, seed: int, tick: Callable[[], None]
+) -> tuple[Layout, Found]:
     """The best schedule of all layouts, in two thirds of the time."""
     left = deadline - time.monotonic()
     problems = [layout.problem for layout in layouts]
     seeds = [list(_seeds(problem, 0.2 * left / len(problems))) for problem in problems]
     share = max(0.65 * (deadline - time.monotonic()), 0.05)
-    at, found = search_placements(problems, seconds=share, seed=seed, seeds=seeds)
+    at, found = search_placements(problems, seconds=share, seed=seed, seeds=seeds, tick=tick)
     return layouts[at], found
 
 

@@ -9,6 +9,7 @@ import torch
 from pfeife.cost.memory import optimizer_bytes
 from pfeife.plan import Do, Machine, Network, Plan, Schedule
 from pfeife.program import Program, Role
+from pfeife.progress import Progress
 from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import (
     balanced,
@@ -43,6 +44,7 @@ def plan(
     search_seconds: float = 20.0,
     seed: int = 0,
     placement: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
     schedule shall be.
@@ -57,7 +59,8 @@ def plan(
     them in turn and share the limit equally.
     `placement` has the ranks of the stages where they are given. `optimizer` says what state is
     kept beside the parameters. A measured `network` takes the place of the machine's figures
-    for links. Raises ValueError if the wishes contradict each other or the program.
+    for links. A search calls `progress` with how many of its seconds are over.
+    Raises ValueError if the wishes contradict each other or the program.
     """
     machine = network.seen_by(machine) if network else machine
     by_hand = _cuts_by_hand(program, cuts, stages)
@@ -75,7 +78,9 @@ def plan(
             by_hand,
             tuple(placement[:count]) if placement else None,
         )
-        return search_plan(program, wishes, search_seconds=search_seconds, seed=seed)
+        return search_plan(
+            program, wishes, search_seconds=search_seconds, seed=seed, progress=progress
+        )
     duplicated = cheap_to_recompute(program, machine)
     clusters = clusters_of(program, duplicated)
     placed = tuple(placement[:count]) if placement else _placed(schedule, count, ranks or count)

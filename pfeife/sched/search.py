@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 import attrs
@@ -57,16 +57,17 @@ def search_schedule(
     work: int | None = None,
     seed: int = 0,
     seeds: Iterable[Schedule] = (),
+    tick: Callable[[], None] = lambda: None,
 ) -> Found:
     """The shortest schedule found that keeps to the memory, at most as long as any of `seeds`.
 
     The budget is `work`, in operations looked at: the same problem, seed and seeds give the same
     schedule. Unless given it is what an ordinary core does in `seconds`; `seconds` by the clock end
     the search in any case, and then the result says that it was `interrupted`. Seeds that do not
-    fit into the memory or deadlock are left out. Raises ValueError if one microbatch alone does
-    not fit into a rank's memory.
+    fit into the memory or deadlock are left out. `tick` is called often meanwhile. Raises
+    ValueError if one microbatch alone does not fit into a rank's memory.
     """
-    search = _Search(problem, seconds, work, seed)
+    search = _Search(problem, seconds, work, seed, tick)
     search.seed(seeds)
     search.first_rules()
     search.learn(0.3)
@@ -90,8 +91,15 @@ class _Candidate:
 class _Search:
     """The state of one search: what it found, and what is left of the budget."""
 
-    def __init__(self, problem: Problem, seconds: float, work: int | None, seed: int):
-        self.problem, self.shop = problem, compile_problem(problem)
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: float,
+        work: int | None,
+        seed: int,
+        tick: Callable[[], None],
+    ):
+        self.problem, self.shop, self.tick = problem, compile_problem(problem), tick
         self.random = Random(seed)
         self.deadline = time.monotonic() + seconds
         self.work = int(seconds * _WORK_PER_SECOND) if work is None else work
@@ -103,6 +111,7 @@ class _Search:
         self.interrupted = False
 
     def over(self) -> bool:
+        self.tick()
         if time.monotonic() > self.deadline:
             self.interrupted = True
         return self.interrupted
@@ -170,7 +179,9 @@ class _Search:
         m, few = self.shop.microbatches, 2 * self.shop.ranks
         if m < 2 * few or self.shop.operations < _LARGE or not self.open(share):
             return
-        small = _Search(attrs.evolve(self.problem, microbatches=few), math.inf, self.work, 0)
+        small = _Search(
+            attrs.evolve(self.problem, microbatches=few), math.inf, self.work, 0, self.tick
+        )
         small.deadline, small.random, small.spent = self.deadline, self.random, self.spent
         small.first_rules()
         small.change_rules(0.6 * share)
@@ -299,12 +310,14 @@ def search_placements(
     work: int | None = None,
     seed: int = 0,
     seeds: Sequence[Iterable[Schedule]] | None = None,
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[int, Found]:
     """The best of several problems, such as the same model on other placements, and which it is.
 
     A third of the budget goes to all of them alike, but for those whose bound is above what
     another one reached; the rest to the two best. `seeds[i]` are for problem i. The bound is the
-    least of all. Raises ValueError if one microbatch alone fits nowhere.
+    least of all. `tick` is called often meanwhile. Raises ValueError if one microbatch alone fits
+    nowhere.
     """
     deadline = time.monotonic() + seconds
     work = int(seconds * _WORK_PER_SECOND) if work is None else work
@@ -319,6 +332,7 @@ def search_placements(
                 work=int(share * work),
                 seed=seed,
                 seeds=starts[at],
+                tick=tick,
             )
         except ValueError as error:
             refused = str(error)
@@ -336,6 +350,7 @@ def search_placements(
             work=int(share * work),
             seed=seed + 1,
             seeds=[found[at].schedule, *starts[at]],
+            tick=tick,
         )
         evaluations = found[at].evaluations + again.evaluations
         interrupted = found[at].interrupted or again.interrupted

@@ -1,0 +1,258 @@
+"""From a captured graph to a step that can run: every phase of it, shown, logged and traced."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife import plain, report
+from pfeife.artifacts import Artifacts
+from pfeife.call import Compiled
+from pfeife.compilers import BodyCompiler, compile_bodies
+from pfeife.cost import default_machine, estimate, measure, memory_curves
+from pfeife.homes import Homes
+from pfeife.microbatch import BatchedGraph
+from pfeife.options import Options
+from pfeife.passes import (
+    annotate,
+    dp_wrap,
+    fuse,
+    insert_send_recv,
+    partition,
+    place,
+    record,
+    split_backward,
+)
+from pfeife.passes.compose import Recorded
+from pfeife.plan import Costs, Machine, Mesh, Network, Plan
+from pfeife.program import Kind, Program, Role
+from pfeife.progress import Progress, Shown
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.failure import Refusal
+from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.world import World
+from pfeife.sched import follow, lower, predict, split_at, splits, verify_schedule
+from pfeife.sched import plan as make_plan
+
+log = logging.getLogger("pfeife")
+
+
+@attrs.frozen(eq=False)
+class Builder:
+    """Builds steps with some options; `homes` is where their state is."""
+
+    options: Options
+    machine: Machine | None
+    network: Network | None
+    homes: Homes = attrs.Factory(Homes)
+
+    def build(
+        self,
+        graph: BatchedGraph,
+        args: Sequence[Any],
+        world: World | None,
+        device: torch.device,
+        show: Shown,
+        artifacts: Artifacts,
+    ) -> Compiled:
+        options = self.options
+        with show.phase("capturing") as phase:
+            captured = graph.captured(args, options)
+            phase.outcome = lambda: _counted(captured.program)
+        program = captured.program
+        artifacts.program("capture", program)
+        target = self.machine or default_machine(device)
+        # With the loss outside the gradients arrive when all forwards are done.
+        order = options.schedule if program.ports(Role.LOSS) else "gpipe"
+        whole, clusters = self._fused(program, splits(order), show, artifacts)
+        clusters = annotate(self._costs(clusters, target, show))(clusters)
+        artifacts.program("annotate", clusters)
+        if world:
+            world.check_agreement(f"{options}\n{clusters}", "the captured program")
+        slots = dict(zip(captured.arguments, args, strict=True))
+        homes = self.homes.of(program, slots) if world else {}
+        wishes = {
+            "machine": target,
+            "schedule": order,
+            "cuts": self._cuts(clusters, homes),
+            "placement": self.homes.placed if homes else None,
+        }
+        with show.phase("planning") as phase:
+            plan, history = self._planned(whole, clusters, wishes, world, phase.progress)
+            phase.outcome = lambda: f"{order}, {_described(plan, history[-1].program)}"
+        mesh = Mesh(len(plan.schedule.ranks), options.replicas)
+        devices = self._devices(mesh, world is not None)
+        if devices:
+            history = (*history, *record(history[-1].program, place(devices))[1:])
+        program = history[-1].program
+        schedule = verify_schedule(lower(plan.schedule, program))
+        predicted = functools.partial(predict, program, schedule, target, self.network)
+        artifacts.history(history)
+        artifacts.decisions(plan, schedule, predicted)
+        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
+        artifacts.ranks(program, mine)
+        bodies = self._bodies(program, world, show)
+        pipeline: DistributedPipeline | LocalPipeline
+        with show.phase("building") as phase:
+            if world:
+                limit = options.timeout
+                pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
+                self.homes.settle(captured, program, plan.stage_ranks, args, world)
+            else:
+                pipeline = LocalPipeline(program, schedule, devices, bodies)
+            actions = mesh.replicas * sum(map(len, schedule.ranks))
+            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
+        return Compiled(captured, clusters, plan, program, schedule, pipeline)
+
+    def _fused(
+        self, program: Program, split: bool, show: Shown, artifacts: Artifacts
+    ) -> tuple[Program, Program]:
+        """The clusters, and the same with their backwards split if they shall be."""
+        passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
+        if split and program.ports(Role.TANGENT):
+            passes.append(split_backward())
+        with show.phase("fusing") as phase:
+            history = record(program, *passes)
+            whole, clusters = history[1].program, history[-1].program
+            phase.outcome = lambda: f"{whole.units} clusters"
+        artifacts.history(history)
+        return whole, clusters
+
+    def _planned(
+        self,
+        whole: Program,
+        clusters: Program,
+        wishes: Mapping[str, Any],
+        world: World | None,
+        progress: Progress | None,
+    ) -> tuple[Plan, tuple[Recorded, ...]]:
+        """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
+        planned again with less memory as long as the account of every byte says that a rank would
+        need more than its limit. `whole` are the clusters before their backwards were split,
+        `wishes` those for the planner that are not options."""
+        options = self.options
+        split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
+        ranks = world.size // options.replicas if world else None
+        ranks = len(options.devices) if options.devices else ranks
+        by_rank = not options.split_at and wishes["schedule"] != "search"
+        limit, worst = options.memory_limit, 0
+        refused: ValueError | None = None
+        for _ in range(6):
+            make = functools.partial(
+                make_plan,
+                clusters,
+                **wishes,
+                microbatches=options.microbatches // options.replicas,
+                stages=options.stages or (ranks if by_rank else None),
+                ranks=ranks,
+                memory_limit=limit,
+                network=self.network,
+                search_seconds=options.search_seconds,
+                progress=progress,
+            )
+            try:
+                plan = self._decided(make, world) if world else make()
+            except ValueError as error:
+                if not worst:
+                    raise
+                refused = error
+                break
+            mesh = Mesh(len(plan.schedule.ranks), options.replicas)
+            passes = [insert_send_recv(), dp_wrap(mesh)]
+            if split and plan.recompute:  # which part repeats what is known of whole backwards
+                history = record(whole, partition(plan), split_backward(), *passes)
+            else:
+                history = record(clusters, partition(plan), *passes)
+            if limit is None or options.memory_limit is None:
+                return plan, history
+            worst = _peak(plan, history[-1].program)
+            if worst <= options.memory_limit:
+                return plan, history
+            log.debug("a plan for %d bytes a rank would need %d", limit, worst)
+            limit = int(limit * min(0.97, options.memory_limit / worst))
+        raise ValueError(
+            f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
+            "worst rank; use more stages, smaller microbatches or a larger limit"
+        ) from refused
+
+    @staticmethod
+    def _decided(make: Callable[[], Plan], world: World) -> Plan:
+        """Rank 0's plan, or its reason that there is none, on every rank."""
+        return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
+
+    def _costs(self, clusters: Program, target: Machine, show: Shown) -> Costs:
+        if self.options.costs == "estimate":
+            return estimate(clusters, target)
+        cache = Path(self.options.cache) if self.options.cache else None
+        given = self.options.compiler
+        compiler = None if given == "aot_eager" else BodyCompiler(given)
+        with show.phase("measuring") as phase:
+            return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
+
+    def _bodies(self, program: Program, world: World | None, show: Shown) -> dict[str, Callable]:
+        """The compiled bodies of a rank, or of all in this process. If one of several processes
+        cannot compile its own, all refuse."""
+        if self.options.compiler == "aot_eager" and not self.options.cuda_graphs:
+            return {}
+        bodies, refusal = {}, ""
+        try:
+            with show.phase("compiling") as phase:
+                bodies = compile_bodies(
+                    program,
+                    self.options.compiler,
+                    rank=world.rank % (world.size // program.replicas) if world else None,
+                    cuda_graphs=self.options.cuda_graphs,
+                    progress=phase.progress,
+                )
+        except ValueError as error:
+            if world is None:
+                raise
+            refusal = str(error)
+        for other, text in enumerate(world.from_all_ranks(refusal) if world else ()):
+            if text:
+                raise Refusal(f"rank {other}: {text}")
+        return bodies
+
+    def _cuts(
+        self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
+    ) -> tuple[int, ...] | None:
+        """Cuts that are given: by where the state is at home already, or by the options."""
+        if homes:
+            return follow(
+                clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}
+            )
+        return split_at(clusters, self.options.split_at) if self.options.split_at else None
+
+    def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
+        """The device of every rank in this process, None to leave all where it is."""
+        given = self.options.devices
+        if given is None:
+            return None
+        if many or len(given) != mesh.ranks:
+            raise ValueError(
+                f"devices={given}: this is for one process that runs all ranks of a pipeline, "
+                f"one device a rank; there are {mesh.ranks} ranks"
+                + (", a process each" if many else "")
+            )
+        return [torch.device(name) for name in given]
+
+
+def _counted(program: Program) -> str:
+    nodes = len(program.module.graph.nodes)
+    return f"{len(program.inputs)} inputs, {len(program.outputs)} outputs, {nodes} nodes"
+
+
+def _described(plan: Plan, program: Program) -> str:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("the plan:\n%s", report.plan_table(plan, program))
+    peak = report.size(_peak(plan, program))
+    return f"{report.summary(plan, program)}, {peak} at the peak of the worst rank"
+
+
+def _peak(plan: Plan, program: Program) -> int:
+    """Bytes of the rank that needs most."""
+    return max(curve.peak for curve in memory_curves(program, lower(plan.schedule, program)))

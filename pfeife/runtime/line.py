@@ -1,0 +1,61 @@
+"""Process groups whose waits can be ended."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CUT = 2**30  # the tag of the receive that nobody ever answers
+
+
+class Line:
+    """A process group of ours that can be cut: then all that waits for its messages fails.
+
+    Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
+    there is one that nobody ever answers. Gloo's groups are made without torch.distributed's list
+    of groups: that names them by their number, which ranks that failed at other moments do not
+    agree on, and holds their sockets for ever.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+        store: dist.Store,
+        purpose: str,
+    ):
+        self.ranks, self.device = tuple(ranks), device
+        self.mine = dist.get_rank() in self.ranks
+        limit = timedelta(seconds=timeout)
+        self.group: Any = None
+        if device.type == "cuda":
+            self.group = dist.new_group(self.ranks, timeout=limit)
+        elif self.mine:
+            own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
+            place = self.index(dist.get_rank())
+            self.group = dist.ProcessGroupGloo(own, place, len(self.ranks), limit)
+        if self.mine:  # how long to wait is decided where it is waited
+            self.group.set_timeout(timedelta(days=1))
+        self.lock = threading.Lock()
+        self.never: dist.Work | None = None
+        if self.mine and len(self.ranks) > 1 and device.type != "cuda":
+            other = (self.index(dist.get_rank()) + 1) % len(self.ranks)
+            self.never = self.group.recv([torch.zeros(1)], other, _CUT)
+
+    def index(self, rank: int) -> int:
+        """A rank of the world as the group counts."""
+        return self.ranks.index(rank)
+
+    def cut(self) -> None:
+        with self.lock:
+            if self.never is not None:
+                with contextlib.suppress(RuntimeError):
+                    self.never.wait(timedelta(milliseconds=1))
+                self.never = None
+            elif self.mine and self.device.type == "cuda":
+                self.group.abort()

@@ -1,0 +1,85 @@
+"""How processes come together: by torchrun, or by hand."""
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pfeife.runtime.failure import Failure, PipelineError
+from pfeife.runtime.lifeline import kept_by_torchrun, met
+from pfeife.runtime.world import World
+
+TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
+
+# torch.distributed has one default process group, and so there is one world for it.
+_worlds: list[World] = []
+
+
+def join_world(device: torch.device, timeout: float | None = None) -> World | None:
+    """The processes that this one works with (collective the first time), None if it is alone.
+
+    Initialises the default process group if torchrun started several processes and nobody has
+    done so. After a failure there is a new world: all ranks connect anew. Raises PipelineError,
+    naming them, if ranks do not arrive within `timeout` seconds.
+    """
+    limit = TIMEOUT if timeout is None else timeout
+    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
+        _initialize(device, limit)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    known = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
+    if known is not None and timeout is None:
+        limit = known.timeout
+    if known is not None and not (known.failure and known.raised):
+        known.timeout = limit
+        return known
+    latest = World(device, limit, known)
+    for world in _worlds:
+        world.lifeline.end()
+    _worlds[:] = [latest]
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    return _worlds[0]
+
+
+def _initialize(device: torch.device, timeout: float) -> None:
+    rank, size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    limit = timedelta(seconds=timeout)
+    mine = rank == 0 and not kept_by_torchrun()
+    try:
+        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
+    except RuntimeError as error:
+        who = "torchrun" if kept_by_torchrun() else "rank 0"
+        cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
+        raise PipelineError(Failure(None if kept_by_torchrun() else 0, "", cause)) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
+    store = dist.PrefixStore(f"start {met(store, rank, size, timeout)}", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(_number("LOCAL_RANK", "0"))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    atexit.register(leave_world)
+
+
+def _number(name: str, default: str = "") -> int:
+    """A variable of the environment that torchrun sets."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ValueError(f"the environment has {name}={text!r}, not a number; torchrun sets it")
+    return int(text)
+
+
+def _leave() -> None:
+    while _worlds:
+        _worlds.pop().leave()
+
+
+def leave_world() -> None:
+    """Ends the default process group if there is one."""
+    _leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
