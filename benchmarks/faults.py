@@ -227,7 +227,7 @@ def through_compile(case: Case) -> list[Plan]:
     trials = [Trial(fault, victim) for fault in (BUILDING, ROWS) for victim in range(case.size)]
     plans = [Plan(case, trials, compiled(case, trials), 120, judge_recovery)]
     for fault in ("SIGKILL", "SIGINT"):
-        for tenths in (2, 20, 50):
+        for tenths in (2, 6, 12):
             trial = Trial(fault, 0, tenths)
             plans.append(Plan(case, [trial], planning(case, trial, PATIENT), 60, judge_end))
     for victim in range(case.size):
