@@ -20,17 +20,25 @@ from pfeife.runtime.meeting import join_world
 
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")
-BATCHES = ("batch of another shape", "batch of another dtype", "too few microbatches")
+BUILDING, ROWS = "exception while a step is built", "other rows in a later call"
+ELSEWHERE = "while others are outside of a step"
+BATCHES = (ELSEWHERE, "batch of another shape", "batch of another dtype", "too few microbatches")
 PATIENT, SHORT = 20.0, 3.0  # seconds of silence
 
 
 @attrs.frozen
 class Trial:
-    """A fault that befalls a rank after (or in) the `at`th of its actions; -1 is before them."""
+    """A fault that befalls a rank after (or in) the `at`th of its actions; -1 is before them.
+
+    `second` is another victim at the same time; after a trial that is `chained` comes the next
+    one at once, without a good step between them.
+    """
 
     fault: str
     victim: int
     at: int = -1
+    second: int = -1
+    chained: bool = False
 
 
 def told(error: BaseException) -> dict[str, Any]:
@@ -47,7 +55,7 @@ class Ill:
     def __init__(self, case: Case, rank: int, trial: Trial, number: int, report: Report):
         self.case, self.rank, self.trial = case, rank, trial
         self.number, self.report = number, report
-        self.mine = rank == trial.victim
+        self.mine = rank in (trial.victim, trial.second)
         self.actions = case.actions(rank)
 
     def strike(self) -> None:
@@ -89,6 +97,8 @@ class Ill:
             self.report(event="fault", trial=self.number)
             if fault == "too few microbatches":
                 return batch[:-1]
+            if fault == ELSEWHERE:
+                return []
             return [(x.double() if "dtype" in fault else x[:1],) for (x,) in batch]
         return batch
 
@@ -96,6 +106,8 @@ class Ill:
         """A step in which the fault strikes, and whether it has failed, which is reported."""
         step = None
         try:
+            if self.trial.fault == ELSEWHERE and not self.mine:
+                time.sleep(1)
             step = pipeline.start(self.case.state, self.batch())
             self.arm(-1)
             step.run(watch=self.watch)
@@ -125,6 +137,8 @@ def recover(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], None
                 refused = refuses(step)
                 report(trial=number, event="asked again", refused=refused)
             del step
+            if trial.chained:
+                continue
             again = pipeline(case.state, case.batch)
             clean = all(torch.equal(before[n], v) for n, v in case.state.items())
             report(trial=number, event="again", same=same(expected, again), clean=clean, **held())
@@ -197,6 +211,107 @@ def idle(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], No
                 time.sleep(timeout + 4)
             for _ in range(3):
                 pipeline(case.state, case.batch)
+        except BaseException as error:
+            report(trial=0, **told(error))
+            raise
+
+    return main
+
+
+def compiled(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], None]:
+    """The same through pfeife.compile: a fault while a step is built, other rows on one rank."""
+
+    def main(rank: int, report: Report) -> None:
+        whole = torch.cat([x for (x,) in case.batch])
+        expected = accumulated(case)
+        for number, trial in enumerate(trials):
+            torch._dynamo.reset()
+            case.net.seen.zero_()  # the part that another compiled step has trained
+            mine = rank == trial.victim
+            step = pfeife.compile(
+                case.step, microbatches=len(case.batch), costs="measure", timeout=PATIENT
+            )
+            building = trial.fault == BUILDING
+            if not building:
+                step(whole)
+            elif mine:
+                SWITCH.arm(strikes("exception"))
+            if mine:
+                report(event="fault", trial=number)
+            try:
+                step(whole if building or not mine else whole[:-2])
+            except Exception as error:
+                report(trial=number, **told(error))
+            case.net.zero_grad()
+            loss = step(whole)
+            loss.backward()
+            found = {n: p.grad for n, p in case.net.named_parameters() if p.grad is not None}
+            right = torch.equal(loss, expected[0]) and all(
+                torch.equal(value, expected[1][name]) for name, value in found.items()
+            )
+            report(trial=number, event="again", same=right, clean=True, **held())
+
+    return main
+
+
+def accumulated(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of plain accumulation."""
+    total = torch.zeros(())
+    for (x,) in case.batch:
+        loss = case.step(x) / len(case.batch)
+        loss.backward()
+        total = total + loss.detach()
+    return total, {n: p.grad.clone() for n, p in case.net.named_parameters()}
+
+
+def planning(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], None]:
+    """The victim is struck by a signal while it, or rank 0 for it, plans: `at` tenths of a second
+    after the start."""
+
+    def main(rank: int, report: Report) -> None:
+        whole = torch.cat([x for (x,) in case.batch])
+        join_world(CPU, timeout)
+        step = pfeife.compile(
+            case.step,
+            microbatches=len(case.batch),
+            schedule="search",
+            search_seconds=6,
+            timeout=timeout,
+        )
+
+        def strike() -> None:
+            report(event="fault", trial=0)
+            suffer(trial.fault)
+
+        if rank == trial.victim:
+            timer = threading.Timer(trial.at / 10, strike)
+            timer.daemon = True
+            timer.start()
+        try:
+            while True:
+                step(whole)
+        except BaseException as error:
+            report(trial=0, **told(error))
+            raise
+
+    return main
+
+
+def skipping(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], None]:
+    """The victim never runs the backward of a call, and calls again."""
+
+    def main(rank: int, report: Report) -> None:
+        whole = torch.cat([x for (x,) in case.batch])
+        model = pfeife.compile(case.net, microbatches=len(case.batch), timeout=timeout)
+        model(whole).sum().backward()
+        try:
+            found = model(whole)
+            if rank == trial.victim:
+                report(event="fault", trial=0)
+            else:
+                found.sum().backward()
+            for _ in range(2):
+                model(whole).sum().backward()
         except BaseException as error:
             report(trial=0, **told(error))
             raise

@@ -20,16 +20,31 @@ from typing import Any
 
 import attrs
 import torch
-from fault_ranks import BATCHES, OPERATIONS, PATIENT, SHORT, Trial, arrive, end, idle, recover
+from fault_ranks import (
+    BATCHES,
+    BUILDING,
+    OPERATIONS,
+    PATIENT,
+    ROWS,
+    SHORT,
+    Trial,
+    arrive,
+    compiled,
+    end,
+    idle,
+    planning,
+    recover,
+    skipping,
+)
 from faulty import Case, case
 from forked import Launch, Main
 
 from pfeife import report
 from pfeife.progress import shown
 
-AT_ONCE = 4  # launches that run at the same time
+AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
-SILENT = ("SIGSTOP", "slow", "away")
+SILENT = ("SIGSTOP", "slow", "away", "skipped a backward")
 
 
 @attrs.frozen
@@ -61,12 +76,14 @@ Judge = Callable[[Plan, Launch], list[Outcome]]
 def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
     """What is wrong with a survivor's error, "" if nothing."""
     failure = reported.get("failure")
+    if trial.fault == ROWS:
+        return "" if reported["type"] == "Refusal" else f"not refused: {reported['text']}"
     if failure is None:
         return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"
-    if failure["rank"] != trial.victim:
+    if failure["rank"] not in (trial.victim, trial.second):
         return f"rank {reported['rank']} blames another: {reported['text']}"
     if trial.fault in OPERATIONS:
-        action = case.actions(trial.victim)[trial.at]
+        action = case.actions(failure["rank"])[trial.at]
         inside = trial.fault in ("exception", "out of memory")
         if inside and f"action {action} " not in failure["where"]:
             return f"rank {reported['rank']} names another action: {reported['text']}"
@@ -95,17 +112,18 @@ def judge_recovery(plan: Plan, launch: Launch) -> list[Outcome]:
     return outcomes
 
 
-def _recovered(case: Case, trial: Trial, mine: list[dict], held: dict[int, dict]) -> str:
+def _recovered(case: Case, trial: Trial, reports: list[dict], held: dict[int, dict]) -> str:
     """What is wrong in the reports of a trial, "" if nothing."""
-    errors = {r["rank"]: r for r in mine if r["event"] == "error"}
-    again = {r["rank"]: r for r in mine if r["event"] == "again"}
-    if len(errors) != case.size or len(again) != case.size:
+    errors = {r["rank"]: r for r in reports if r["event"] == "error"}
+    again = {r["rank"]: r for r in reports if r["event"] == "again"}
+    if len(errors) != case.size or (len(again) != case.size and not trial.chained):
         return f"only ranks {sorted(errors)} failed, ranks {sorted(again)} went on"
     for rank, one in errors.items():
-        said = heard_right(case, trial, one) if rank != trial.victim else ""
+        mine = rank in (trial.victim, trial.second) and trial.fault != ROWS
+        said = "" if mine else heard_right(case, trial, one)
         if said:
             return said
-    if any(not r["refused"] for r in mine if r["event"] == "asked again"):
+    if any(not r["refused"] for r in reports if r["event"] == "asked again"):
         return "a failed step gave a result"
     if not all(r["same"] and r["clean"] for r in again.values()):
         return "the next step gave other bits, or the failed one changed the parameters"
@@ -178,7 +196,7 @@ def carry_out(plans: Sequence[Plan]) -> Iterator[list[Outcome]]:
                 outcomes = plan.judge(plan, launch)
                 text = launch.close()
                 if any(one.wrong for one in outcomes):
-                    print(text[-6000:], file=sys.stderr)
+                    print(text[-9000:], file=sys.stderr)
                 yield outcomes
 
 
@@ -204,6 +222,27 @@ def missing(case: Case, victim: int, agent: bool = True) -> Plan:
     return Plan(case, [trial], arrive(SHORT), 40, judge_end, agent, absent=(victim,))
 
 
+def through_compile(case: Case) -> list[Plan]:
+    """Faults while pfeife.compile captures, measures, plans and builds, and between its calls."""
+    trials = [Trial(fault, victim) for fault in (BUILDING, ROWS) for victim in range(case.size)]
+    plans = [Plan(case, trials, compiled(case, trials), 120, judge_recovery)]
+    for fault in ("SIGKILL", "SIGINT"):
+        for tenths in (2, 6, 12):
+            trial = Trial(fault, 0, tenths)
+            plans.append(Plan(case, [trial], planning(case, trial, PATIENT), 60, judge_end))
+    for victim in range(case.size):
+        trial = Trial("skipped a backward", victim)
+        plans.append(Plan(case, [trial], skipping(case, trial, SHORT), 60, judge_end))
+    return plans
+
+
+def at_once(case: Case) -> list[Trial]:
+    """Two ranks that fail at the same time, and failures one after another."""
+    both = [Trial("exception", 0, at, second=1) for at in range(0, len(case.actions(0)), 2)]
+    chain = [Trial("exception", at % 2, at, chained=at < 5) for at in range(6)]
+    return both + chain
+
+
 def every(case: Case, faults: Sequence[str], step: int = 1) -> list[Trial]:
     """The faults in all actions of all ranks (or in each `step`th one)."""
     found = [
@@ -224,7 +263,8 @@ def quick() -> list[Plan]:
     tied = case("1f1b", 2, 2, tied=True)
     reduce = [t for t in every(tied, ["exception"]) if "RED" in str(tied.actions(t.victim)[t.at])]
     return [
-        recoveries(two, faults[::2] + batches),
+        recoveries(two, faults[::2] + batches + at_once(two)),
+        *through_compile(two)[::3],
         recoveries(four, every(four, ["exception"], 12)),
         recoveries(tied, reduce),
         *(ending(two, "SIGKILL", victim, at) for victim, at in [(0, -1), (0, 4), (1, 2), (1, 5)]),
@@ -255,13 +295,17 @@ def full() -> list[Plan]:
         pieces = [faults[start : start + 60] for start in range(0, len(faults), 60)]
         plans += [recoveries(one, piece) for piece in pieces]
         victims = range(one.size)
-        plans.append(recoveries(one, [Trial(f, v) for f in BATCHES for v in victims]))
+        others = [Trial(f, v) for f in BATCHES for v in victims] + at_once(one)
+        plans.append(recoveries(one, others))
+        if one.name == "1f1b":
+            plans += through_compile(one)
         for victim in victims:
             ats = range(-1, len(one.actions(victim)))
             whole = one.name == "1f1b"
             plans += [ending(one, "SIGKILL", victim, at) for at in ats]
-            for fault in ("SIGSTOP", "slow", "exit", "SIGINT"):
-                plans += [ending(one, fault, victim, at) for at in ats[:: 1 if whole else 6]]
+            plans += [ending(one, "SIGSTOP", victim, at) for at in ats[:: 1 if whole else 6]]
+            for fault in ("slow", "exit", "SIGINT"):
+                plans += [ending(one, fault, victim, at) for at in ats[:: 3 if whole else 6]]
             plans += [idling(one, fault, victim) for fault in ("away", "left")]
             plans.append(missing(one, victim))
             plans.append(missing(one, victim, agent=False))

@@ -79,7 +79,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        self.seen += x.detach().sum(0)
+        self.seen.add_(x.detach().sum(0))
         return F.linear(x, self.blocks[0].linear.weight) if self.tied else x
 
 

@@ -18,6 +18,9 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+# Every connection to a store asks for the name of the other end; a name server that is slow is
+# not what is tried here.
+PATIENCE = {"RES_OPTIONS": "timeout:1 attempts:1"}
 Report = Callable[..., None]
 Main = Callable[[int, Report], None]
 
@@ -29,6 +32,7 @@ class Agent:
         read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            os.environ.update(PATIENCE)
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             os.write(write, f"{store.port}\n".encode())
             os.close(write)
@@ -77,6 +81,7 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.agent.port if self.agent else _free_port()),
             "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+            **PATIENCE,
         }
         for rank in sorted(set(range(size)) - set(absent)):
             reports, log = self.folder / f"{rank}.json", self.folder / f"{rank}.log"

@@ -51,6 +51,7 @@ class DistributedTransport:
         self.inboxes: dict[int, _Inbox] = {}
         self.leaving: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = {}
         self.finished: Counter[int] = Counter()
+        self.awaited: int | None = None  # the rank of the pipeline that this one waits for
 
     def for_step(self) -> "DistributedTransport":
         """The same transport with messages of its own: steps may overlap, and each knows when
@@ -130,10 +131,11 @@ class DistributedTransport:
             self._wait(destination, self.leaving[destination].popleft()[0])
 
     def _wait(self, peer: int, works: Sequence[dist.Work]) -> None:
-        begun = time.monotonic()
+        begun, self.awaited = time.monotonic(), peer
         try:
             for work in works:
                 work.wait(*self.patience)
+            self.awaited = None
         except RuntimeError as error:
             raise self.world.lost(self.offset + peer, begun, error) from error
 
@@ -266,11 +268,9 @@ class DistributedStep:
 
     def _doing(self) -> Doing:
         """Read by the lifeline's thread."""
-        runner = self.pipeline.runner
-        awaits = runner.awaits(self.step)
-        offset = self.transport.offset
-        where = describe(runner.actions[self.step.at]) if runner.actions else "a step"
-        return Doing(where, None if awaits is None else offset + awaits)
+        actions, awaited = self.pipeline.runner.actions, self.transport.awaited
+        where = describe(actions[self.step.at]) if actions else "a step"
+        return Doing(where, None if awaited is None else self.transport.offset + awaited)
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""

@@ -282,13 +282,6 @@ class RankRunner:
             self.expected[begin, end] = channels
         return self.expected[begin, end]
 
-    def awaits(self, step: Step) -> int | None:
-        """The rank of the pipeline that the action under way waits for, if it is a receive."""
-        action = self.actions[step.at] if self.actions else None
-        if action is None or action.do not in RECEIVES:
-            return None
-        return self.wiring.message(action).source
-
     def result(self, step: Step) -> Result:
         """What this rank knows of the step's result once its schedule has run."""
         program = self.program

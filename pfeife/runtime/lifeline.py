@@ -20,12 +20,13 @@ from pfeife.runtime.failure import Failure, PipelineError
 
 BEAT = 0.5  # seconds between two signs of life
 ANSWER = 5.0  # seconds in which the store answers, unless it is lost
+ALL = -1  # who a rank waits for in an operation of all ranks
 T = TypeVar("T")
 
 
 @attrs.frozen
 class Doing:
-    """What a rank is at, and which rank it waits for."""
+    """What a rank is at, and which rank it waits for, or `ALL`."""
 
     text: str
     waits_for: int | None = None
@@ -117,12 +118,12 @@ class Lifeline:
             return None
 
     def _run(self) -> None:
-        told = False
+        told, due = False, time.monotonic()
         while True:
-            try:
-                job = self.jobs.get(timeout=BEAT)
+            try:  # questions may come one upon another: signs of life go on
+                job = self.jobs.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                job = self._round
+                job, due = self._round, time.monotonic() + BEAT
             if job is None:
                 return
             try:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
 from pfeife import plain
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
-from pfeife.runtime.lifeline import BEAT, Doing, Lifeline, kept_by_torchrun, met
+from pfeife.runtime.lifeline import ALL, BEAT, Doing, Lifeline, kept_by_torchrun, met
 from pfeife.runtime.line import Line
 
 log = logging.getLogger("pfeife")
@@ -47,7 +48,7 @@ class World:
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
-        self.inside = 0
+        self.inside, self.waiting = 0, False
         self.look: Callable[[], Doing] = _outside
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
@@ -82,7 +83,8 @@ class World:
         return self.lines[key]
 
     def _look(self) -> Doing:
-        return self.look()
+        doing = self.look()
+        return attrs.evolve(doing, waits_for=ALL) if self.waiting else doing
 
     @contextlib.contextmanager
     def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
@@ -183,7 +185,7 @@ class World:
             if now is None or (before is not None and before.count == now.count):
                 where = now.doing if now else ""
                 return Failure(at, where, f"its process gives no sign of life; {limit}")
-            if now.waits_for is None:
+            if now.waits_for in (None, ALL):
                 cause = f"it has been there for {now.seconds:.0f} s; {limit}"
                 return Failure(at, now.doing, cause)
             at = now.waits_for
@@ -193,7 +195,13 @@ class World:
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective operation of all ranks, or of some: as long as the timeout for
         ranks that do something else, ten times as long for those that prepare what it needs."""
-        begun = time.monotonic()
+        begun, self.waiting = time.monotonic(), True
+        try:
+            self._wait(work, begun)
+        finally:
+            self.waiting = False
+
+    def _wait(self, work: dist.Work, begun: float) -> None:
         while True:
             try:
                 work.wait(SLICE)
@@ -208,7 +216,8 @@ class World:
                     raise self._stopped(self._silent(late, waited)) from None
 
     def _late(self, waited: float) -> int | None:
-        """A rank that neither waits nor prepares anything, or has done so for too long."""
+        """A rank that neither waits nor prepares anything, or has done so for too long. Those that
+        wait for all as well are not to blame."""
         beats = self.lifeline.beats() or {}
         patient = waited < LONGEST * self.timeout
         others = [rank for rank in range(self.size) if rank != self.rank]
