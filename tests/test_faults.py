@@ -41,7 +41,9 @@ def bounded(command, seconds, **environment):
 
 def test_a_rank_that_fails():
     """All survivors stop in time and blame the right one; the next step has the right bits."""
-    code, out, error = bounded([str(ROOT / "benchmarks" / "faults.py"), "--quick"], 280)
+    code, out, error = bounded(
+        [str(ROOT / "benchmarks" / "faults.py"), "--quick", "--reaction", "30"], 280
+    )
     assert code == 0, out[-4000:] + error[-6000:]
     assert " 0 ended wrong" in out
 
