@@ -3,7 +3,7 @@
 The runtime and the account of memory both go by this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import attrs
@@ -34,6 +34,11 @@ class Layout:
     @cached_property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def large(self) -> bool:
+        """Whether such a value travels by itself, into a buffer that is used again."""
+        return self.bytes > PACKED
 
     @cached_property
     def as_is(self) -> bool:
@@ -77,8 +82,8 @@ class Envelope:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        small = tuple(i for i, layout in enumerate(self.layouts) if layout.bytes <= PACKED)
-        alone = [(i,) for i, layout in enumerate(self.layouts) if layout.bytes > PACKED]
+        small = tuple(i for i, layout in enumerate(self.layouts) if not layout.large)
+        alone = [(i,) for i, layout in enumerate(self.layouts) if layout.large]
         return (*((small,) if small else ()), *alone)
 
     @cached_property
@@ -114,14 +119,21 @@ class Envelope:
     def _piece(self, piece: tuple[int, ...], device: torch.device | None) -> torch.Tensor:
         return torch.empty(self.piece_bytes(piece), dtype=torch.uint8, device=device)
 
-    def empty(self, device: torch.device | None) -> tuple[Tensors, list[torch.Tensor]]:
-        """The values that will arrive, and the buffers for their pieces in the same memory."""
+    def empty(
+        self, device: torch.device | None, large: Callable[[Layout], torch.Tensor] | None = None
+    ) -> tuple[Tensors, list[torch.Tensor]]:
+        """The values that will arrive, and the buffers for their pieces in the same memory.
+
+        `large` gives the large ones, which are new without it.
+        """
         values: list[torch.Tensor | None] = [None] * len(self.layouts)
         buffers = []
         for piece in self.pieces:
             if len(piece) == 1:
-                values[piece[0]] = one = self.layouts[piece[0]].empty(device)
-                buffers.append(self.layouts[piece[0]].flat(one))
+                layout = self.layouts[piece[0]]
+                one = large(layout) if large and layout.large else layout.empty(device)
+                values[piece[0]] = one
+                buffers.append(layout.flat(one))
                 continue
             buffers.append(self._piece(piece, device))
             offset = 0

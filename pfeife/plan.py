@@ -414,8 +414,8 @@ class MemoryCurve:
     """The bytes of one rank through a step, predicted or measured.
 
     `held` is what is there before and after, by what it is (parameters, buffers, batch,
-    optimizer). `at_peak` says of a prediction what the rest is at its peak (gradients, saved,
-    received, temporaries, outputs).
+    optimizer, receive buffers). `at_peak` says of a prediction what the rest is at its peak
+    (gradients, saved, received, temporaries, outputs).
     """
 
     rank: int = attrs.field(validator=checks.not_negative)

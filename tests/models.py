@@ -130,6 +130,23 @@ class DropoutNet(nn.Module):
         return x
 
 
+class WideNet(nn.Module):
+    """Values that travel by themselves, views of them, and a small one beside them."""
+
+    WIDTH = 2**14
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.rand(self.WIDTH, 1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        level = x.mean()
+        for scale in self.scales:
+            last = x.flatten()
+            x = torch.sin(last.view_as(x).t() * scale).t() + level
+        return x, last
+
+
 def _words(model: nn.Module, tied: tuple[str, ...] = ()) -> Case:
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
@@ -175,12 +192,23 @@ def dropout(model: nn.Module | None = None) -> Case:
     return Case(model, step, lambda rows: (torch.randn(rows, 6),))
 
 
+def wide(model: nn.Module | None = None) -> Case:
+    model = model or WideNet()
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, last = model(x)
+        return y.square().mean(), last
+
+    return Case(model, step, lambda rows: (torch.randn(rows, WideNet.WIDTH),))
+
+
 CASES = {
     "GPT": gpt,
     "TiedGPT": tied_gpt,
     "UNet": unet,
     "BatchNormNet": batch_norm,
     "DropoutNet": dropout,
+    "WideNet": wide,
 }
 EQUAL_TO_EAGER = ("GPT", "TiedGPT", "UNet", "BatchNormNet")  # dropout draws its own numbers
 

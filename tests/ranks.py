@@ -14,6 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -203,6 +204,32 @@ def check_a_thousand_steps() -> None:
     after = resources()
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert torch.equal(first.loss, last.loss)
+
+
+def check_receive_buffers() -> None:
+    """Buffers that are used again hold nothing that anybody still has: every step's results stay
+    what they were, and there are no more buffers than before."""
+    one = case("WideNet")
+    program = pfeife.capture(one.step, *one.batch(4))
+    state = pfeife.state_of(program, one.model)
+    fused = pfeife.fuse()(program)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule="1f1b")
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    sent = pfeife.dp_wrap(pfeife.Mesh(2))(sent)
+    pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
+    batches = [[one.batch(4, 10 * step + seed) for seed in range(4)] for step in range(4)]
+    found, counts = [], []
+    for microbatches in batches:
+        found.append(pipeline(state, microbatches))
+        counts.append(len(pipeline.transport.buffers.tensors))
+    for microbatches, result in zip(batches, found, strict=True):
+        expected = pfeife.evaluate(program, state, microbatches)
+        mine = {name: expected.gradients[name] for name in result.gradients}
+        assert_same(attrs.evolve(expected, gradients=mine), result)
+    pipeline(state, batches[0])
+    counts.append(len(pipeline.transport.buffers.tensors))
+    assert max(counts) == counts[0] > 0, counts
 
 
 def check_a_refusal_on_one_rank() -> None:
@@ -438,12 +465,13 @@ def checks(world: int) -> dict:
             "a thousand steps": check_a_thousand_steps,
             "a line a direction": check_a_line_a_direction,
             "steps that overlap": check_steps_that_overlap,
+            "receive buffers": check_receive_buffers,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
             "compilers": check_compilers,
             "what is shown": check_what_is_shown,
         }
-        for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet"):
+        for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)
     return found
 

@@ -37,7 +37,8 @@ def memory_curves(
 
     What the runtime does is followed action by action: values are dropped after their last use,
     messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept until
-    it has surely arrived (see `released`), small values travel together (see `Envelope`),
+    it has surely arrived (see `released`), small values travel together (see `Envelope`), large
+    ones arrive in buffers that stay (see `Buffers`; those are what all steps but the first find),
     gradients are added in place where that is possible. `optimizer` is the real one or its class
     (see `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512
     for torch's CUDA allocator). What an operation needs inside itself is not known.
@@ -76,6 +77,7 @@ class _Rank:
         self.released = known
         self.leaving: dict[int, deque[list[int]]] = {}
         self.posted: dict[int, deque[list[int]]] = {}
+        self.buffers: dict[int, list[int]] = {}  # of large values that arrive, by their size
         self.channels: dict[int, Channel] = {}
         self.taken: Counter[int] = Counter()
         self.envelopes: dict[str, Envelope] = {}
@@ -123,6 +125,7 @@ class _Rank:
             if role == Role.PARAMETER and optimizer is not None:
                 state = optimizer_bytes(optimizer)
                 found["optimizer"] = sum(state(port.shape, port.dtype) for port in mine)
+        found["receive buffers"] = sum(size * len(them) for size, them in self.buffers.items())
         batch = sum(port.bytes for port in self.program.ports(Role.BATCH))
         return {**found, "batch": batch * schedule.microbatches}
 
@@ -203,10 +206,22 @@ class _Rank:
         for envelope in channel.envelopes[before : channel.ahead[self.taken[source]]]:
             storages = [0] * len(envelope.layouts)
             for piece in envelope.pieces:
-                storage = self._allocate(envelope.piece_bytes(piece), "received")
+                size = envelope.piece_bytes(piece)
+                large = envelope.layouts[piece[0]].large
+                storage = self._buffer(size) if large else self._allocate(size, "received")
                 for index in piece:
                     storages[index] = self._hold(storage)
             posted.append(storages)
+
+    def _buffer(self, size: int) -> int:
+        """A receive buffer that is free; they stay, and so do not count as live."""
+        known = self.buffers.setdefault(self._rounded(size), [])
+        free = next((storage for storage in known if not self.holds[storage]), None)
+        if free is None:
+            free = next(self.fresh)
+            self.words[free] = "receive buffers"
+            known.append(free)
+        return free
 
     def _envelope(self, message: Message) -> Envelope:
         if message.node not in self.envelopes:
@@ -232,7 +247,7 @@ class _Rank:
     def _drop(self, storage: int) -> None:
         self.holds[storage] -= 1
         if not self.holds[storage]:
-            self.live -= self.sizes.pop(storage)
+            self.live -= self.sizes.pop(storage, 0)
 
     def _note(self, more: int, word: str = "") -> None:
         """Takes down a peak: what is live and `more` bytes beside it."""

@@ -14,6 +14,7 @@ from pfeife.envelope import Channel, Envelope, Layout, Tensors
 from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role, messages
+from pfeife.runtime.buffers import Buffers
 from pfeife.runtime.failure import describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
@@ -49,6 +50,7 @@ class DistributedTransport:
         self._connect(program, edges or world.device.type == "cuda")
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
         self.inboxes: dict[int, _Inbox] = {}
+        self.buffers = Buffers(self.device)
         self.leaving: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = {}
         self.finished: Counter[int] = Counter()
         self.awaited: int | None = None  # the rank of the pipeline that this one waits for
@@ -56,6 +58,7 @@ class DistributedTransport:
     def for_step(self) -> "DistributedTransport":
         """The same transport with messages of its own: steps may overlap, and each knows when
         its own messages have arrived."""
+        self.buffers.forget_used()
         other = copy.copy(self)
         other.waiting, other.inboxes = {}, {}
         other.leaving, other.finished = {}, Counter()
@@ -103,7 +106,7 @@ class DistributedTransport:
     def _post(self, source: int) -> None:
         waiting, (group, peer) = self.waiting[source], self.into[source]
         for envelope in self.inboxes[source].due():
-            values, buffers = envelope.empty(self.device)
+            values, buffers = envelope.empty(self.device, self.buffers.take)
             try:
                 works = [group.recv([one], peer, 0) for one in buffers]
             except RuntimeError as error:

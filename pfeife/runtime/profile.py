@@ -140,12 +140,13 @@ def profile_memory(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> tuple[MemoryCurve, ...]:
-    """Runs one step (arguments as for `evaluate`) and returns the bytes that every rank held.
+    """Runs a step (arguments as for `evaluate`) and returns the bytes that every rank held.
 
-    Collective; the ranks of the first replica. On CPUs live tensors are counted, on CUDA the
-    allocator is asked. What the rank's stages hold all the time is counted from `state`, the
-    batch and the optimizer's state.
+    Collective; the ranks of the first replica. A step runs before, which makes what stays. On
+    CPUs live tensors are counted, on CUDA the allocator is asked. What the rank's stages hold all
+    the time is counted from `state`, the batch and the optimizer's state.
     """
+    pipeline(state, microbatches, **options)
     step = pipeline.start(state, microbatches, **options)
     program, rank = pipeline.program, pipeline.transport.rank
     batch = [x for x in pytree.tree_leaves(list(microbatches)) if isinstance(x, torch.Tensor)]
@@ -157,12 +158,18 @@ def profile_memory(
     if optimizer is not None:
         kept = [x for x in pytree.tree_leaves(list(optimizer.state.values()))]
         held["optimizer"] = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+    buffers = pipeline.transport.buffers.tensors
+    held["receive buffers"] = sum(buffer.nbytes for buffer in buffers)
     if pipeline.device.type == "cuda":
         watch = CudaMemory(pipeline.device)
         step.run(watch=watch)
         points = watch.points
     else:
-        known = [*state.values(), *(v for values in step.step.values for v in values.values())]
+        known = [
+            *buffers,
+            *state.values(),
+            *(v for values in step.step.values for v in values.values()),
+        ]
         with LiveTensors(known, pipeline.device) as tensors:
             step.run(watch=tensors)
         points = tensors.points
