@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife import sched
+from pfeife.plan import RECEIVES, SENDS
 
 # Seconds of the slowest rank and CPU seconds of all ranks, of every step, by side.
 Times = dict[str, list[tuple[float, float]]]
@@ -134,6 +135,38 @@ def eager(case: models.Case, batch: Sequence[Any], *, threads: int = 1, all_rank
     return Side(step, reset)
 
 
+def bare(one: harness.Ready) -> Side:
+    """The schedule's messages by the process group's own calls, with nothing computed: no runtime
+    over this group can take less."""
+    transport, runner = one.pipeline.transport, one.pipeline.runner
+    messages = [
+        (action, runner.wiring.message(action))
+        for action in runner.actions
+        if action.do in SENDS + RECEIVES
+    ]
+    data = {m.node: runner.wiring.envelope(m).empty(None)[1] for _, m in messages}
+
+    def step() -> None:
+        arriving: list[dist.Work] = []
+        for action, message in messages:
+            if action.do in RECEIVES:
+                line, peer = transport.into[message.source]
+                arriving += [line.group.recv([piece], peer, 0) for piece in data[message.node]]
+        leaving: list[dist.Work] = []
+        come = iter(arriving)
+        for action, message in messages:
+            for piece in data[message.node]:
+                if action.do in RECEIVES:
+                    next(come).wait()
+                else:
+                    line, peer = transport.out[message.destination]
+                    leaving.append(line.group.send([piece], peer, 0))
+        for work in leaving:
+            work.wait()
+
+    return Side(step)
+
+
 def side_by_side(
     make: Callable[[], splits.Split],
     schedule: str,
@@ -147,8 +180,8 @@ def side_by_side(
     note: str = "",
 ) -> Record:
     """Both sides on the peer's split and schedule, unless `plan` makes ours another way; with
-    `alone`, also all that they compute, without a pipeline; with `inductor`, the stages of both
-    sides compiled by it."""
+    `alone`, also all that they compute without a pipeline, and the messages alone;
+    with `inductor`, the stages of both sides compiled by it."""
     torch.manual_seed(0)
     split = make()
     batch = [split.case.draw() for _ in range(microbatches)]
@@ -162,7 +195,7 @@ def side_by_side(
     if options.peer:
         sides["peer"] = Side(peer.step, peer.reset)
     if alone:
-        sides["alone"] = eager(split.case, batch)
+        sides["alone"], sides["bare"] = eager(split.case, batch), bare(one)
     mine = one.schedule.computing()
     return Record(
         ranks=dist.get_world_size(),

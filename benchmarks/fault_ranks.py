@@ -70,22 +70,14 @@ class Ill:
         if not self.mine:
             return
         at, fault = self.trial.at, self.trial.fault
-        if fault in OPERATIONS and self.actions[at].do.kind:
+        operations = self.case.operations(self.actions[at]) if fault in OPERATIONS else 0
+        if operations:
             if after == at - 1:
                 self.report(event="fault", trial=self.number)
-                SWITCH.arm(strikes(fault), skip=self.last(at) if fault.endswith("sent") else 0)
+                # The last one gives a value that is sent.
+                SWITCH.arm(strikes(fault), skip=operations - 1 if fault.endswith("sent") else 0)
         elif after == at:
             self.strike()
-
-    def last(self, at: int) -> int:
-        """How many operations an action has before the one that gives a value to be sent."""
-        calls = self.case.program.calls
-        stage, kind = self.actions[at].stage, self.actions[at].do.kind
-        body = next(self.case.program.body(c) for c in calls if c.unit == stage and c.kind == kind)
-        nodes = [
-            n for n in body.graph.nodes if "pass_on" in str(n.target) and n.op != "placeholder"
-        ]
-        return len(nodes) - 1
 
     def watch(self, _: int) -> Callable[[Action], None]:
         index = iter(range(len(self.actions)))
@@ -127,6 +119,7 @@ def recover(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], None
         pipeline = DistributedPipeline(case.program, case.schedule, timeout=PATIENT)
         expected = pipeline(case.state, case.batch)
         before = {name: value.clone() for name, value in case.state.items()}
+        first = None
         for number, trial in enumerate(trials):
             ill = Ill(case, rank, trial, number, report)
             step, failed = ill.step(pipeline)
@@ -141,7 +134,9 @@ def recover(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], None
                 continue
             again = pipeline(case.state, case.batch)
             clean = all(torch.equal(before[n], v) for n, v in case.state.items())
-            report(trial=number, event="again", same=same(expected, again), clean=clean, **held())
+            now = held(first)
+            first = first or now
+            report(trial=number, event="again", same=same(expected, again), clean=clean, **now)
 
     return main
 
@@ -164,8 +159,17 @@ def same(one: pfeife.Result, other: pfeife.Result) -> bool:
     )
 
 
-def held() -> dict[str, int]:
-    """What a process holds of the system's."""
+def held(before: dict[str, int] | None = None) -> dict[str, int]:
+    """What a process holds of the system's: if that is more than `before`, a moment later, since
+    the thread that told of a failure holds the connections before until then."""
+    found, end = _held(), time.monotonic() + 5
+    while before and any(found[key] > before[key] for key in before) and time.monotonic() < end:
+        time.sleep(0.05)
+        found = _held()
+    return found
+
+
+def _held() -> dict[str, int]:
     gc.collect()
     lifelines = [t for t in threading.enumerate() if t.name.startswith("pfeife")]
     return {
@@ -223,7 +227,7 @@ def compiled(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], Non
 
     def main(rank: int, report: Report) -> None:
         whole = torch.cat([x for (x,) in case.batch])
-        expected = accumulated(case)
+        expected, first = accumulated(case), None
         for number, trial in enumerate(trials):
             torch._dynamo.reset()
             case.net.seen.zero_()  # the part that another compiled step has trained
@@ -249,7 +253,9 @@ def compiled(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], Non
             right = torch.equal(loss, expected[0]) and all(
                 torch.equal(value, expected[1][name]) for name, value in found.items()
             )
-            report(trial=number, event="again", same=right, clean=True, **held())
+            now = held(first)
+            first = first or now
+            report(trial=number, event="again", same=right, clean=True, **now)
 
     return main
 

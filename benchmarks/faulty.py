@@ -13,7 +13,7 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.plan import Schedule
+from pfeife.plan import Action, Schedule
 from pfeife.program import Program
 
 WIDTH, ROWS = 8, 2
@@ -130,6 +130,24 @@ class Case:
 
     def actions(self, rank: int) -> tuple:
         return self.schedule.ranks[rank % len(self.schedule.ranks)]
+
+    def nearby(self, stage: int) -> list[int]:
+        """The stages where a wrong value of a stage may be noticed: those beside it on its rank
+        get it without a message."""
+        homes = self.schedule.stage_ranks
+        beside = [one for one in (stage - 1, stage + 1) if 0 <= one < len(homes)]
+        return [stage, *(one for one in beside if homes[one] == homes[stage])]
+
+    def operations(self, action: Action) -> int:
+        """How many operations of an action can fail: none of those that only send or receive, nor
+        of the gradients of weights."""
+        bodies = [
+            self.program.body(call)
+            for call in self.program.calls
+            if call.unit == action.stage and action.runs(call.kind)
+        ]
+        nodes = [node for body in bodies for node in body.graph.nodes]
+        return sum(node.op == "call_function" and "pass_on" in str(node.target) for node in nodes)
 
 
 def case(

@@ -34,6 +34,7 @@ def overhead(records: Sequence[Record]) -> str:
     for one in records:
         for word, which, times in (("wall", 0, one.ranks), ("CPU", 1, 1)):
             computing = statistics.median(seconds(one, "alone", which)) / one.actions
+            bare = times * statistics.median(seconds(one, "bare", which)) / one.actions
             whole = {
                 side: [times * taken / one.actions for taken in seconds(one, side, which)]
                 for side in ("ours", "peer")
@@ -47,15 +48,16 @@ def overhead(records: Sequence[Record]) -> str:
                     word,
                     *(spread(beside[side], 1e6, 0) for side in ("ours", "peer")),
                     ratio(beside["ours"], beside["peer"]),
+                    f"{1e6 * bare:.0f}",
                     f"{1e6 * computing:.0f}",
                     *(spread(whole[side], 1e6, 0) for side in ("ours", "peer")),
                 )
             )
-    head = ("ranks", "schedule", "actions", "time", "ours", "theirs", "ratio")
+    head = ("ranks", "schedule", "actions", "time", "ours", "theirs", "ratio", "bare")
     return (
         "Overhead a compute action, microseconds, median (quartiles): a step's time on all ranks "
         "together\nless `computing`, the same by eager autograd in one process, over the number "
-        "of actions; and as a whole.\n"
+        "of actions; and as a whole.\n`bare` is the schedule's messages alone, by Gloo itself.\n"
         + report.table(rows, (*head, "computing", "ours whole", "theirs whole"))
     )
 

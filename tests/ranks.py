@@ -164,8 +164,8 @@ def check_a_line_a_direction() -> None:
     world = pipeline.transport.world
     pipeline.transport = DistributedTransport(world, pipeline.mesh, pipeline.program, edges=True)
     found = pipeline(state, microbatches)
-    lines = {id(group) for group, _ in [*pipeline.transport.out.values()]}
-    lines |= {id(group) for group, _ in [*pipeline.transport.into.values()]}
+    lines = {id(line.group) for line, _ in [*pipeline.transport.out.values()]}
+    lines |= {id(line.group) for line, _ in [*pipeline.transport.into.values()]}
     assert len(lines) == 2 and id(world.line.group) not in lines
     assert torch.equal(found.loss, expected.loss)
     for name, gradient in found.gradients.items():

@@ -18,11 +18,12 @@ from pfeife.runtime.buffers import Buffers
 from pfeife.runtime.failure import describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
+from pfeife.runtime.line import Line
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.parts import Parts
 from pfeife.runtime.world import World
 
-End = tuple[Any, int]  # a process group, and the other rank as it counts
+End = tuple[Line, int]  # and the other rank as its group counts
 
 
 class DistributedTransport:
@@ -64,14 +65,14 @@ class DistributedTransport:
         other.leaving, other.finished = {}, Counter()
         return other
 
-    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Any]:
+    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Line]:
         """A process group for every set of ranks that reduces together, made in one order."""
         wanted: dict[tuple[int, ...], None] = {}
         for reduction in reductions:
             for replica in range(self.mesh.replicas):
                 wanted[self._members(reduction, replica)] = None
         several = [members for members in wanted if len(members) > 1]
-        return {members: self.world.line_of(members, "reduce").group for members in several}
+        return {members: self.world.line_of(members, "reduce") for members in several}
 
     def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
@@ -87,11 +88,11 @@ class DistributedTransport:
                 if edges:
                     line = self.world.line_of(sorted(pair), "down" if pair[0] < pair[1] else "up")
                 if pair[0] == self.world.rank:
-                    self.out[destination] = (line.group, line.index(pair[1]))
+                    self.out[destination] = (line, line.index(pair[1]))
                     if edges:  # NCCL connects with the first message, which both must wait for
                         line.group.send([self._byte()], line.index(pair[1]), 0).wait()
                 elif pair[1] == self.world.rank:
-                    self.into[source] = (line.group, line.index(pair[0]))
+                    self.into[source] = (line, line.index(pair[0]))
                     if edges:
                         line.group.recv([self._byte()], line.index(pair[0]), 0).wait()
 
@@ -104,20 +105,20 @@ class DistributedTransport:
         self._post(source)
 
     def _post(self, source: int) -> None:
-        waiting, (group, peer) = self.waiting[source], self.into[source]
+        waiting, (line, peer) = self.waiting[source], self.into[source]
         for envelope in self.inboxes[source].due():
             values, buffers = envelope.empty(self.device, self.buffers.take)
             try:
-                works = [group.recv([one], peer, 0) for one in buffers]
+                works = [line.group.recv([one], peer, 0) for one in buffers]
             except RuntimeError as error:
                 raise self.world.lost(self.offset + source, time.monotonic(), error) from error
             waiting.append((values, works))
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
-        group, peer = self.out[destination]
+        line, peer = self.out[destination]
         pieces = envelope.pack(values)
         try:
-            works = [group.send([piece], peer, 0) for piece in pieces]
+            works = [line.group.send([piece], peer, 0) for piece in pieces]
         except RuntimeError as error:
             raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
         leaving = self.leaving.get(destination)
@@ -151,10 +152,10 @@ class DistributedTransport:
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Sums by all-reduce (its order of additions is the backend's), then averages."""
-        group = self.groups.get(self._members(reduction, self.replica))
+        line = self.groups.get(self._members(reduction, self.replica))
         total = part.clone(memory_format=torch.contiguous_format)
-        if group is not None:
-            self.world.wait(group.allreduce(total))
+        if line is not None:
+            self.world.wait(line.group.allreduce(total))
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:

@@ -57,5 +57,10 @@ class Line:
                 with contextlib.suppress(RuntimeError):
                     self.never.wait(timedelta(milliseconds=1))
                 self.never = None
-            elif self.mine and self.device.type == "cuda":
+            elif self.group is not None and self.device.type == "cuda":
                 self.group.abort()
+
+    def close(self) -> None:
+        """Lets go of the group, whose sockets and threads end when nobody waits for it."""
+        with self.lock:
+            self.never = self.group = None

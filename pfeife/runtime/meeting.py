@@ -37,7 +37,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
         return known
     latest = World(device, limit, known)
     for world in _worlds:
-        world.lifeline.end()
+        world.close()
     _worlds[:] = [latest]
     atexit.unregister(_leave)
     atexit.register(_leave)

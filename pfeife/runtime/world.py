@@ -22,6 +22,7 @@ from pfeife.runtime.line import Line
 log = logging.getLogger("pfeife")
 
 GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
+_TICK = 0.05  # seconds
 SLICE = timedelta(seconds=0.5)
 _BUILDING = "building: "
 LONGEST = 10  # times the timeout that a rank may prepare something while others wait
@@ -48,7 +49,7 @@ class World:
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
-        self.inside, self.waiting = 0, False
+        self.inside, self.waiting, self.asking = 0, False, False
         self.look: Callable[[], Doing] = _outside
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
@@ -132,9 +133,10 @@ class World:
     def _hear(self, failure: Failure) -> None:
         """On a thread: another rank has failed, so what this one waits for must end."""
         self.stop(failure)
-        end = time.monotonic() + GRACE
-        while self.inside and time.monotonic() < end:
-            time.sleep(0.05)
+        left = GRACE
+        while self.inside and left > 0:
+            time.sleep(_TICK)
+            left -= 0 if self.asking else _TICK  # who asks what has happened is about to come out
         if self.inside:
             log.critical(
                 "rank %d ends: %s; this rank was in %s and did not come out of it",
@@ -149,13 +151,24 @@ class World:
     def lost(self, peer: int | None, begun: float, error: RuntimeError) -> PipelineError:
         """The error to raise when a message from or to a rank of the world (None if it is not
         known which) has failed that was waited for since `begun` (of time.monotonic)."""
-        failure = self.lifeline.heard(1.0)
-        if failure is None:
-            peer = self._suspect() if peer is None else peer
-            waited = time.monotonic() - begun
-            late = waited >= 0.9 * self.timeout
-            failure = self._silent(peer, waited) if late else self._gone(peer, error)
-        return self._stopped(failure)
+        with self._diagnosis():
+            failure = self.lifeline.heard(1.0)
+            if failure is None:
+                peer = self._suspect() if peer is None else peer
+                waited = time.monotonic() - begun
+                late = waited >= 0.9 * self.timeout
+                failure = self._silent(peer, waited) if late else self._gone(peer, error)
+            return self._stopped(failure)
+
+    @contextlib.contextmanager
+    def _diagnosis(self) -> Iterator[None]:
+        """While the calling thread finds out why something does not come: that takes seconds, but
+        ends by itself."""
+        self.asking = True
+        try:
+            yield
+        finally:
+            self.asking = False
 
     def _gone(self, peer: int, error: RuntimeError) -> Failure:
         """Its process has closed the connection."""
@@ -213,7 +226,8 @@ class World:
                 if work.is_completed():  # it has failed by itself
                     raise self.lost(None, begun, error) from None
                 if late is not None:
-                    raise self._stopped(self._silent(late, waited)) from None
+                    with self._diagnosis():
+                        raise self._stopped(self._silent(late, waited)) from None
 
     def _late(self, waited: float) -> int | None:
         """A rank that neither waits nor prepares anything, or has done so for too long. Those that
@@ -315,6 +329,13 @@ class World:
         found = self.gather(torch.stack(sums))
         wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def close(self) -> None:
+        """Lets go of the connections of a world that has failed. Whoever has made a step in it may
+        keep it for long: torch.compile does."""
+        self.lifeline.end()
+        for line in self.lines.values():
+            line.close()
 
     def leave(self) -> None:
         """Tells the others that this process ends."""
