@@ -142,7 +142,7 @@ def bare(one: harness.Ready) -> Side:
     messages = [
         (action, runner.wiring.message(action))
         for action in runner.actions
-        if action.do in SENDS + RECEIVES
+        if action.do in SENDS or action.do in RECEIVES
     ]
     data = {m.node: runner.wiring.envelope(m).empty(None)[1] for _, m in messages}
 
