@@ -21,6 +21,8 @@ from pfeife.runtime.meeting import join_world
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")
 BUILDING, ROWS = "exception while a step is built", "other rows in a later call"
+WAITING = "SIGSTOP in a wait"  # for the last message of another rank, which comes after it
+LATE = "SIGSTOP before others come"  # but the next one, which waits for it, and finds out why
 ELSEWHERE = "while others are outside of a step"
 BATCHES = (ELSEWHERE, "batch of another shape", "batch of another dtype", "too few microbatches")
 PATIENT, SHORT = 20.0, 3.0  # seconds of silence
@@ -67,9 +69,19 @@ class Ill:
 
     def arm(self, after: int) -> None:
         """Called when the action `after` has run."""
-        if not self.mine:
-            return
         at, fault = self.trial.at, self.trial.fault
+        if not self.mine:
+            next_one = self.rank == self.trial.victim + 1
+            late = not next_one and fault == LATE and after == -1
+            if late or (next_one and fault == WAITING and after == len(self.actions) - 2):
+                time.sleep(2.0)
+            return
+        if fault == WAITING:
+            if after == at:
+                timer = threading.Timer(1.0, self.strike)
+                timer.daemon = True
+                timer.start()
+            return
         operations = self.case.operations(self.actions[at]) if fault in OPERATIONS else 0
         if operations:
             if after == at - 1:

@@ -23,10 +23,12 @@ import torch
 from fault_ranks import (
     BATCHES,
     BUILDING,
+    LATE,
     OPERATIONS,
     PATIENT,
     ROWS,
     SHORT,
+    WAITING,
     Trial,
     arrive,
     compiled,
@@ -44,7 +46,7 @@ from pfeife.progress import shown
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
-SILENT = ("SIGSTOP", "slow", "away", "skipped a backward")
+SILENT = ("SIGSTOP", WAITING, LATE, "slow", "away", "skipped a backward")
 
 
 @attrs.frozen
@@ -164,8 +166,9 @@ def judge_end(plan: Plan, launch: Launch) -> list[Outcome]:
 def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> Outcome:
     found = [one for one in wrong if one]
     at = f"rank {trial.victim}, action {trial.at}"
-    text = f"{trial.fault}, {plan.case.name}, {at}: {'; '.join(found)}" if found else ""
-    return Outcome(trial.fault, f"{plan.case.name} on {plan.case.size}", text, seconds)
+    where = f"{plan.case.name} on {plan.case.size}"
+    text = f"{trial.fault}, {where}, {at}: {'; '.join(found)}" if found else ""
+    return Outcome(trial.fault, where, text, seconds)
 
 
 def carry_out(plans: Sequence[Plan]) -> Iterator[list[Outcome]]:
@@ -188,7 +191,7 @@ def carry_out(plans: Sequence[Plan]) -> Iterator[list[Outcome]]:
         for launch, plan in list(running.items()):
             over = launch.poll()
             trial = plan.trials[0]
-            if launch.living() == [trial.victim] and trial.fault == "SIGSTOP":
+            if launch.living() == [trial.victim] and trial.fault.startswith("SIGSTOP"):
                 launch.signal(trial.victim, signal.SIGCONT)
             if over:
                 del running[launch]
@@ -273,6 +276,8 @@ def quick() -> list[Plan]:
         ending(two, "SIGSTOP", 1, 3),
         ending(two, "SIGSTOP", 0, 3, agent=False),
         ending(four, "SIGSTOP", 2, 9),
+        ending(two, WAITING, 0, len(two.actions(0)) - 3),
+        ending(four, LATE, 0, -1),
         ending(two, "slow", 0, 3),
         ending(two, "exit", 1, 2),
         ending(two, "SIGINT", 0, 2),
@@ -298,6 +303,8 @@ def full() -> list[Plan]:
         plans.append(recoveries(one, others))
         if one.name == "1f1b":
             plans += through_compile(one)
+            plans.append(ending(one, WAITING, 0, len(one.actions(0)) - 3))
+            plans.append(ending(one, LATE, 0, -1))
         for victim in victims:
             ats = range(-1, len(one.actions(victim)))
             whole = one.name == "1f1b"

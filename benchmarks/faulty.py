@@ -102,7 +102,7 @@ def suffer(how: str) -> None:
     """What befalls a process as a whole."""
     if how == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "SIGSTOP":
+    elif how.startswith("SIGSTOP"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "SIGINT":
         os.kill(os.getpid(), signal.SIGINT)

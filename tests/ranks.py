@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import attrs
@@ -27,6 +28,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
 from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
+from pfeife.runtime.line import Line
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.profile import profile_memory
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
@@ -230,6 +232,52 @@ def check_receive_buffers() -> None:
     pipeline(state, batches[0])
     counts.append(len(pipeline.transport.buffers.tensors))
     assert max(counts) == counts[0] > 0, counts
+
+
+def check_a_cut_after_others() -> None:
+    """It ends the wait for a rank that is silent, also when the others have gone already."""
+    world = join_world(torch.device("cpu"))
+    line = Line(range(world.size), world.device, 60.0, dist.PrefixStore("cut", world.store), "")
+    silent = world.size // 2
+    if world.rank != silent:
+        mine = torch.zeros(1)
+        work = line.group.allgather([[torch.empty(1) for _ in line.ranks]], [mine])
+    if world.rank == 0:
+        line.cut()
+    world.gather(torch.zeros(1))
+    time.sleep(0.2)  # until what rank 0 has closed is noticed
+    line.cut()
+    end = time.monotonic() + 5
+    while world.rank != silent and not work.is_completed():
+        assert time.monotonic() < end, "the collective operation still waits"
+        time.sleep(0.01)
+    world.gather(torch.zeros(1))
+    line.close()
+
+
+class Overtaken:
+    """An operation that completes after a wait for it has timed out, before one looks again."""
+
+    def __init__(self, work: dist.Work):
+        self.work, self.is_completed = work, work.is_completed
+
+    def wait(self, *limit):
+        try:
+            self.work.wait(*limit)
+        except RuntimeError:
+            while not self.is_completed():
+                time.sleep(0.01)
+            raise
+
+
+def check_a_late_collective() -> None:
+    """What comes just when a part of the wait is over has come."""
+    world = join_world(torch.device("cpu"))
+    if world.rank == 1:
+        time.sleep(0.8)
+    total = torch.ones(1)
+    world.wait(Overtaken(world.line.group.allreduce(total)))
+    assert total.item() == world.size and world.failure is None
 
 
 def check_a_refusal_on_one_rank() -> None:
@@ -466,6 +514,7 @@ def checks(world: int) -> dict:
             "a line a direction": check_a_line_a_direction,
             "steps that overlap": check_steps_that_overlap,
             "receive buffers": check_receive_buffers,
+            "a late collective": check_a_late_collective,
             "a refusal on one rank": check_a_refusal_on_one_rank,
             "refusals": check_refusals,
             "compilers": check_compilers,
@@ -473,6 +522,8 @@ def checks(world: int) -> dict:
         }
         for name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
             found[f"{name}, memory"] = lambda name=name: check_memory(name)
+    else:
+        found["a cut after others"] = check_a_cut_after_others
     return found
 
 

@@ -42,6 +42,9 @@ class Beat:
     waits_for: int | None = None
 
 
+Beats = Mapping[int, Beat]  # the last sign of life of each rank
+
+
 class Lifeline:
     """One rank's end. All that uses the store runs on its thread, so nobody waits for a store
     that has stopped to answer.
@@ -92,7 +95,7 @@ class Lifeline:
                 time.sleep(0.05)
         return self.failure
 
-    def beats(self) -> Mapping[int, Beat] | None:
+    def beats(self) -> Beats | None:
         """The last signs of life; None if the store does not answer."""
         return self.ask(self._beats)
 
@@ -150,7 +153,7 @@ class Lifeline:
             return None
         return plain.from_json(Failure, self.store.get("failure").decode())
 
-    def _beats(self) -> dict[int, Beat]:
+    def _beats(self) -> Beats:
         keys = {rank: f"beat {rank}" for rank in range(self.size)}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         return {

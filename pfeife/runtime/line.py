@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CUT = 2**30  # the tag of the receive that nobody ever answers
+_CUT = 2**30  # the tag of the receives that nobody ever answers
 
 
 class Line:
     """A process group of ours that can be cut: then all that waits for its messages fails.
 
     Gloo has no such call, but the timeout of one receive fails all that its group is doing. So
-    there is one that nobody ever answers. Gloo's groups are made without torch.distributed's list
-    of groups: that names them by their number, which ranks that failed at other moments do not
-    agree on, and holds their sockets for ever.
+    there are some that nobody ever answers, one from each of the others: that from a rank which
+    has gone fails by itself, and fails nothing else. Gloo's groups are made without
+    torch.distributed's list of groups: that names them by their number, which ranks that failed at
+    other moments do not agree on, and holds their sockets for ever.
     """
 
     def __init__(
@@ -42,25 +43,25 @@ class Line:
         if self.mine:  # how long to wait is decided where it is waited
             self.group.set_timeout(timedelta(days=1))
         self.lock = threading.Lock()
-        self.never: dist.Work | None = None
-        if self.mine and len(self.ranks) > 1 and device.type != "cuda":
-            other = (self.index(dist.get_rank()) + 1) % len(self.ranks)
-            self.never = self.group.recv([torch.zeros(1)], other, _CUT)
+        self.never: list[dist.Work] = []
+        if self.mine and device.type != "cuda":
+            others = [self.index(rank) for rank in self.ranks if rank != dist.get_rank()]
+            self.never = [self.group.recv([torch.zeros(1)], other, _CUT) for other in others]
 
     def index(self, rank: int) -> int:
         """A rank of the world as the group counts."""
         return self.ranks.index(rank)
 
     def cut(self) -> None:
+        """Fails all that waits for a message, or will."""
         with self.lock:
-            if self.never is not None:
+            while self.never:
                 with contextlib.suppress(RuntimeError):
-                    self.never.wait(timedelta(milliseconds=1))
-                self.never = None
-            elif self.group is not None and self.device.type == "cuda":
+                    self.never.pop().wait(timedelta(milliseconds=1))
+            if self.group is not None and self.device.type == "cuda":
                 self.group.abort()
 
     def close(self) -> None:
         """Lets go of the group, whose sockets and threads end when nobody waits for it."""
         with self.lock:
-            self.never = self.group = None
+            self.never, self.group = [], None

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 from pfeife import plain
+from pfeife.runtime import diagnosis
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
-from pfeife.runtime.lifeline import ALL, BEAT, Doing, Lifeline, kept_by_torchrun, met
+from pfeife.runtime.lifeline import ALL, BEAT, Beats, Doing, Lifeline, met
 from pfeife.runtime.line import Line
 
 log = logging.getLogger("pfeife")
 
 GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
 _TICK = 0.05  # seconds
-SLICE = timedelta(seconds=0.5)
+SLICE = timedelta(seconds=BEAT)
 _BUILDING = "building: "
 LONGEST = 10  # times the timeout that a rank may prepare something while others wait
 
@@ -70,6 +72,12 @@ class World:
         """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
         watchdog looks after it."""
         return () if self.device.type == "cuda" else (timedelta(seconds=self.timeout),)
+
+    @property
+    def stillness(self) -> float:
+        """Seconds without a sign of life in which a rank that prepares something, and so keeps
+        Python to itself now and then, is still believed to live."""
+        return max(10 * BEAT, 0.1 * self.timeout)
 
     def line_of(self, ranks: Sequence[int], purpose: str = "") -> Line:
         """The line of some ranks; new ones are made by all ranks of the world in one order."""
@@ -151,14 +159,11 @@ class World:
     def lost(self, peer: int | None, begun: float, error: RuntimeError) -> PipelineError:
         """The error to raise when a message from or to a rank of the world (None if it is not
         known which) has failed that was waited for since `begun` (of time.monotonic)."""
+        waited = time.monotonic() - begun
         with self._diagnosis():
-            failure = self.lifeline.heard(1.0)
-            if failure is None:
-                peer = self._suspect() if peer is None else peer
-                waited = time.monotonic() - begun
-                late = waited >= 0.9 * self.timeout
-                failure = self._silent(peer, waited) if late else self._gone(peer, error)
-            return self._stopped(failure)
+            doing = self.look().text
+            found = diagnosis.cause(self.lifeline, peer, waited, self.timeout, error, doing)
+            return self._stopped(found)
 
     @contextlib.contextmanager
     def _diagnosis(self) -> Iterator[None]:
@@ -170,41 +175,6 @@ class World:
         finally:
             self.asking = False
 
-    def _gone(self, peer: int, error: RuntimeError) -> Failure:
-        """Its process has closed the connection."""
-        beats = self.lifeline.beats()
-        awaited = f"while rank {self.rank} waited for it in {self.look().text}"
-        if beats is None and not kept_by_torchrun():
-            cause = f"its process is gone, and with it the store of the process group, {awaited}"
-            return Failure(0, "", cause)
-        beat = (beats or {}).get(peer)
-        last = f"; its last sign of life came from {beat.doing}" if beat else ""
-        return Failure(peer, "", f"its process is gone {awaited}{last} ({_short(error)})")
-
-    def _silent(self, peer: int, waited: float) -> Failure:
-        """Nothing came in time: follows who waits for whom."""
-        first = self.lifeline.beats()
-        time.sleep(2.5 * BEAT)
-        second = self.lifeline.beats()
-        limit = f"rank {self.rank} has waited {waited:.0f} s (timeout={self.timeout:g})"
-        if first is None or second is None:
-            host = None if kept_by_torchrun() else 0
-            cause = "the store of the process group, which its process keeps, does not answer"
-            return Failure(peer if host is None else host, "", f"{cause}; {limit}")
-        at, seen = peer, set[int]()
-        while at not in seen:
-            seen.add(at)
-            before, now = first.get(at), second.get(at)
-            if now is None or (before is not None and before.count == now.count):
-                where = now.doing if now else ""
-                return Failure(at, where, f"its process gives no sign of life; {limit}")
-            if now.waits_for in (None, ALL):
-                cause = f"it has been there for {now.seconds:.0f} s; {limit}"
-                return Failure(at, now.doing, cause)
-            at = now.waits_for
-        where = second[at].doing
-        return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
-
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective operation of all ranks, or of some: as long as the timeout for
         ranks that do something else, ten times as long for those that prepare what it needs."""
@@ -215,41 +185,36 @@ class World:
             self.waiting = False
 
     def _wait(self, work: dist.Work, begun: float) -> None:
+        seen: deque[Beats] = deque(maxlen=1 + round(self.stillness / BEAT))
         while True:
+            over = work.is_completed()  # then an error is its own, not that of the time
             try:
                 work.wait(SLICE)
                 return
             except RuntimeError as error:
                 self.check()
                 waited = time.monotonic() - begun
-                late = self._late(waited) if waited > self.timeout else None
-                if work.is_completed():  # it has failed by itself
+                if over:
                     raise self.lost(None, begun, error) from None
-                if late is not None:
-                    with self._diagnosis():
-                        raise self._stopped(self._silent(late, waited)) from None
+                seen.append(self.lifeline.beats() or {})
+                late = self._late(waited, seen) if waited > self.timeout else None
+                if late is not None and not work.is_completed():
+                    raise self.lost(late, begun, error) from None
 
-    def _late(self, waited: float) -> int | None:
-        """A rank that neither waits nor prepares anything, or has done so for too long. Those that
-        wait for all as well are not to blame."""
-        beats = self.lifeline.beats() or {}
+    def _late(self, waited: float, seen: deque[Beats]) -> int | None:
+        """A rank that neither waits nor prepares anything, or has done so for too long, or gives
+        no new signs of life. Those that wait for all as well are not to blame."""
+        before, now = seen[0] if len(seen) == seen.maxlen else {}, seen[-1]
         patient = waited < LONGEST * self.timeout
         others = [rank for rank in range(self.size) if rank != self.rank]
         working = {
             rank
-            for rank, beat in beats.items()
-            if patient and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
+            for rank, beat in now.items()
+            if patient
+            and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
+            and diagnosis.lives(rank, before, now)
         }
         return next((rank for rank in others if rank not in working), None)
-
-    def _suspect(self) -> int:
-        """The rank whose last sign of life is the oldest, when a collective operation broke."""
-        first = self.lifeline.beats() or {}
-        time.sleep(2.5 * BEAT)
-        second = self.lifeline.beats() or {}
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        still = [r for r in others if r not in second or first.get(r) == second[r]]
-        return (still or others)[0]
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
@@ -342,12 +307,6 @@ class World:
         if self.lifeline.thread.is_alive():
             self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self.lifeline.end()
-
-
-def _short(error: RuntimeError) -> str:
-    """What Gloo says, without the place in its source and its advice."""
-    text = str(error).splitlines()[0]
-    return text.split("] ", 1)[-1].split(". This is")[0]
 
 
 def _outside() -> Doing:
