@@ -27,7 +27,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline, DistributedTransport
+from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.line import Line
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.profile import profile_memory
@@ -160,18 +160,13 @@ def check_steps_that_overlap() -> None:
 
 
 def check_a_line_a_direction() -> None:
-    """As under NCCL: every direction between two ranks has a process group of its own."""
-    pipeline, state, microbatches = interleaved()
-    expected = pipeline(state, microbatches)
-    world = pipeline.transport.world
-    pipeline.transport = DistributedTransport(world, pipeline.mesh, pipeline.program, edges=True)
-    found = pipeline(state, microbatches)
-    lines = {id(line.group) for line, _ in [*pipeline.transport.out.values()]}
-    lines |= {id(line.group) for line, _ in [*pipeline.transport.into.values()]}
-    assert len(lines) == 2 and id(world.line.group) not in lines
-    assert torch.equal(found.loss, expected.loss)
-    for name, gradient in found.gradients.items():
-        assert torch.equal(gradient, expected.gradients[name])
+    """Every direction between two ranks has a process group of its own, which all pipelines of a
+    world share."""
+    transports = [interleaved()[0].transport for _ in range(2)]
+    for one in transports:
+        ends = [*one.out.values(), *one.into.values()]
+        assert len({id(line.group) for line, _ in [*ends, (one.world.line, 0)]}) == 3
+    assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
 
 def interleaved() -> tuple:

@@ -29,12 +29,13 @@ End = tuple[Line, int]  # and the other rank as its group counts
 class DistributedTransport:
     """One rank of one pipeline of a mesh.
 
-    Building one is collective: every rank of the world must do it with the same program. Under
-    NCCL every direction between two ranks has a communicator of its own, so that opposite ones
-    overlap (`edges`); Gloo's connections do so by themselves.
+    Building one is collective: every rank of the world must do it with the same program. Every
+    direction between two ranks has a process group of its own. Under NCCL opposite ones overlap
+    only so. Under Gloo, who sends locks the connection; what then arrives on it keeps Gloo's
+    thread asking the system again and again, to the sender's cost if both share a core.
     """
 
-    def __init__(self, world: World, mesh: Mesh, program: Program, edges: bool = False):
+    def __init__(self, world: World, mesh: Mesh, program: Program):
         if mesh.size != world.size:
             raise ValueError(
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
@@ -48,7 +49,7 @@ class DistributedTransport:
         self.groups = self._groups(program.reductions)
         self.out: dict[int, End] = {}
         self.into: dict[int, End] = {}
-        self._connect(program, edges or world.device.type == "cuda")
+        self._connect(program)
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
         self.inboxes: dict[int, _Inbox] = {}
         self.buffers = Buffers(self.device)
@@ -78,26 +79,27 @@ class DistributedTransport:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
         return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
 
-    def _connect(self, program: Program, edges: bool) -> None:
+    def _connect(self, program: Program) -> None:
         used = sorted({(m.source, m.destination) for m in messages(program)})
         for replica in range(self.mesh.replicas):
+            offset = replica * self.mesh.ranks
             for source, destination in used:
-                offset = replica * self.mesh.ranks
                 pair = (offset + source, offset + destination)
-                line = self.world.line
-                if edges:
-                    line = self.world.line_of(sorted(pair), "down" if pair[0] < pair[1] else "up")
+                line = self.world.line_of(sorted(pair), "down" if source < destination else "up")
                 if pair[0] == self.world.rank:
                     self.out[destination] = (line, line.index(pair[1]))
-                    if edges:  # NCCL connects with the first message, which both must wait for
-                        line.group.send([self._byte()], line.index(pair[1]), 0).wait()
                 elif pair[1] == self.world.rank:
                     self.into[source] = (line, line.index(pair[0]))
-                    if edges:
-                        line.group.recv([self._byte()], line.index(pair[0]), 0).wait()
+                if self.world.rank in pair and self.world.device.type == "cuda":
+                    self._first_message(line, pair)
 
-    def _byte(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.uint8, device=self.device)
+    def _first_message(self, line: Line, pair: tuple[int, int]) -> None:
+        """NCCL connects with it, which both ends must wait for."""
+        data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
+        if pair[0] == self.world.rank:
+            line.group.send(data, line.index(pair[1]), 0).wait()
+        else:
+            line.group.recv(data, line.index(pair[0]), 0).wait()
 
     def expect(self, source: int, channel: Channel) -> None:
         self.inboxes[source] = _Inbox(channel)
