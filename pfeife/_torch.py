@@ -6,10 +6,11 @@ Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this file chan
 import contextlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
@@ -58,9 +59,30 @@ __all__ = [
 ]
 
 
+@contextlib.contextmanager
+def _whole_interpolation() -> Iterator[None]:
+    """While tracing leaves interpolation whole. Else it becomes indexing, which is slower than
+    PyTorch's kernels and rounds otherwise (it is meant for shapes that are not known). If
+    `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+    aten = torch.ops.aten
+    packets = [getattr(aten, n) for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = [(operator, dict(operator.py_kernels)) for operator in operators]
+    try:
+        for operator, _ in before:
+            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+                operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
 def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     """The flat joint graph of a module; without gradients the forward graph alone."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _whole_interpolation():
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 

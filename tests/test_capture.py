@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pfeife
 from pfeife import Role
+from pfeife.testing import assert_same, eager_accumulation
 
 
 def names(program, *roles):
@@ -125,6 +126,22 @@ def test_capturing_runs_and_changes_nothing():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in one.model.parameters())
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
+def test_interpolation_is_that_of_eager(mode):
+    """Its kernels, in both directions: tracing knows other ways to compute it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3))
+
+    def step(x):
+        return net[1](F.interpolate(net[0](x), scale_factor=1.7, mode=mode)).square().mean()
+
+    microbatches = [(torch.randn(2, 2, 9, 9),) for _ in range(2)]
+    program = pfeife.capture(step, *microbatches[0])
+    found = pfeife.evaluate(program, pfeife.state_of(program, net), microbatches)
+    assert_same(eager_accumulation(step, net, microbatches), found)
+    assert not any("index" in str(node.target) for node in program.module.graph.nodes)
 
 
 def test_what_is_no_graph_is_said():

@@ -78,8 +78,9 @@ def test_the_same_numbers(build):
     parts = list(zip(*(x.chunk(3) for x in batch), strict=True))
     # transformers takes other branches under torch.compile, and AOTAutograd computes some
     # gradients by other operations: plain torch.compile gives our bits, eager agrees to rounding.
+    # diffusers does not, and plain torch.compile takes its interpolation apart, which we do not.
     compiled = torch.compile(step, backend="aot_eager", dynamic=False)
-    expected = eager_accumulation(compiled, model, parts)
+    expected = eager_accumulation(step if build is unet else compiled, model, parts)
     loss = pfeife.compile(step, microbatches=3, stages=3)(*batch)
     loss.backward()
     found = pfeife.Result(
