@@ -7,9 +7,11 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import DispatchKey
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
@@ -48,6 +50,8 @@ __all__ = [
     "compilation",
     "flop_formulas",
     "frame_arguments",
+    "gloo_device",
+    "gloo_group",
     "inductor",
     "is_shared",
     "joint_graph",
@@ -84,6 +88,23 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     """The flat joint graph of a module; without gradients the forward graph alone."""
     with contextlib.ExitStack() as stack, _whole_interpolation():
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def gloo_device() -> Any:
+    """A thread that looks after connections, which several groups can share: every one wakes up a
+    hundred times a second. If `create_default_device` moves: leave the device out, and each group
+    has its own."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any
+) -> dist.ProcessGroupGloo:
+    """A process group over a device. If its options move: their public form is the timeout."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [device]
+    return gloo(store, rank, size, options)
 
 
 def placeholder_source(node: torch.fx.Node) -> str:

@@ -221,13 +221,15 @@ def trace(
     return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
 
 
-def _cancel_transposes(graph: fx.Graph) -> None:
-    """Reads a matrix itself instead of the transpose of its transpose, of which autograd makes
-    four for every linear layer."""
-    transpose = torch.ops.aten.t.default
+def _simplify(graph: fx.Graph) -> None:
+    """Takes out what is there for autograd's sake alone: the transpose of a matrix's transpose,
+    of which it makes four for every linear layer, and the detaching of what it saves."""
+    transpose, detach = torch.ops.aten.t.default, torch.ops.aten.detach.default
     for node in graph.nodes:
         if node.target is transpose and node.args[0].target is transpose:
             node.replace_all_uses_with(node.args[0].args[0])
+        elif node.target is detach and node.args[0].op != "placeholder":
+            node.replace_all_uses_with(node.args[0])
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -243,7 +245,7 @@ class _Porter:
         loss: int | None,
         result_dims: Sequence[int | None],
     ):
-        _cancel_transposes(joint.graph)
+        _simplify(joint.graph)
         joint.graph.eliminate_dead_code()
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
         self.by_name = {_registered(argument): argument for argument in arguments}

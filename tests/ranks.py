@@ -232,7 +232,9 @@ def check_receive_buffers() -> None:
 def check_a_cut_after_others() -> None:
     """It ends the wait for a rank that is silent, also when the others have gone already."""
     world = join_world(torch.device("cpu"))
-    line = Line(range(world.size), world.device, 60.0, dist.PrefixStore("cut", world.store), "")
+    line = Line(
+        range(world.size), world.device, 60.0, dist.PrefixStore("cut", world.store), "", world.gloo
+    )
     silent = world.size // 2
     if world.rank != silent:
         mine = torch.zeros(1)

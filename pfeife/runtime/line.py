@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pfeife import _torch
+
 _CUT = 2**30  # the tag of the receives that nobody ever answers
 
 
@@ -19,7 +21,8 @@ class Line:
     there are some that nobody ever answers, one from each of the others: that from a rank which
     has gone fails by itself, and fails nothing else. Gloo's groups are made without
     torch.distributed's list of groups: that names them by their number, which ranks that failed at
-    other moments do not agree on, and holds their sockets for ever.
+    other moments do not agree on, and holds their sockets for ever. `gloo` is the device that
+    looks after the connections.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class Line:
         timeout: float,
         store: dist.Store,
         purpose: str,
+        gloo: Any = None,
     ):
         self.ranks, self.device = tuple(ranks), device
         self.mine = dist.get_rank() in self.ranks
@@ -39,7 +43,7 @@ class Line:
         elif self.mine:
             own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
             place = self.index(dist.get_rank())
-            self.group = dist.ProcessGroupGloo(own, place, len(self.ranks), limit)
+            self.group = _torch.gloo_group(own, place, len(self.ranks), limit, gloo)
         if self.mine:  # how long to wait is decided where it is waited
             self.group.set_timeout(timedelta(days=1))
         self.lock = threading.Lock()

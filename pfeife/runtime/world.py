@@ -15,7 +15,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from pfeife import plain
+from pfeife import _torch, plain
 from pfeife.runtime import diagnosis
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 from pfeife.runtime.lifeline import ALL, BEAT, Beats, Doing, Lifeline, met
@@ -53,6 +53,7 @@ class World:
         self.raised = False  # whether the failure has become an exception here
         self.inside, self.waiting, self.asking = 0, False, False
         self.look: Callable[[], Doing] = _outside
+        self.gloo = None if device.type == "cuda" else _torch.gloo_device()
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
@@ -86,7 +87,7 @@ class World:
             begun = time.monotonic()
             own = dist.PrefixStore(f"world {self.generation}", self.store)
             try:
-                self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose)
+                self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose, self.gloo)
             except RuntimeError as error:
                 raise self.lost(None, begun, error) from error
         return self.lines[key]
@@ -301,6 +302,7 @@ class World:
         self.lifeline.end()
         for line in self.lines.values():
             line.close()
+        self.gloo = None
 
     def leave(self) -> None:
         """Tells the others that this process ends."""
