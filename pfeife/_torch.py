@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import DispatchKey
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
@@ -94,14 +93,12 @@ def gloo_device() -> Any:
     """A thread that looks after connections, which several groups can share: every one wakes up a
     hundred times a second. If `create_default_device` moves: leave the device out, and each group
     has its own."""
-    return dist.ProcessGroupGloo.create_default_device()
+    return torch.distributed.ProcessGroupGloo.create_default_device()
 
 
-def gloo_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any
-) -> dist.ProcessGroupGloo:
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
     """A process group over a device. If its options move: their public form is the timeout."""
-    gloo: Any = dist.ProcessGroupGloo
+    gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._devices = timeout, [device]
     return gloo(store, rank, size, options)
