@@ -3,6 +3,7 @@
 Every check compares with plain PyTorch, run by the rank itself, bit for bit.
 """
 
+import contextlib
 import copy
 import faulthandler
 import gc
@@ -13,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import attrs
@@ -230,25 +232,22 @@ def check_receive_buffers() -> None:
 
 
 def check_a_cut_after_others() -> None:
-    """It ends the wait for a rank that is silent, also when the others have gone already."""
+    """It ends the wait for a rank that is silent and keeps its connections, also when the others
+    have gone already."""
     world = join_world(torch.device("cpu"))
-    line = Line(
-        range(world.size), world.device, 60.0, dist.PrefixStore("cut", world.store), "", world.gloo
-    )
+    own = dist.PrefixStore("cut", world.store)
+    line = Line(range(world.size), world.device, 60.0, own, "", world.gloo)
     silent = world.size // 2
-    if world.rank != silent:
-        mine = torch.zeros(1)
-        work = line.group.allgather([[torch.empty(1) for _ in line.ranks]], [mine])
-    if world.rank == 0:
-        line.cut()
-    world.gather(torch.zeros(1))
-    time.sleep(0.2)  # until what rank 0 has closed is noticed
-    line.cut()
-    end = time.monotonic() + 5
-    while world.rank != silent and not work.is_completed():
-        assert time.monotonic() < end, "the collective operation still waits"
-        time.sleep(0.01)
-    world.gather(torch.zeros(1))
+    work = None if world.rank == silent else line.group.recv([torch.empty(1)], silent, 0)
+    for rank in range(world.size):
+        if rank == world.rank and work is not None:
+            line.cut()
+            begun = time.monotonic()
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=5))
+            assert time.monotonic() - begun < 4, "nothing has ended the wait"
+        world.gather(torch.zeros(1))
+        time.sleep(0.1)  # until the others have noticed what this rank has closed
     line.close()
 
 
