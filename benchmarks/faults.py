@@ -44,7 +44,7 @@ from forked import Launch, Main
 from pfeife import report
 from pfeife.progress import shown
 
-AT_ONCE = 6  # launches that run at the same time
+AT_ONCE = 12  # ranks that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
 SILENT = ("SIGSTOP", WAITING, LATE, "slow", "away", "skipped a backward")
 
@@ -177,7 +177,7 @@ def carry_out(plans: Sequence[Plan]) -> Iterator[list[Outcome]]:
     gc.collect()
     gc.freeze()  # what is there now costs the ranks nothing, not even when they end
     while todo or running:
-        while todo and len(running) < AT_ONCE:
+        while todo and sum(p.case.size for p in (*running.values(), todo[-1])) <= AT_ONCE:
             plan = todo.pop()
             launch = Launch(
                 plan.case.size,

@@ -23,7 +23,7 @@ from pfeife.runtime.line import Line
 
 log = logging.getLogger("pfeife")
 
-GRACE = 5.0  # seconds that a rank has to come out of its step when another one has failed
+GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=BEAT)
 _BUILDING = "building: "
@@ -142,10 +142,12 @@ class World:
     def _hear(self, failure: Failure) -> None:
         """On a thread: another rank has failed, so what this one waits for must end."""
         self.stop(failure)
-        left = GRACE
+        left, before = GRACE, time.monotonic()
         while self.inside and left > 0:
             time.sleep(_TICK)
-            left -= 0 if self.asking else _TICK  # who asks what has happened is about to come out
+            now = time.monotonic()  # who computes keeps this thread waiting: ticks may be long
+            spent, before = min(now - before, BEAT), now  # but a process may have been stopped
+            left -= 0 if self.asking else spent  # who asks what has happened is about to come out
         if self.inside:
             log.critical(
                 "rank %d ends: %s; this rank was in %s and did not come out of it",
