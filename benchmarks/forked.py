@@ -89,6 +89,8 @@ class Launch:
             pid = os.fork()
             if pid == 0:
                 os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+                # A shell's background jobs ignore it, and so would their children.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 _write_to(log)
                 main(rank, _reporter(out, rank))
                 sys.exit(0)
