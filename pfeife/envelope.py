@@ -12,6 +12,7 @@ import torch
 PACKED = 2**17  # bytes up to which a value is copied into one piece with others of its message
 AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
 FEWEST, MOST = 2, 64  # messages ahead, whatever their size
+APART = 2**20  # bytes from which a message is sent while the rank computes
 _ALIGNED = 64  # bytes; no dtype is wider
 _SENT_AS_IS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 

@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -28,6 +29,7 @@ from models import CASES, EQUAL_TO_EAGER, case
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
+from pfeife.envelope import APART
 from pfeife.program import holders
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.line import Line
@@ -171,19 +173,42 @@ def check_a_line_a_direction() -> None:
     assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
 
-def interleaved() -> tuple:
-    """A pipeline of two stages a rank, with its state and microbatches."""
+def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
+    """A pipeline of two linear stages a rank, with its state and microbatches."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
-    microbatches = [(torch.randn(2, 4),) for _ in range(4)]
+    net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in pairwise(widths)])
+    microbatches = [(torch.randn(rows, widths[0]),) for _ in range(4)]
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
-    clusters = pfeife.annotate(estimate(pfeife.fuse()(program), CPU_CORE))(pfeife.fuse()(program))
-    plan = sched.plan(
-        clusters, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule="interleaved"
-    )
+    clusters = pfeife.fuse()(program)
+    homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
+    plan = pfeife.Plan(sched.follow(clusters, homes), sched.interleaved(4, 4, (0, 1, 0, 1)))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches
+
+
+def check_large_and_small_messages() -> None:
+    """They keep their order on one channel though another thread sends them from the first large
+    one on; what fails there fails the step, and the next one works."""
+    pipeline, state, microbatches = interleaved((2, 4, 4, 2**15, 2), rows=8)
+    sizes = [one.bytes for one in pipeline.runner.envelopes.values()]
+    assert min(sizes) < APART <= max(sizes)
+    for _ in range(3):
+        found = pipeline(state, microbatches)
+        expected = pfeife.evaluate(pipeline.program, state, microbatches)
+        mine = {name: expected.gradients[name] for name in found.gradients}
+        assert_same(attrs.evolve(expected, gradients=mine), found)
+    world = pipeline.transport.world
+    for other in pipeline.transport.apart:
+        pipeline.transport.out[other][0].cut()
+    try:
+        pipeline(state, microbatches)
+    except pfeife.PipelineError as error:
+        assert "its connection is closed" in str(error), error
+    else:
+        raise AssertionError("what was not sent has arrived")
+    assert torch.equal(pipeline(state, microbatches).loss, expected.loss)
+    assert pipeline.transport.world is not world
 
 
 def check_a_thousand_steps() -> None:
@@ -508,6 +533,7 @@ def checks(world: int) -> dict:
             "placement is kept": check_placement_is_kept,
             "a thousand steps": check_a_thousand_steps,
             "a line a direction": check_a_line_a_direction,
+            "large and small messages": check_large_and_small_messages,
             "steps that overlap": check_steps_that_overlap,
             "receive buffers": check_receive_buffers,
             "a late collective": check_a_late_collective,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pfeife.envelope import Channel, Envelope, Layout, Tensors
+from pfeife.envelope import APART, Channel, Envelope, Layout, Tensors
 from pfeife.evaluate import Result, State, averaged, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role, messages
@@ -21,9 +21,11 @@ from pfeife.runtime.lifeline import Doing
 from pfeife.runtime.line import Line
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.parts import Parts
+from pfeife.runtime.sending import Sending
 from pfeife.runtime.world import World
 
 End = tuple[Line, int]  # and the other rank as its group counts
+Works = Sequence[dist.Work | Sending]
 
 
 class DistributedTransport:
@@ -53,7 +55,8 @@ class DistributedTransport:
         self.waiting: dict[int, deque[tuple[Tensors, list[dist.Work]]]] = {}
         self.inboxes: dict[int, _Inbox] = {}
         self.buffers = Buffers(self.device)
-        self.leaving: dict[int, deque[tuple[list[dist.Work], list[torch.Tensor]]]] = {}
+        self.leaving: dict[int, deque[tuple[Works, list[torch.Tensor]]]] = {}
+        self.apart = set[int]()  # ranks to which the world's sender sends
         self.finished: Counter[int] = Counter()
         self.awaited: int | None = None  # the rank of the pipeline that this one waits for
 
@@ -117,16 +120,23 @@ class DistributedTransport:
             waiting.append((values, works))
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
-        line, peer = self.out[destination]
         pieces = envelope.pack(values)
-        try:
-            works = [line.group.send([piece], peer, 0) for piece in pieces]
-        except RuntimeError as error:
-            raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
+        works = self._sent(destination, pieces, envelope.bytes)
         leaving = self.leaving.get(destination)
         if leaving is None:
             leaving = self.leaving[destination] = deque()
         leaving.append((works, pieces))
+
+    def _sent(self, destination: int, pieces: list[torch.Tensor], size: int) -> Works:
+        line, peer = self.out[destination]
+        if size >= APART and line.device.type == "cpu":
+            self.apart.add(destination)  # from now on: messages must not overtake one another
+        try:
+            if destination in self.apart:
+                return self.world.sender.send(line, pieces, peer)
+            return [line.group.send([piece], peer, 0) for piece in pieces]
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
 
     def release(self, destination: int, count: int) -> None:
         # Gloo's sends say that they are completed only when they have been waited for, so it
@@ -136,7 +146,7 @@ class DistributedTransport:
         for _ in range(count - known):
             self._wait(destination, self.leaving[destination].popleft()[0])
 
-    def _wait(self, peer: int, works: Sequence[dist.Work]) -> None:
+    def _wait(self, peer: int, works: Works) -> None:
         begun, self.awaited = time.monotonic(), peer
         try:
             for work in works:

@@ -20,6 +20,7 @@ from pfeife.runtime import diagnosis
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 from pfeife.runtime.lifeline import ALL, BEAT, Beats, Doing, Lifeline, met
 from pfeife.runtime.line import Line
+from pfeife.runtime.sending import Sender
 
 log = logging.getLogger("pfeife")
 
@@ -55,6 +56,7 @@ class World:
         self.look: Callable[[], Doing] = _outside
         self.gloo = None if device.type == "cuda" else _torch.gloo_device()
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        self.sender = Sender()
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
         try:
@@ -302,6 +304,7 @@ class World:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
         keep it for long: torch.compile does."""
         self.lifeline.end()
+        self.sender.close()
         for line in self.lines.values():
             line.close()
         self.gloo = None
