@@ -183,7 +183,7 @@ def held(before: dict[str, int] | None = None) -> dict[str, int]:
 
 def _held() -> dict[str, int]:
     gc.collect()
-    lifelines = [t for t in threading.enumerate() if t.name.startswith("pfeife")]
+    lifelines = [t for t in threading.enumerate() if t.name == "pfeife lifeline"]
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -299,7 +299,9 @@ def planning(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report]
 
         def strike() -> None:
             report(event="fault", trial=0)
-            suffer(trial.fault)
+            while True:  # Dynamo loses an interrupt that comes while it times its guards
+                suffer(trial.fault)
+                time.sleep(3.0)
 
         if rank == trial.victim:
             timer = threading.Timer(trial.at / 10, strike)

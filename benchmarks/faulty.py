@@ -13,10 +13,12 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
+from pfeife.envelope import APART
 from pfeife.plan import Action, Schedule
 from pfeife.program import Program
 
 WIDTH, ROWS = 8, 2
+MANY = APART // (4 * WIDTH)  # rows of values that another thread sends
 Strike = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -151,14 +153,20 @@ class Case:
 
 
 def case(
-    name: str, ranks: int, microbatches: int = 4, *, tied: bool = False, replicas: int = 1
+    name: str,
+    ranks: int,
+    microbatches: int = 4,
+    *,
+    tied: bool = False,
+    replicas: int = 1,
+    rows: int = ROWS,
 ) -> Case:
     """A chain of blocks under a family of schedules."""
     looped = name in ("interleaved", "zb-v")
     stages = 2 * ranks if looped else ranks
     torch.manual_seed(0)
     net = Net(2 * stages, tied)
-    batch = [(torch.randn(ROWS, WIDTH),) for _ in range(microbatches * replicas)]
+    batch = [(torch.randn(rows, WIDTH),) for _ in range(microbatches * replicas)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return net(x).square().mean()
@@ -181,5 +189,6 @@ def case(
     program = pfeife.compose(*passes)(clusters)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
     words = [name, *(["tied"] if tied else []), *([f"{replicas} replicas"] if replicas > 1 else [])]
+    words += ["large"] if rows >= MANY else []
     size = ranks * replicas
     return Case(" ".join(words), size, program, schedule, net, step, batch)

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import attrs
 import torch.distributed as dist
+from torch import hub
 
 # Every connection to a store asks for the name of the other end; a name server that is slow is
 # not what is tried here.
@@ -91,6 +93,7 @@ class Launch:
                 os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
                 # A shell's background jobs ignore it, and so would their children.
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                _own_lock()
                 _write_to(log)
                 main(rank, _reporter(out, rank))
                 sys.exit(0)
@@ -138,6 +141,13 @@ class Launch:
             path.unlink()
         self.folder.rmdir()
         return text
+
+
+def _own_lock() -> None:
+    """fx's Interpreter makes a tqdm bar, shown or not, under a lock that forked processes share:
+    whoever is killed with it would stop all that come later."""
+    if hasattr(hub.tqdm, "set_lock"):
+        hub.tqdm.set_lock(threading.RLock())
 
 
 def _write_to(log: Path) -> None:
