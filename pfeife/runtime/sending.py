@@ -36,5 +36,5 @@ class Sender:
         return [Sending(self.thread.submit(line.group.send, [piece], peer, 0)) for piece in pieces]
 
     def close(self) -> None:
-        """Sends nothing more."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        """Takes nothing more; the thread ends when what it has is sent or has failed."""
+        self.thread.shutdown(wait=False)
