@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import multiprocessing
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -340,20 +341,26 @@ def test_writers_of_one_cache(tmp_path):
 
 
 class Backend:
-    """A compiler that notes what it is given and what is run, with which arguments."""
+    """A compiler that notes what it is given, what is run, with which arguments, and of how many
+    earlier runs of the same body the results are there still."""
 
     def __init__(self, name: str):
         self.__qualname__ = name
         self.bodies: list[str] = []
         self.runs: list[tuple[str, list[torch.Tensor]]] = []
+        self.held: dict[str, list[int]] = {}
 
     def __call__(self, module, examples):
         key = fingerprint(module)
         self.bodies.append(key)
+        made: list[weakref.ref] = []
 
         def run(*args):
             self.runs.append((key, list(args)))
-            return module(*args)
+            self.held.setdefault(key, []).append(sum(one() is not None for one in made))
+            results = module(*args)
+            made.append(weakref.ref(results[0]))
+            return results
 
         return run
 
@@ -391,6 +398,18 @@ def test_bodies_run_in_turn(spare, monkeypatch):
         for others in zip(*turns, strict=True):
             same = {id(argument) for argument in others}
             assert len(same) == (4 if spare == 0 else 1)
+    forward = {fingerprint(program.body(c)) for c in program.calls if c.kind == Kind.FORWARD}
+    for key, held in backend.held.items():
+        assert held == ([0, 1, 2, 2] if key in forward and spare is None else [0, 0, 0, 0])
+
+
+def test_nothing_waits_for_a_backward_that_is_not_there():
+    """Without gradients the results of a forward are gone when it runs again."""
+    model, backend = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), Backend("noted")
+    with torch.no_grad():
+        program = pfeife.fuse()(pfeife.capture(model, torch.randn(2, 3)))
+    measure(program, repeats=2, compiler=backend)
+    assert list(backend.held.values()) == [[0, 0, 0]] * distinct_bodies(program)
 
 
 LINK = {

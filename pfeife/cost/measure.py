@@ -4,6 +4,7 @@ import os
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from torch import fx
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
-from pfeife.program import Call, Program, Role, find_node, node_bytes, returned
+from pfeife.program import Call, Kind, Program, Role, find_node, node_bytes, returned
 from pfeife.progress import Progress
+
+HELD = 2  # microbatches of which a body's results are held, if a step holds them
 
 
 def measure(
@@ -30,13 +33,15 @@ def measure(
     """Seconds of every call: the median of `repeats` runs after one warm-up, with their spread.
 
     Distinct bodies run in turn, so that each finds the caches as another one has left them, as in
-    a step; run alone again and again they come out up to a tenth too fast. Inputs are made for
-    them (zeros for integers, ones for floats) on `device` (where they were captured unless
-    given), so the user's state and random generators are not touched; what does not fit there
-    at once is made anew for every run, so the whole model need not fit. The adding up of a call's
-    gradients is timed apart. Bodies that print the same, with inputs alike, are measured once;
-    with a `cache` folder once for all programs, of this device, torch, `compiler` and number of
-    threads. `compiler` has the signature of a Dynamo backend; without it bodies run as they are.
+    a step; run alone again and again they come out up to a tenth too fast. What a forward makes
+    for a backward is held, as in a step: the next run then writes into other memory, which can
+    take a tenth longer. Inputs are made for the bodies (zeros for integers, ones for floats) on
+    `device` (where they were captured unless given), so the user's state and random generators
+    are not touched; if not all of this fits there at once, inputs are made anew for every run and
+    nothing is held, so the whole model need not fit. The adding up of a call's gradients is timed
+    apart. Bodies that print the same, with inputs alike, are measured once; with a `cache` folder
+    once for all programs, of this device, torch, `compiler` and number of threads. `compiler` has
+    the signature of a Dynamo backend; without it bodies run as they are.
     `progress` is called with how many of how many runs are done.
     """
     bodies = {call.node: _measured_body(program, call, device, compiler) for call in program.calls}
@@ -62,16 +67,20 @@ def measure(
 
 @attrs.frozen(eq=False)
 class _Body:
-    """A body to measure; `gradients` says where in its result those of parameters stand."""
+    """A body to measure; `gradients` says where in its result those of parameters stand, `held`
+    of how many runs the results are held."""
 
     key: str
     module: fx.GraphModule
     gradients: tuple[int, ...]
     device: torch.device
+    held: int
 
     @property
     def bytes(self) -> int:
-        return sum(node_bytes(node) for node in _inputs(self.module))
+        """Of the inputs, and of the results that are held."""
+        made = sum(map(node_bytes, returned(self.module)))
+        return sum(map(node_bytes, _inputs(self.module))) + self.held * made
 
     def arguments(self) -> list[torch.Tensor]:
         return [example(node.meta["val"], self.device) for node in _inputs(self.module)]
@@ -87,8 +96,10 @@ def _measured_body(
     gradients = tuple(sorted(user.args[1] for user in node.users if user in ports))  # type: ignore[type-var]
     where = next((n.meta["val"].device for n in _inputs(body)), torch.device("cpu"))
     name = _name(compiler) if compiler else "eager"
-    key = f"{name}, gradients {gradients}, {_key(body, device)}"
-    return _Body(key, body, gradients, device or where)  # type: ignore[arg-type]
+    backward = any(other.kind != Kind.FORWARD for other in program.calls)
+    held = HELD if backward and call.kind in (Kind.FORWARD, Kind.INPUT_BACKWARD) else 0
+    key = f"{name}, held {held}, gradients {gradients}, {_key(body, device)}"
+    return _Body(key, body, gradients, device or where, held)  # type: ignore[arg-type]
 
 
 def _name(compiler: Compiler) -> str:
@@ -103,7 +114,8 @@ def _run_in_turn(
     if not bodies:
         return []
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
-    held = [body.arguments() if fits else None for body in bodies]
+    given = [body.arguments() if fits else None for body in bodies]
+    held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
     runs: list[Callable] = [
         compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
     ]
@@ -111,15 +123,17 @@ def _run_in_turn(
     with torch.no_grad():
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
-                arguments = held[index] or body.arguments()
-                times[index].append(_timed(runs[index], arguments, body))
+                arguments = given[index] or body.arguments()
+                times[index].append(_timed(runs[index], arguments, body, held[index]))
                 if progress:
                     progress(turn * len(bodies) + index + 1, (repeats + 1) * len(bodies))
     return [_summary(body, found[1:], repeats) for body, found in zip(bodies, times, strict=True)]
 
 
-def _timed(run: Callable, arguments: list[torch.Tensor], body: _Body) -> tuple[float, float]:
-    """Seconds of a body, and of adding its gradients to others."""
+def _timed(
+    run: Callable, arguments: list[torch.Tensor], body: _Body, held: deque[Sequence[torch.Tensor]]
+) -> tuple[float, float]:
+    """Seconds of a body, and of adding its gradients to others; its results go to the `held`."""
     sums: list[torch.Tensor] = []
     results: Sequence[torch.Tensor] = ()
 
@@ -133,6 +147,7 @@ def _timed(run: Callable, arguments: list[torch.Tensor], body: _Body) -> tuple[f
 
     seconds = _seconds(compute, body.device)
     sums += [torch.zeros_like(results[index]).contiguous() for index in body.gradients]
+    held.append(results)
     return seconds, _seconds(accumulate, body.device) if sums else 0.0
 
 
