@@ -3,7 +3,9 @@
     python benchmarks/fidelity.py
 
 Each configuration is planned from costs that are measured cluster by cluster (and messages by
-`bench_network`); then it runs, one step of every configuration in turn.
+`bench_network`); then it runs, one step of every configuration in turn. Between the rounds the
+clusters are measured again, and what is predicted goes by the medians of all rounds: the machine
+may be a fifth faster in one minute than in the next.
 """
 
 import random
@@ -14,51 +16,62 @@ import attrs
 import models
 import torch
 import torch.distributed as dist
-from harness import Ready, in_turn, mean_costs, of_rank_zero, ready, run
+from harness import Ready, in_turn, mean_costs, of_rank_zero, one_of_all, ready, run
 from scipy.stats import spearmanr
 
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
+from pfeife.plan import Network
+from pfeife.program import Program
 from pfeife.runtime.profile import profile_memory
 
+HOST = attrs.evolve(machine("cpu-core"), action_seconds=2e-5)
 CASES = (models.gpt, models.skip_net, models.large_head)
 SCHEDULES, MICROBATCHES = ("gpipe", "1f1b"), (2, 4, 8)
 
 
 @attrs.frozen(eq=False)
 class Configuration:
-    """What is run, and what was predicted of it."""
+    """What is run: a plan for a case's clusters."""
 
     name: str
     schedule: str
     microbatches: int
+    plan: pfeife.Plan
     ready: Ready
-    seconds: float
-    peaks: tuple[int, ...]
 
 
-def configurations(repeats: int) -> list[Configuration]:
-    host = attrs.evolve(machine("cpu-core"), action_seconds=2e-5)
-    network = bench_network()
-    found = []
+def clusters_of_cases() -> dict[str, tuple[models.Case, Program]]:
+    found = {}
     for make in CASES:
         torch.manual_seed(0)
         case = make()
-        program = pfeife.capture(case.step, *case.draw())
-        clusters = pfeife.fuse()(program)
-        clusters = pfeife.annotate(mean_costs(measure(clusters, repeats=3 * repeats)))(clusters)
-        for name in SCHEDULES:
-            for count in MICROBATCHES:
-                plan = sched.plan(
-                    clusters, machine=host, microbatches=count, stages=2, schedule=name
-                )
-                one = ready(of_rank_zero(plan), clusters, case)
-                predicted = sched.predict(one.program, one.schedule, host, network).seconds
-                peaks = tuple(curve.peak for curve in memory_curves(one.program, one.schedule))
-                found.append(Configuration(case.name, name, count, one, predicted, peaks))
+        found[case.name] = case, pfeife.fuse()(pfeife.capture(case.step, *case.draw()))
     return found
+
+
+def configurations(case: models.Case, clusters: Program, repeats: int) -> list[Configuration]:
+    annotated = pfeife.annotate(mean_costs(measure(clusters, repeats=repeats)))(clusters)
+    found = []
+    for name in SCHEDULES:
+        for count in MICROBATCHES:
+            plan = of_rank_zero(
+                sched.plan(annotated, machine=HOST, microbatches=count, stages=2, schedule=name)
+            )
+            one = ready(plan, annotated, case)
+            found.append(Configuration(case.name, name, count, plan, one))
+    return found
+
+
+def predicted(
+    one: Configuration, clusters: Program, costs: pfeife.Costs, network: Network
+) -> float:
+    """Seconds of a step by these costs."""
+    annotated = pfeife.annotate(costs)(clusters)
+    ranks = pfeife.compose(pfeife.partition(one.plan), pfeife.insert_send_recv())(annotated)
+    return sched.predict(ranks, one.ready.schedule, HOST, network).seconds
 
 
 def random_plan(units: int, draw: random.Random) -> pfeife.Plan:
@@ -107,28 +120,36 @@ def deep_model(depth: int = 48) -> None:
 def main(repeats: int = 9) -> None:
     deep_model()
     rank_correlation()
-    planned = configurations(repeats)
-    times = in_turn([one.ready for one in planned], repeats)
-    memory = [
-        profile_memory(one.ready.pipeline, one.ready.state, one.ready.batch) for one in planned
-    ]
+    network, cases = bench_network(), clusters_of_cases()
+    planned = [one for parts in cases.values() for one in configurations(*parts, repeats)]
+    found: dict[str, list[pfeife.Costs]] = {name: [] for name in cases}
+    times: list[list[float]] = [[] for _ in planned]
+    for _ in range(repeats):
+        for name, (_, clusters) in cases.items():
+            found[name].append(mean_costs(measure(clusters, repeats=3)))
+        for all_taken, taken in zip(times, in_turn([p.ready for p in planned], 1), strict=True):
+            all_taken += taken
+    costs = {name: one_of_all(several, statistics.median) for name, several in found.items()}
     rows, time_errors, memory_errors = [], [], []
-    for one, taken, curves in zip(planned, times, memory, strict=True):
+    for one, taken in zip(planned, times, strict=True):
+        seconds = predicted(one, cases[one.name][1], costs[one.name], network)
         measured = statistics.median(taken)
         low, _, high = statistics.quantiles(taken, n=4)
-        ratios = [peak / curve.peak for peak, curve in zip(one.peaks, curves, strict=True)]
-        time_errors.append(abs(one.seconds / measured - 1))
+        peaks = [curve.peak for curve in memory_curves(one.ready.program, one.ready.schedule)]
+        curves = profile_memory(one.ready.pipeline, one.ready.state, one.ready.batch)
+        ratios = [peak / curve.peak for peak, curve in zip(peaks, curves, strict=True)]
+        time_errors.append(abs(seconds / measured - 1))
         memory_errors += [abs(ratio - 1) for ratio in ratios]
         rows.append(
             (
                 one.name,
                 one.schedule,
                 one.microbatches,
-                f"{1e3 * one.seconds:.1f} ms",
+                f"{1e3 * seconds:.1f} ms",
                 f"{1e3 * measured:.1f} ms",
                 f"{1e3 * (high - low):.1f} ms",
-                f"{one.seconds / measured:.3f}",
-                " ".join(report.size(peak) for peak in one.peaks),
+                f"{seconds / measured:.3f}",
+                " ".join(report.size(peak) for peak in peaks),
                 " ".join(f"{ratio:.3f}" for ratio in ratios),
             )
         )

@@ -78,13 +78,17 @@ def everyone() -> World:
 def mean_costs(costs: pfeife.Costs) -> pfeife.Costs:
     """The mean of what the ranks have measured, the same on all of them."""
     texts = everyone().from_all_ranks(plain.to_json(costs))
-    found = [plain.from_json(pfeife.Costs, text) for text in texts]
+    return one_of_all([plain.from_json(pfeife.Costs, text) for text in texts], statistics.fmean)
 
-    def mean(field: str) -> dict[str, float]:
+
+def one_of_all(found: list[pfeife.Costs], choose: Callable[[list[float]], float]) -> pfeife.Costs:
+    """Costs of the same program, measured several times, as one: by mean, median or the like."""
+
+    def chosen(field: str) -> dict[str, float]:
         parts = [getattr(one, field) for one in found]
-        return {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+        return {name: choose([part[name] for part in parts]) for name in parts[0]}
 
-    return attrs.evolve(costs, seconds=mean("seconds"), accumulate=mean("accumulate"))
+    return attrs.evolve(found[0], seconds=chosen("seconds"), accumulate=chosen("accumulate"))
 
 
 def of_rank_zero(plan: pfeife.Plan) -> pfeife.Plan:
