@@ -1,6 +1,6 @@
 """Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
 
-from pfeife.backend import backend, compile
+from pfeife.backend import backend
 from pfeife.boundary import stage_boundary
 from pfeife.capture import capture
 from pfeife.evaluate import Result, evaluate, state_of
@@ -18,6 +18,7 @@ from pfeife.passes import (
 from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Schedule, Timeline
 from pfeife.program import Call, Kind, Port, Program, Role, verify
 from pfeife.runtime.failure import PipelineError
+from pfeife.step import compile
 
 __all__ = [
     "Action",

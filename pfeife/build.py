@@ -1,6 +1,7 @@
 """From a captured graph to a step that can run: every phase of it, shown, logged and traced."""
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from pfeife.call import Compiled
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
 from pfeife.homes import Homes
-from pfeife.microbatch import BatchedGraph
+from pfeife.microbatch import Graph
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
@@ -52,7 +53,7 @@ class Builder:
 
     def build(
         self,
-        graph: BatchedGraph,
+        graph: Graph,
         args: Sequence[Any],
         world: World | None,
         device: torch.device,
@@ -71,8 +72,9 @@ class Builder:
         whole, clusters = self._fused(program, splits(order), show, artifacts)
         clusters = annotate(self._costs(clusters, target, show))(clusters)
         artifacts.program("annotate", clusters)
+        text = f"{options}\n{clusters}"
         if world:
-            world.check_agreement(f"{options}\n{clusters}", "the captured program")
+            world.check_agreement(text, "the captured program")
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = self.homes.of(program, slots) if world else {}
         wishes = {
@@ -106,7 +108,8 @@ class Builder:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        return Compiled(captured, clusters, plan, program, schedule, pipeline)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest)
 
     def _fused(
         self, program: Program, split: bool, show: Shown, artifacts: Artifacts

@@ -1,18 +1,19 @@
 """A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.arguments import Argument, describe, words
+from pfeife.arguments import Argument, Given, Inputs, describe, is_below
+from pfeife.batch import Cutter
 from pfeife.program import Port, Program, Role, output_node, returned, verify
 from pfeife.seeding import is_random, seeded
 
+T = TypeVar("T")
 # Which result is the loss: an index, none of them, or the only one that can be.
 Loss = int | Literal["outside"] | None
 
@@ -47,30 +48,42 @@ def capture(
     device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
     no single graph can be captured.
     """
-    batch = [leaf for leaf in pytree.tree_leaves((example_microbatch, kwargs)) if _is_tensor(leaf)]
-    found: list[Captured] = []
+    call = Cutter(step, None, 1)(example_microbatch, kwargs)
+    given = {
+        id(leaf.first): Given(leaf.name, position) for position, leaf in enumerate(call.leaves)
+    }
+    target = torch.device(device)
+
+    def read(module: fx.GraphModule, examples: list[Any]) -> tuple[fx.GraphModule, Inputs]:
+        module = _off_meta(module, target)
+        return module, describe(module, examples, target, given)
+
+    module, inputs = dynamo_graph(step, call.args, call.kwargs, read)
+    return trace(module, inputs, loss).program
+
+
+def dynamo_graph(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Callable[[fx.GraphModule, list[Any]], T],
+) -> T:
+    """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it;
+    nothing is run. Raises ValueError when there is no single graph."""
+    found: list[T] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        target = torch.device(device)
-        module, arguments = _off_meta(module, target), describe(module, examples, target)
-        places = {id(leaf): index for index, leaf in enumerate(batch)}
-        inputs = [
-            attrs.evolve(a, role=Role.BATCH, position=places[id(e)]) if id(e) in places else a
-            for a, e in zip(arguments, examples, strict=True)
-        ]
-        found.append(trace(module, inputs, loss))
+        found.append(read(module, examples))
         raise _Enough
 
     try:
-        torch.compile(step, backend=backend, fullgraph=True, dynamic=False)(
-            *example_microbatch, **kwargs
-        )
+        _torch.whole_graph(step, backend)(*args, **kwargs)
     except Exception as error:
         if not found:
-            raise _plain_error(error) from error
+            raise plain_error(error) from error
     if not found:
         raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
-    return found[0].program
+    return found[0]
 
 
 def _off_meta(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -93,18 +106,20 @@ class _Enough(Exception):
     """Ends Dynamo's compilation once its graph has been read, so that nothing is run."""
 
 
-def _plain_error(error: Exception) -> Exception:
-    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason."""
+def plain_error(error: Exception) -> Exception:
+    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
+    the line of the user's code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValueError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    return ValueError(f"the step could not be captured as one graph: {error}")
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    if not _torch.is_dynamo_error(error):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith('File "')]
+    where = f" ({places[-1]})" if places else ""
+    return ValueError(f"the step could not be captured as one graph: {lines[0]}{where}")
 
 
 class _Joint(nn.Module):
@@ -200,7 +215,7 @@ def find_loss(module: fx.GraphModule, loss: Loss) -> int | None:
 
 def trace(
     module: fx.GraphModule,
-    arguments: list[Argument],
+    inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
 ) -> Captured:
@@ -213,12 +228,13 @@ def trace(
         attrs.evolve(a, role=Role.PARAMETER)
         if a.role == Role.CONSTANT and a.example.requires_grad
         else a
-        for a in arguments
+        for a in inputs.arguments
     ]
     wrapper = _Joint(module, arguments, at)
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in _rest(arguments)))
     count = len(returned(module))
-    return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
+    porter = _Porter(joint, arguments, at, result_dims or [None] * count)
+    return porter.captured(module, inputs.roots)
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -256,12 +272,11 @@ class _Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.draws = 0
 
-    def captured(self, module: fx.GraphModule) -> Captured:
+    def captured(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
         nodes = list(self.joint.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
                 self._input(node)
-        roots = _module_roots(module)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
                 self._copy(node, roots)
@@ -322,7 +337,7 @@ class _Porter:
         self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
         return node
 
-    def _copy(self, node: fx.Node, roots: tuple[str, ...]) -> None:
+    def _copy(self, node: fx.Node, roots: Mapping[str, str]) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
         copied.meta["module_path"] = _module_path(node, roots)
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
@@ -390,19 +405,13 @@ def _port(
     return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
 
 
-def _module_roots(module: fx.GraphModule) -> tuple[str, ...]:
-    """Dynamo's names of the outermost modules, the longest first."""
-    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
-    roots = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    return tuple(sorted(roots, key=len, reverse=True))
-
-
-def _module_path(node: fx.Node, roots: tuple[str, ...]) -> str:
-    """The innermost module that a forward node comes from, "" for the outermost or none."""
-    stack = node.meta.get("nn_module_stack") or {}
+def _module_path(node: fx.Node, roots: Mapping[str, str]) -> str:
+    """The innermost module that a forward node comes from, "" for the outermost or none; `roots`
+    has the readable names of the outermost ones."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    root = next((root for root in roots if path == root or path.startswith(f"{root}.")), "")
+    path = stack[-1]
+    root = next((root for root in roots if is_below(path, root)), "")
     rest = path.removeprefix(root).removeprefix(".")
-    return f"{words(root)[-1]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
+    return f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest

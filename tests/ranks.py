@@ -107,7 +107,7 @@ def check_loop() -> None:
             optimizer.zero_grad()
     try:  # another compiled step does not know where the trained parameters are
         torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)(
-            *one.batch(8)
+            *one.batch(12)
         )
     except ValueError as error:
         assert "not the same on all ranks" in str(error)
