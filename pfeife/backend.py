@@ -109,7 +109,7 @@ class Steps:
         with world.building("the arguments of a step"):
             refused: Exception | None = None
             try:
-                text = self._said(world, args, compiled, options)
+                text = self._said(args, compiled, options)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
@@ -120,15 +120,11 @@ class Steps:
                 raise (Refusal(str(refused)) if refused else other) from refused
         return _common_seed(world, seeds)
 
-    def _said(
-        self, world: World, args: Sequence[Any], compiled: Compiled | None, options: Options
-    ) -> str:
+    def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
         """All that a call's program and its messages depend on, a line each."""
-        world.calls += 1
         gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
         lines = [
             *self.backend.alike,
-            f"call {world.calls} of a compiled step",
             f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
             f"program {compiled.digest}" if compiled else "a program that is not built yet",
         ]

@@ -13,8 +13,10 @@ import torch
 from pfeife import plain, report
 from pfeife.artifacts import Artifacts
 from pfeife.call import Compiled
+from pfeife.capture import Captured
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
+from pfeife.first_call import check_first_call
 from pfeife.homes import Homes
 from pfeife.microbatch import Graph
 from pfeife.options import Options
@@ -35,7 +37,7 @@ from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
-from pfeife.runtime.world import World
+from pfeife.runtime.world import World, refusal
 from pfeife.sched import follow, lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
@@ -61,9 +63,7 @@ class Builder:
         artifacts: Artifacts,
     ) -> Compiled:
         options = self.options
-        with show.phase("capturing") as phase:
-            captured = graph.captured(args, options)
-            phase.outcome = lambda: _counted(captured.program)
+        captured = self._captured(graph, args, world, show)
         program = captured.program
         artifacts.program("capture", program)
         target = self.machine or default_machine(device)
@@ -74,7 +74,7 @@ class Builder:
         artifacts.program("annotate", clusters)
         text = f"{options}\n{clusters}"
         if world:
-            world.check_agreement(text, "the captured program")
+            world.check_agreement(text, "the program")
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = self.homes.of(program, slots) if world else {}
         wishes = {
@@ -110,6 +110,25 @@ class Builder:
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return Compiled(captured, clusters, plan, program, schedule, pipeline, digest)
+
+    def _captured(
+        self, graph: Graph, args: Sequence[Any], world: World | None, show: Shown
+    ) -> Captured:
+        """The program of a microbatch; if a rank refuses the step, all do."""
+        with show.phase("capturing") as phase:
+            captured, refused = None, None
+            try:
+                captured = graph.captured(args, self.options)
+                if self.options.check and self.options.microbatches > 1:
+                    check_first_call(graph.module, captured, args, graph.sure)
+            except ValueError as error:
+                refused = error
+            if world:
+                world.agreed(refusal(refused) if refused else "", "the captured program", 0)
+            if refused or captured is None:
+                raise refused or AssertionError
+            phase.outcome = lambda: _counted(captured.program)
+        return captured
 
     def _fused(
         self, program: Program, split: bool, show: Shown, artifacts: Artifacts

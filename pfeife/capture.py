@@ -22,12 +22,13 @@ Loss = int | Literal["outside"] | None
 class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
 
-    `arguments` has an input port's name for every argument of the graph, None for a size.
-    `results` has an output port's name for every result.
+    `arguments` has an input port's name for every argument of the graph, None for a number; those
+    are in `numbers`. `results` has an output port's name for every result.
     """
 
     program: Program
     arguments: tuple[str | None, ...]
+    numbers: tuple[Any, ...]
     results: tuple[str, ...]
 
 
@@ -119,7 +120,9 @@ def plain_error(error: Exception) -> Exception:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     places = [line for line in lines if line.startswith('File "')]
     where = f" ({places[-1]})" if places else ""
-    return ValueError(f"the step could not be captured as one graph: {lines[0]}{where}")
+    why = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
+    reason = " ".join([f"{lines[0]}.", *why[:1]])
+    return ValueError(f"the step could not be captured as one graph: {reason}{where}")
 
 
 class _Joint(nn.Module):
@@ -291,6 +294,7 @@ class _Porter:
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
+            tuple(a.example if a.role is None else None for a in self.arguments),
             tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
         )
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from pfeife import _torch
@@ -18,7 +19,9 @@ from pfeife.program import Port, Role, returned, source_line
 class Graph(Protocol):
     """Dynamo's graph, and how it is captured as a program of one microbatch."""
 
+    module: fx.GraphModule
     inputs: Inputs
+    sure: bool  # whether the caller has said where the batch is
 
     @property
     def dims(self) -> Sequence[int | None]:
@@ -46,7 +49,7 @@ class MicrobatchGraph:
         result_dims: Callable[[fx.GraphModule], Sequence[int | None]],
     ):
         self.module, self.inputs = module, describe(module, examples, given=given)
-        self.result_dims = result_dims
+        self.result_dims, self.sure = result_dims, True
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
     def key(self, args: Sequence[Any]) -> tuple:
@@ -96,7 +99,7 @@ class BatchedGraph:
             bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
             for n in nodes
         ]
-        self.marked = any(_marks(e) for e in examples)
+        self.marked = self.sure = any(_marks(e) for e in examples)
         self.sizes = self._batch_sizes(examples)
 
     @functools.cached_property
@@ -186,9 +189,8 @@ class BatchedGraph:
         """Raises ValueError unless all tensor arguments have as many rows, and these divide."""
         rows: dict[str, int] = {}
         each: dict[Any, int] = {}
-        for argument, dim, shape, value in zip(
-            self.inputs.arguments, self.dims, self.shapes, args, strict=True
-        ):
+        inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
+        for argument, dim, shape, value in sorted(inputs, key=lambda item: item[0].position):
             if argument.role == Role.CONSTANT and argument.given and len(shape):
                 if not self.marked:
                     rows[argument.names[0]] = value.shape[0]
@@ -221,8 +223,10 @@ class BatchedGraph:
         """Raises ValueError if something has a number for every pair of rows: then the dimension
         may be another one than the batch, such as that of a sequence."""
         for node in self.module.graph.nodes:
-            shape = getattr(node.meta.get("example_value"), "shape", ())
-            if sum(self._is_batch(size) for size in shape) > 1:
+            pairs = sum(self._is_batch(size) for size in _shape(node)) > 1
+            if node.target is F.scaled_dot_product_attention:  # makes none that could be seen
+                pairs = self._is_batch(_shape(node.args[0])[-2])
+            if pairs:
                 raise ValueError(
                     f"{source_line(node)} computes something for every pair of rows of dimension "
                     "0, so this may not be the batch. Use pfeife.compile and say with in_dims "

@@ -42,7 +42,7 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside of another step
+        if torch.compiler.is_dynamo_compiling():  # inside of another step
             return step(*args, **kwargs)
         return compiled(args, kwargs)
 

@@ -52,7 +52,6 @@ class World:
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
-        self.calls = 0  # of compiled steps
         self.warned = False  # that ranks are seeded differently
         self.inside, self.waiting, self.asking = 0, False, False
         self.look: Callable[[], Doing] = _outside
