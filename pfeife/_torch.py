@@ -29,14 +29,20 @@ from torch._functorch._aot_autograd.descriptors import (  # isort: skip
     TangentAOTInput,
 )
 
-# A mode in which tensors have shapes and no storage; there is no public name for it.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+# A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
+# there are no public names for them.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BufferAOTInput",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",

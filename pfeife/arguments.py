@@ -79,6 +79,11 @@ def describe(
         if not isinstance(example, torch.Tensor):
             arguments.append(Argument(node.name, None, (), example))
             continue
+        if example.is_nested:
+            raise ValueError(
+                f"input {'.'.join(_torch.source_words(source))} is a nested tensor, which has no "
+                "rows of equal size to cut; pass dense tensors (padded, with a mask)"
+            )
         if slot == "_parameters" or isinstance(example, nn.Parameter):
             role = Role.PARAMETER
         else:

@@ -55,7 +55,7 @@ class Backend:
         try:
             _check_whole()
             steps = Steps(self, BatchedGraph(module, examples), _torch.frame_name())
-        except ValueError as error:
+        except Exception as error:
             return _raising(error)
         return lambda *args: steps(args)
 
@@ -186,9 +186,9 @@ def _check_whole() -> None:
         )
 
 
-def _raising(error: ValueError) -> Callable[..., Any]:
+def _raising(error: Exception) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
-        raise type(error)(*error.args)
+        raise error.with_traceback(None)
 
     return refuse
 

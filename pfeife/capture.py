@@ -299,13 +299,16 @@ class _Porter:
         )
 
     def _input(self, node: fx.Node) -> None:
-        desc, value = node.meta["desc"], node.meta["val"]
-        if isinstance(desc, _torch.TangentAOTInput):
+        desc: Any = node.meta["desc"]
+        value = node.meta["val"]
+        tangent = isinstance(desc, _torch.TangentAOTInput)
+        if tangent and isinstance(desc.output, _torch.InputMutationAOTOutput):
+            raise ValueError(self._changed(desc.output.mutated_input))
+        if tangent:
             result = _result_name(getattr(desc.output, "idx", -1), self.loss)
             port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
         else:
-            plain = isinstance(desc, _torch.PlainAOTInput)
-            argument = self.rest[desc.idx] if plain else self.by_name[desc.target]
+            argument = self._argument(desc)
             assert argument.role is not None
             port = _port(argument.name, argument.role, argument.names, value, argument.batch_dim)
         self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
@@ -371,6 +374,30 @@ class _Porter:
         copied.meta = dict(value.meta)
         return copied
 
+    def _argument(self, desc: Any) -> Argument:
+        if isinstance(desc, _torch.PlainAOTInput):
+            return self.rest[desc.idx]
+        if isinstance(desc, _torch.ParamAOTInput | _torch.BufferAOTInput):
+            return self.by_name[desc.target]
+        raise ValueError(
+            "the step does more than to compute its results (it prints, asserts or calls out: "
+            f"{type(desc).__name__}), which cannot be put into a schedule; take that out of it"
+        )
+
+    def _changed(self, source: Any) -> str:
+        """Why an input that the step changes in place is refused."""
+        if isinstance(source, _torch.ParamAOTInput):
+            return (
+                f"the step changes the parameter {self.by_name[source.target].names[0]} in place "
+                "(max_norm of an embedding, weights that are clipped), and autograd would have to "
+                "follow it: do that after optimizer.step() instead"
+            )
+        where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
+        return (
+            f"the step changes its input {where} in place; only buffers of modules may be "
+            "changed: copy the input first (x = x.clone())"
+        )
+
     def _output(self, desc: Any, value: torch.Tensor) -> Port:
         if isinstance(desc, _torch.PlainAOTOutput):
             name = _result_name(desc.idx, self.loss)
@@ -379,11 +406,7 @@ class _Porter:
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
             if not isinstance(source, _torch.BufferAOTInput):
-                where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
-                raise ValueError(
-                    f"the step changes its input {where} in place; only buffers of modules may be "
-                    "changed: copy the input first (x = x.clone())"
-                )
+                raise ValueError(self._changed(source))
             names = self.by_name[source.target].names
             name = self.by_name[source.target].name
             return _port(f"new_{name}", Role.BUFFER_UPDATE, names, value)

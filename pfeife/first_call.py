@@ -28,6 +28,8 @@ class _Expected(_torch.TorchDispatchMode):
     """Runs operations with the expected values of what they draw: dropout keeps everything. The
     generators are left alone."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -58,6 +58,11 @@ class MicrobatchGraph:
 
     def captured(self, args: Sequence[Any], options: Options) -> Captured:
         """The program. Raises ValueError for results that cannot be joined."""
+        if options.microbatches > 1 and all(dim is None for dim in self.dims):
+            raise ValueError(
+                f"microbatches={options.microbatches}, but the step is given no tensor that could "
+                "be cut: pass the batch as arguments, and say with in_dims where it is"
+            )
         results = [node.meta.get("example_value") for node in returned(self.module)]
         several = any(getattr(result, "ndim", 0) for result in results)
         dims = self.result_dims(self.module) if several else None
@@ -177,7 +182,14 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         found = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
-        captured = trace(self.module, inputs, options.loss, found)
+        try:
+            captured = trace(self.module, inputs, options.loss, found)
+        except _torch.DataDependentOutputException as error:
+            raise ValueError(
+                "the step asks for the value of a tensor while it is captured; with dynamic=True "
+                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
+                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
+            ) from error
         check_outputs(captured, options, count)
         return captured
 

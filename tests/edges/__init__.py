@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch", "dynamo", "ranks")
+TOPICS = ("batch", "dynamo", "ranks", "words")
 
 
 @attrs.frozen
