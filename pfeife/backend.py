@@ -21,6 +21,7 @@ from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options, options_from, versions
 from pfeife.plan import Machine, Network
 from pfeife.progress import shown
+from pfeife.results import Key
 from pfeife.runtime.meeting import join_world
 from pfeife.sched import policy
 
@@ -39,6 +40,7 @@ class Backend:
         self.options = options
         self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
+        self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
         if options.schedule != "search":
             policy(options.schedule)
         given = options.machine
@@ -50,7 +52,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph; the program is built at the first call of the result,
         for each shape that it is called with."""
-        graph = BatchedGraph(module, examples)
+        graph = BatchedGraph(module, examples, self.losses)
         artifacts = Artifacts(_torch.compilation())
         known: dict[tuple, Compiled] = {}
 

@@ -64,6 +64,8 @@ class Builder:
             captured = graph.captured(args, options)
             phase.outcome = lambda: _counted(captured.program)
         program = captured.program
+        if captured.warning() and not (world and world.rank):
+            log.warning(captured.warning())
         artifacts.program("capture", program)
         target = self.machine or default_machine(device)
         # With the loss outside the gradients arrive when all forwards are done.

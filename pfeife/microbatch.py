@@ -10,16 +10,26 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.arguments import Argument, describe, fake_like
-from pfeife.capture import Captured, trace
+from pfeife.capture import Captured, trace, with_reductions
+from pfeife.evaluate import Divisor, add, combined, over
 from pfeife.options import Options
 from pfeife.program import Port, Role, returned
+from pfeife.results import Key, Loss, index_of, label, leaves_of
 
 
 class BatchedGraph:
     """Dynamo's graph and which dimension of what is the batch."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any]):
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        examples: Sequence[Any],
+        losses: dict[Any, Key] | None = None,
+    ):
+        """`losses` has what was the loss of frames seen with gradients; it is added to."""
         self.module, self.arguments = module, describe(module, examples)
+        self.leaves, self.frame = leaves_of(module), _torch.frame()
+        self.losses = {} if losses is None else losses
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.shapes = [getattr(n.meta.get("example_value"), "shape", ()) for n in nodes]
         self.results = [n.meta.get("example_value") for n in returned(module)]
@@ -89,18 +99,40 @@ class BatchedGraph:
                 "input; a batch of one row is always specialised"
             )
         self._check_rows(args, count)
+        loss = self._loss(options)
+        captured = with_reductions(
+            self._at(args, count, loss),
+            options.loss_reduction,
+            lambda: self._at(args, count, loss, times=2).program,
+        )
+        if captured.program.ports(Role.TANGENT) and "loss" in captured.results:
+            self.losses[self.frame] = captured.label("loss")
+        return check_outputs(captured, options, count)
+
+    def _loss(self, options: Options) -> Loss:
+        """What was asked for; without gradients also what the step's loss was with them."""
+        if options.loss is not None or torch.is_grad_enabled():
+            return options.loss
+        scalars = [
+            index
+            for index, value in enumerate(self.results)
+            if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+        ]
+        only = label(scalars[0], self.leaves) if len(scalars) == 1 else None
+        return self.losses.get(self.frame, None if options.loss_reduction == "auto" else only)
+
+    def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
+        """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
             if number
-            else self._at_microbatch(argument, dim, value, count)
+            else self._at_microbatch(argument, dim, value, count, times)
             for argument, dim, value, number in zip(
                 self.arguments, self.dims, args, self.numbers, strict=True
             )
         ]
         dims = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
-        captured = trace(self.module, arguments, options.loss, dims)
-        check_outputs(captured, options, count)
-        return captured
+        return trace(self.module, arguments, loss, dims, self.leaves)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
@@ -136,17 +168,18 @@ class BatchedGraph:
             )
 
     def _at_microbatch(
-        self, argument: Argument, dim: int | None, value: Any, count: int
+        self, argument: Argument, dim: int | None, value: Any, count: int, times: int
     ) -> Argument:
         if argument.role is None:
             batch = self._is_batch(argument.example)
-            return attrs.evolve(argument, example=int(value) // count if batch else int(value))
+            each = int(value) // count * times if batch else int(value)
+            return attrs.evolve(argument, example=each)
         if argument.role != Role.CONSTANT:
             return argument
         shape = [*value.shape]
         if dim is None:
             return attrs.evolve(argument, example=fake_like(argument.example.fake_mode, value))
-        shape[dim] //= count
+        shape[dim] = shape[dim] // count * times
         example = fake_like(argument.example.fake_mode, value, tuple(shape))
         return attrs.evolve(argument, role=Role.BATCH, example=example, batch_dim=dim)
 
@@ -165,47 +198,66 @@ def _marks(example: Any) -> list[int]:
     return sorted(_torch.marked_dims(example)) if isinstance(example, torch.Tensor) else []
 
 
-def check_outputs(captured: Captured, options: Options, count: int) -> None:
-    """Raises ValueError unless it is known how to join every result's microbatches."""
-    program = captured.program
-    beyond = sorted(index for index in options.reduce if index >= len(captured.results))
-    if beyond:
-        raise ValueError(f"option reduce: there are no results {beyond}")
-    for port in program.ports(Role.LOSS):
-        if options.reduce.get(captured.results.index(port.name), "mean") != "mean":
+def check_outputs(captured: Captured, options: Options, count: int) -> Captured:
+    """The results' reductions with those that the options ask for. Raises ValueError unless it is
+    known how to join every result's microbatches."""
+    asked = {captured.results[_result(key, captured)]: how for key, how in options.reduce.items()}
+    ports = []
+    for port in captured.program.outputs:
+        if port.role == Role.LOSS and asked.get(port.name, port.reduction) != port.reduction:
             raise ValueError(
-                "option reduce: the loss of a call is the mean of the microbatch losses; divide a "
-                "sum by the number of rows of the whole batch, or compile the model alone"
+                f"option reduce: the result {captured.label(port.name)!r} is the loss, and its "
+                f"microbatches are combined by a {port.reduction}: say loss_reduction="
+                f'"{asked[port.name]}"'
             )
-    for port in program.ports(Role.OUTPUT):
-        index = captured.results.index(port.name)
-        if count > 1 and port.batch_dim is None and index not in options.reduce:
-            raise ValueError(
-                f"result {index} of the step ({port.dtype} {list(port.shape)}) has no batch "
-                "dimension of its own, so its microbatches cannot be joined: say how with "
-                f'reduce={{{index}: "mean"}} or "sum", say that it is the loss with loss={index}, '
-                "or return the loss alone (a buffer that the step assigns anew is a result too: "
-                "change it in place)"
-            )
+        if port.role == Role.OUTPUT and port.name in asked:
+            how: Any = asked[port.name]
+            port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
+        if port.role == Role.OUTPUT and count > 1 and not (port.reduction or _joined(port)):
+            raise ValueError(_unjoinable(captured, port))
+        ports.append(port)
+    return attrs.evolve(captured, program=attrs.evolve(captured.program, outputs=tuple(ports)))
 
 
-def join(port: Port, values: list[torch.Tensor], options: Options) -> torch.Tensor:
+def _result(key: Key, captured: Captured) -> int:
+    index = index_of(key, captured.leaves, "option reduce")
+    if not 0 <= index < len(captured.results):
+        raise ValueError(f"option reduce: there are no results {[index]}")
+    return index
+
+
+def _joined(port: Port) -> bool:
+    return port.batch_dim is not None
+
+
+def _unjoinable(captured: Captured, port: Port) -> str:
+    key = captured.label(port.name)
+    why = captured.unknown.get(port.name)
+    return (
+        f"result {key!r} of the step ({port.dtype} {list(port.shape)}) has no batch dimension of "
+        "its own, so its microbatches cannot be joined"
+        f"{f' (what it is of the batch is not known, because of {why})' if why else ''}: say how "
+        f'with reduce={{{key!r}: "mean"}} or "sum", say that it is the loss with loss={key!r}, '
+        "or return the loss alone (a buffer that the step assigns anew is a result too: "
+        "change it in place)"
+    )
+
+
+def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
+    """A result of the whole batch; `divided` are its divisors (`evaluate.divisors`)."""
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
-    if len(values) == 1:
+    if len(values) == 1 or port.reduction == "same":
         return values[0]
-    total = functools.reduce(torch.add, values)
-    how = options.reduce[int(port.name.removeprefix("output_"))]
-    return total / len(values) if how == "mean" else total
+    return add(values) if port.reduction == "sum" else combined(values, divided)
 
 
 def cut(
-    port: Port, whole: torch.Tensor | None, count: int, options: Options
+    port: Port, whole: torch.Tensor | None, count: int, divided: Sequence[Divisor]
 ) -> Sequence[torch.Tensor]:
     """An output's gradient as the gradients of its microbatches."""
     if whole is None:
         return [torch.zeros(port.shape, dtype=port.dtype, device=port.device)] * count
     if port.batch_dim is not None:
         return whole.chunk(count, port.batch_dim)
-    how = options.reduce.get(int(port.name.removeprefix("output_")), "sum")
-    return [whole / count if how == "mean" else whole] * count
+    return [over(whole, by) for by in divided]
