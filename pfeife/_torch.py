@@ -162,6 +162,8 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
             if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
                 found.append((path, value.proxy.node))
             return True
+        if value.is_python_constant():
+            return True
         inside = getattr(value, "items", None)
         if not isinstance(inside, list | tuple | dict):
             inside = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
@@ -169,7 +171,7 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
                 return walk(inside, path)
             inside = written.get(value)
         if inside is None:
-            return value.is_python_constant()
+            return False
         pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
         return all([walk(one, (*path, _plain_key(key))) for key, one in pairs])
 

@@ -207,7 +207,7 @@ def check_outputs(captured: Captured, options: Options, count: int) -> Captured:
         if port.role == Role.LOSS and asked.get(port.name, port.reduction) != port.reduction:
             raise ValueError(
                 f"option reduce: the result {captured.label(port.name)!r} is the loss, and its "
-                f"microbatches are combined by a {port.reduction}: say loss_reduction="
+                f"microbatches are combined as {port.reduction!r}: say loss_reduction="
                 f'"{asked[port.name]}"'
             )
         if port.role == Role.OUTPUT and port.name in asked:
