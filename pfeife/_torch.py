@@ -55,6 +55,7 @@ __all__ = [
     "broken_guard",
     "compilation",
     "flop_formulas",
+    "frame",
     "frame_arguments",
     "frame_name",
     "gloo_device",
@@ -69,6 +70,7 @@ __all__ = [
     "many_programs",
     "marked_dims",
     "placeholder_source",
+    "result_paths",
     "source_value",
     "source_words",
     "trace_artifact",
@@ -263,6 +265,60 @@ def frame_name() -> str:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return str(InstructionTranslator.current_tx().f_code.co_name)
+
+
+def frame() -> Any:
+    """The code of the frame that Dynamo compiles right now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().f_code
+
+
+def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
+    """Where the tensors stand in what the frame returns that Dynamo compiles right now, with their
+    nodes, in order; None where the frame ends at a graph break, or returns an object of a class
+    that is no tuple, list, mapping or dataclass.
+
+    Dynamo has what is returned on its stack. The graph's results are in an order of its own, and
+    nothing public tells which is which. If it moves: return None, and an index means the graph's
+    results.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    written = translator.output.side_effects.store_attr_mutations
+    found: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
+
+    def walk(value: Any, path: tuple[int | str, ...]) -> bool:
+        value = value.realize()
+        if hasattr(value, "proxy"):
+            if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
+                found.append((path, value.proxy.node))
+            return True
+        if value.is_python_constant():
+            return True
+        inside = getattr(value, "items", None)
+        if not isinstance(inside, list | tuple | dict):
+            inside = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
+            if inside is not None:
+                return walk(inside, path)
+            inside = written.get(value)
+        if inside is None:
+            return False
+        pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
+        return all([walk(one, (*path, _plain_key(key))) for key, one in pairs])
+
+    whole = len(translator.stack) == 1 and walk(translator.stack[-1], ())
+    return found if whole else None
+
+
+_HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has
+
+
+def _plain_key(key: Any) -> int | str:
+    """A key of a dict as Dynamo has it."""
+    value = key.vt.as_python_constant() if hasattr(key, "vt") else key
+    return value if isinstance(value, int | str) else str(value)
 
 
 def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:

@@ -17,8 +17,8 @@ from pfeife.capture import Captured
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
 from pfeife.first_call import check_first_call
+from pfeife.graphs import Graph
 from pfeife.homes import Homes
-from pfeife.microbatch import Graph
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
@@ -65,6 +65,8 @@ class Builder:
         options = self.options
         captured = self._captured(graph, args, world, show)
         program = captured.program
+        if captured.warning() and not (world and world.rank):
+            log.warning(captured.warning())
         artifacts.program("capture", program)
         target = self.machine or default_machine(device)
         # With the loss outside the gradients arrive when all forwards are done.

@@ -8,11 +8,11 @@ import attrs
 import torch
 
 from pfeife.capture import Captured
-from pfeife.evaluate import Result
+from pfeife.evaluate import Divisor, Result, divisors
 from pfeife.microbatch import cut, join
 from pfeife.options import Options
 from pfeife.plan import Plan, Schedule
-from pfeife.program import STATE_ROLES, Program, Role
+from pfeife.program import STATE_ROLES, Port, Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.interpret import Observer, Watch
@@ -103,7 +103,9 @@ class Call:
                 if port.fqn in result.buffers:
                     self.slots[port.name].copy_(result.buffers[port.fqn])
         joined = {
-            port.name: join(port, [outputs[port.fqn] for outputs in result.outputs], self.options)
+            port.name: join(
+                port, [outputs[port.fqn] for outputs in result.outputs], self._divided(port)
+            )
             for port in self.program.ports(Role.OUTPUT)
         }
         if result.loss is not None:
@@ -141,6 +143,11 @@ class Call:
             for port in self.program.ports(Role.BATCH)
         }
         return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+    def _divided(self, port: Port) -> list[Divisor]:
+        if port.batch_dim is not None:
+            return []
+        return divisors(self.program, port, self._microbatches())
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The leaves' gradients for the given gradients of the results; None where this rank
@@ -180,8 +187,8 @@ class Call:
         outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
         given = dict(zip(self.compiled.captured.results, gradients, strict=True))
         for port in self.program.ports(Role.TANGENT):
-            whole = given[port.fqn]
-            for index, part in enumerate(cut(outputs[port.fqn], whole, count, self.options)):
+            whole, divided = given[port.fqn], self._divided(outputs[port.fqn])
+            for index, part in enumerate(cut(outputs[port.fqn], whole, count, divided)):
                 tangents[index][port.name] = part
         return tangents
 

@@ -65,8 +65,18 @@ def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
 
 
 def _loss(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value not in (None, "outside") and type(value) is not int:
-        raise ValueError(f"option loss={value!r}: must be the index of a result, or 'outside'")
+    if value is not None and not _is_key(value):
+        raise ValueError(
+            f"option loss={value!r}: must be the name, the path or the index of a result, or "
+            "'outside'"
+        )
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value says where a result stands in what a step returns."""
+    if isinstance(value, tuple):
+        return bool(value) and all(type(one) in (int, str) for one in value)
+    return type(value) in (int, str)
 
 
 @attrs.frozen(kw_only=True)
@@ -90,9 +100,12 @@ class Options:
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
-    loss: which result is the loss, where several could be or nothing trains: an index into the
-        tensors that the compiled graph computes, or "outside" if none of them is.
-    reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    loss: which result is the loss, where several could be: a name ("loss"), a path (("aux", 0))
+        or an index into the tensors that the step returns, or "outside" if none of them is.
+    loss_reduction: how the losses of microbatches combine: "mean", "sum", or "auto" for what the
+        graph tells, see `pfeife.reductions`.
+    reduce: for results without a batch dimension of which the graph does not tell, {name, path or
+        index: "mean" or "sum"} over microbatches.
     fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
         many microbatches, runs with as many as keep them from having more rows.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
@@ -122,8 +135,9 @@ class Options:
         converter=lambda given: tuple(given) if isinstance(given, list) else given,
         validator=_devices,
     )
-    loss: int | Literal["outside"] | None = attrs.field(default=None, validator=_loss)
-    reduce: Mapping[int, str] = attrs.field(
+    loss: int | str | tuple[int | str, ...] | None = attrs.field(default=None, validator=_loss)
+    loss_reduction: Literal["mean", "sum", "auto"] = attrs.field(default="auto")
+    reduce: Mapping[int | str | tuple[int | str, ...], str] = attrs.field(
         factory=dict, validator=_of(Mapping, "a way by index such as {1: 'mean'}")
     )
     timeout: float = attrs.field(default=300.0, validator=_seconds)
@@ -146,6 +160,10 @@ class Options:
             )
         if self.costs not in ("estimate", "measure"):
             raise ValueError(f"option costs={self.costs!r}: must be 'estimate' or 'measure'")
+        if self.loss_reduction not in ("mean", "sum", "auto"):
+            raise ValueError(
+                f"option loss_reduction={self.loss_reduction!r}: must be 'mean', 'sum' or 'auto'"
+            )
         wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
         if wrong:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")

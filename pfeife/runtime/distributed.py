@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife.envelope import APART, Channel, Envelope, Layout, Tensors
-from pfeife.evaluate import Result, State, averaged, mean
+from pfeife.evaluate import Result, State, add, averaged, loss_divisors, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role, messages
 from pfeife.runtime.buffers import Buffers
@@ -247,11 +247,12 @@ class DistributedPipeline:
                 raise ValueError(
                     f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
                 )
-            inputs = microbatch_inputs(
-                self.program, microbatches, seed, tangents, self.transport.replica
-            )
+            divided, replica = loss_divisors(self.program, microbatches), self.transport.replica
+            inputs = microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
             transport = self.transport.for_step()
-            return DistributedStep(self, self.runner.start(state, inputs, transport), transport)
+            mine = divided[replica * len(inputs) : (replica + 1) * len(inputs)]
+            step = self.runner.start(state, inputs, mine, transport)
+            return DistributedStep(self, step, transport)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -311,8 +312,8 @@ class DistributedStep:
             return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients)
 
     def _loss(self, mine: Result) -> torch.Tensor | None:
-        """The mean of the replicas' losses, in their order. Every rank gives something, those
-        without a loss zero: nobody goes on before all have come."""
+        """The mean or sum of the replicas' losses, in their order. Every rank gives something,
+        those without a loss zero: nobody goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
         ports = program.ports(Role.LOSS)
         dtype = ports[0].dtype if ports else torch.uint8
@@ -324,7 +325,7 @@ class DistributedStep:
             return None
         first = owner(program, ports[0])
         whole = [one.view(dtype).reshape(ports[0].shape) for one in found[first :: mesh.ranks]]
-        return mean(whole) if len(whole) > 1 else whole[0]
+        return (mean if program.averages else add)(whole)
 
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pfeife.envelope import Channel, Envelope, Tensors
-from pfeife.evaluate import Result, State, add, averaged, mean
+from pfeife.evaluate import Divisor, Result, State, add, averaged, loss_divisors, mean
 from pfeife.plan import Schedule
 from pfeife.program import Program, Reduction
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
@@ -126,11 +126,12 @@ class LocalPipeline:
         each = self.schedule.microbatches * self.program.replicas
         if len(microbatches) != each:
             raise ValueError(f"{len(microbatches)} microbatches, the schedule is for {each}")
+        divided = loss_divisors(self.program, microbatches)
         inputs = [
-            microbatch_inputs(self.program, microbatches, seed, tangents, replica)
+            microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
             for replica in range(self.program.replicas)
         ]
-        return LocalStep(self, state, inputs)
+        return LocalStep(self, state, inputs, divided)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments and result as `evaluate`."""
@@ -145,9 +146,15 @@ class LocalStep:
     After a failure it has no results: to ask for them raises.
     """
 
-    def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
+    def __init__(
+        self,
+        pipeline: LocalPipeline,
+        state: State,
+        inputs: list[list[dict]],
+        divided: Sequence[Divisor],
+    ):
         self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program, self.parts = pipeline.program, Parts()
+        self.program, self.parts, self.divided = pipeline.program, Parts(), divided
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)
@@ -166,7 +173,9 @@ class LocalStep:
         offset = replica * len(pipeline.runners)
         transport = LocalTransport(self.world, runner.rank, offset, device)
         inputs = [_moved(values, device) for values in given]
-        return runner.start(_moved(state, device), inputs, transport)
+        first = replica * len(given)
+        divided = self.divided[first : first + len(given)]
+        return runner.start(_moved(state, device), inputs, divided, transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
@@ -230,7 +239,7 @@ class LocalStep:
             return pipelines[0]
         losses = [part.loss for part in pipelines if part.loss is not None]
         return Result(
-            loss=mean(losses) if losses else None,
+            loss=(mean if self.program.averages else add)(losses) if losses else None,
             outputs=tuple(output for part in pipelines for output in part.outputs),
             gradients=pipelines[0].gradients,
             buffers=pipelines[0].buffers,

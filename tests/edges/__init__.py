@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch", "dynamo", "ranks", "words")
+TOPICS = ("batch", "dynamo", "ranks", "reductions", "words")
 
 
 @attrs.frozen
