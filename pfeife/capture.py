@@ -70,15 +70,12 @@ def capture(
     no single graph can be captured.
     """
 
-    def larger() -> Program | None:
+    def larger() -> Program:
         def twice(value: Any) -> Any:
             return torch.cat([value, value]) if _is_tensor(value) and value.dim() else value
 
         args, named = pytree.tree_map(twice, (example_microbatch, kwargs))
-        try:
-            return _flat(step, args, named, loss, device).program
-        except ValueError:  # not every tensor has rows in front
-            return None
+        return _flat(step, args, named, loss, device).program
 
     flat = _flat(step, example_microbatch, kwargs, loss, device)
     captured = with_reductions(flat, loss_reduction, larger)
@@ -90,7 +87,7 @@ def capture(
 def with_reductions(
     captured: Captured,
     loss_reduction: LossReduction,
-    larger: Callable[[], Program | None] | None = None,
+    larger: Callable[[], Program] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
     `reductions.told`."""

@@ -118,8 +118,11 @@ class BatchedGraph:
             for index, value in enumerate(self.results)
             if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
         ]
-        only = label(scalars[0], self.leaves) if len(scalars) == 1 else None
-        return self.losses.get(self.frame, None if options.loss_reduction == "auto" else only)
+        named = [label(index, self.leaves) for index in scalars]
+        seen = self.losses.get(self.frame)
+        if seen in named:
+            return seen
+        return named[0] if len(named) == 1 and options.loss_reduction != "auto" else None
 
     def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""
