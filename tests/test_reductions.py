@@ -100,7 +100,8 @@ UNKNOWN = [
     (BATCH, lambda x, y: NET.one(x).flatten().softmax(0).square().sum()),
     (BATCH, lambda x, y: NET.one(x)[:1].square().mean()),
     (BATCH, lambda x, y: NET.one(x).square().sum() * x.sum()),
-    (BATCH, lambda x, y: (NET.one(x) / len(x)).square().sum() / len(x)),
+    (BATCH, lambda x, y: (NET.one(x) / len(x)).sum() / len(x)),
+    (BATCH, lambda x, y: (NET.one(x) * CLASSES.expand(2, 4)).sum() / 128),  # no more than two rows
 ]
 
 
