@@ -91,12 +91,9 @@ def capture(
         module, inputs, leaves = dynamo_graph(step, args, named, read)
         return trace(module, inputs, loss, leaves=leaves)
 
-    def larger() -> Program | None:
+    def larger() -> Program:
         values = [leaf.first for leaf in call.leaves]
-        try:
-            return flat([torch.cat([one, one]) if one.dim() else one for one in values]).program
-        except ValueError:  # not every tensor has rows in front
-            return None
+        return flat([torch.cat([one, one]) if one.dim() else one for one in values]).program
 
     captured = with_reductions(flat([leaf.first for leaf in call.leaves]), loss_reduction, larger)
     if captured.warning():
@@ -107,7 +104,7 @@ def capture(
 def with_reductions(
     captured: Captured,
     loss_reduction: LossReduction,
-    larger: Callable[[], Program | None] | None = None,
+    larger: Callable[[], Program] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
     `reductions.told`."""

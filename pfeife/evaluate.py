@@ -115,10 +115,11 @@ def divisors(
         count = program.counts[index]
         found = _counted(program, count, microbatches)
         _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
-        if weighted:
+        if weighted and not _even(found):
             total = add(found)
             return [total / pipelines / one for one in found]
-        _warn_uneven(count, found)
+        if not weighted:
+            _warn_uneven(count, found)
     return [len(microbatches) // pipelines] * len(microbatches)
 
 
@@ -126,11 +127,17 @@ def _counted(program: Program, count: Count, microbatches: Sequence[Any]) -> lis
     names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
     batches = [named_batch(program, one, index) for index, one in enumerate(microbatches)]
     with torch.no_grad():
-        return [count.module(*(one[name] for name in names)).double() for one in batches]
+        return [count.module.forward(*(one[name] for name in names)).double() for one in batches]
+
+
+def _even(found: Sequence[torch.Tensor]) -> bool:
+    """Whether all counts are known to be the same: a plain mean, which costs less. Other devices
+    than the CPU would have to be waited for."""
+    return all(one.device.type == "cpu" and float(one) == float(found[0]) for one in found)
 
 
 def _refuse_nothing(count: Count, found: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
-    """Looks at the CPU's counts alone: other devices would have to be waited for."""
+    """Looks at the CPU's counts alone."""
     empty = [i for i, one in enumerate(found) if one.device.type == "cpu" and not one]
     if empty and not (empty_is_zero and len(empty) < len(found)):
         raise ValueError(

@@ -105,11 +105,8 @@ class MicrobatchGraph:
             captured = self._with_dims(captured)
         return check_outputs(captured, options, options.microbatches)
 
-    def _larger(self, loss: Loss) -> Program | None:
-        try:
-            return trace(*self.grown(2), loss).program
-        except ValueError:
-            return None
+    def _larger(self, loss: Loss) -> Program:
+        return trace(*self.grown(2), loss).program
 
     def _with_dims(self, captured: Captured) -> Captured:
         """The same with the dimension that grows with the rows, in those results of which their

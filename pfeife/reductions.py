@@ -24,7 +24,7 @@ LossReduction = Literal["mean", "sum", "auto"]
 def told(
     program: Program,
     loss_reduction: LossReduction = "auto",
-    larger: Callable[[], Program | None] | None = None,
+    larger: Callable[[], Program] | None = None,
 ) -> tuple[Program, dict[str, str]]:
     """A flat program whose ports say how their microbatches are put together, and by port name
     what kept that from being known: such a loss is averaged.
@@ -53,14 +53,15 @@ def told(
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown
 
 
-def derive(
-    program: Program, larger: Callable[[], Program | None] | None = None
-) -> dict[str, Known]:
+def derive(program: Program, larger: Callable[[], Program] | None = None) -> dict[str, Known]:
     """What is known of every loss and output of a flat program, by port name."""
     known = _derive(program, None)
     if larger and any(isinstance(one, Unknown) and one.numbers for one in known.values()):
-        twin = larger()
-        return _derive(program, twin) if twin else known
+        try:
+            twin = larger()
+        except Exception:  # a step that twice the rows break tells nothing
+            return known
+        return _derive(program, twin)
     return known
 
 

@@ -100,6 +100,8 @@ UNKNOWN = [
     (BATCH, lambda x, y: NET.one(x).flatten().softmax(0).square().sum()),
     (BATCH, lambda x, y: NET.one(x)[:1].square().mean()),
     (BATCH, lambda x, y: NET.one(x).square().sum() * x.sum()),
+    (BATCH, lambda x, y: (NET.one(x) / len(x)).sum() / len(x)),
+    (BATCH, lambda x, y: (NET.one(x) * CLASSES.expand(2, 4)).sum() / 128),  # no more than two rows
 ]
 
 
@@ -218,3 +220,17 @@ def test_options():
     ):
         with pytest.raises(ValueError, match=message):
             pfeife.backend(**given)
+
+
+def test_evaluation_may_return_something_else():
+    """Where the loss was, without gradients, is no loss."""
+
+    def step(x):
+        found = NET.one(x)
+        return {"loss": found.square().mean()} if torch.is_grad_enabled() else {"scores": found}
+
+    compiled = pfeife.compile(step, microbatches=2)
+    compiled(torch.randn(4, 8))["loss"].backward()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(compiled(x)["scores"], torch.cat([NET.one(x[:2]), NET.one(x[2:])]))

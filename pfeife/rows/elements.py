@@ -162,7 +162,7 @@ def clamped(one: Operation) -> Rows:
 
 
 def add(one: Operation) -> Rows:
-    """As `_sum_of`; a count with a tiny number added is a count still."""
+    """As `sum_of`; a count with a tiny number added is a count still."""
     left, tiny = one.of("self"), one.arguments["other"]
     if isinstance(tiny, int | float) and 0 < tiny <= 1e-3 and left.power == 1 and left.varies:
         return left

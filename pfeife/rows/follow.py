@@ -37,6 +37,8 @@ def follow(
             known[node] = stuck or rule_of(one)(one)
         except Stuck as reason:
             known[node] = Unknown(node, reason.numbers)
+        except KeyError:  # an overload without the argument that the rule is about
+            known[node] = Unknown(node)
     return {node: _settled(node, known[node]) for node in wanted}
 
 

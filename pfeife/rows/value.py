@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import fx
 
 from pfeife.program import source_line, value_of
@@ -81,7 +82,10 @@ class Operation:
     @property
     def shape(self) -> tuple[int, ...]:
         value = self.node.meta["val"]
-        return tuple((value[0] if isinstance(value, tuple | list) else value).shape)
+        first = value[0] if isinstance(value, tuple | list) else value
+        if not isinstance(first, torch.Tensor):
+            raise Stuck
+        return tuple(first.shape)
 
     def operands(self) -> list[tuple[fx.Node, Rows]]:
         """The tensors that it reads."""

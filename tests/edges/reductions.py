@@ -131,7 +131,8 @@ def a_sum_by_name():
     expected = plainly(model, step, parts(batch, 2))
     with said() as found:
         loss = pfeife.compile(step, microbatches=2, loss_reduction="sum")(*batch)
-    check(model, loss, expected)
+    # Within rounding: the weight of the penalty may be one that two stages share.
+    check(model, loss, expected, torch.testing.assert_close)
     assert not found, found
 
 
