@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -43,6 +44,14 @@ def _of(kinds: Any, what: str) -> Callable[[object, attrs.Attribute, Any], None]
             raise ValueError(f"option {attribute.name}={value!r}: must be {what}")
 
     return check
+
+
+def _folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(str | os.PathLike | None, "the path of a folder")(instance, attribute, value)
+    path = Path(value or "")
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    if there and not os.path.isdir(there):
+        raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
 
 
 def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -107,9 +116,7 @@ class Options:
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
-    cache: str | os.PathLike[str] | None = attrs.field(
-        default=None, validator=_of(str | os.PathLike | None, "the path of a folder")
-    )
+    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     devices: tuple[str, ...] | None = attrs.field(
         default=None,
