@@ -95,7 +95,7 @@ class Options:
     cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
-    timeout: under torchrun, after how many seconds of silence a rank is given up.
+    timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.

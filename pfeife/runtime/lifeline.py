@@ -75,6 +75,11 @@ class Lifeline:
         self.thread = threading.Thread(target=self._run, name="pfeife lifeline", daemon=True)
         self.thread.start()
 
+    @property
+    def gone(self) -> bool:
+        """Whether the store is gone. It does not come back."""
+        return self.missed >= MISSED
+
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
         self.jobs.put(None)
@@ -117,7 +122,7 @@ class Lifeline:
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
         answer: Future[T] = Future()
-        if self.mute:
+        if self.mute or self.gone:
             return None
 
         def job() -> None:
@@ -151,12 +156,14 @@ class Lifeline:
                 threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
 
     def _round(self) -> None:
+        if self.gone:
+            return
         try:
             self._beat()
             self.missed = 0
-        except RuntimeError:  # the store is gone: it does not come back
+        except RuntimeError:  # the store is lost
             self.missed += 1
-            if self.missed >= MISSED:
+            if self.gone:
                 self.failure = self.failure or store_gone()
 
     def _beat(self) -> None:

@@ -87,7 +87,8 @@ def _leave() -> None:
 
 
 def leave_world() -> None:
-    """Ends the default process group if there is one."""
+    """Ends the default process group if there is one and nothing is in it."""
+    used = any(world.inside for world in _worlds)
     _leave()
-    if dist.is_initialized():
+    if dist.is_initialized() and not used:
         dist.destroy_process_group()
