@@ -106,7 +106,7 @@ class Lifeline:
         return self.failure
 
     def told(self) -> Collection[int]:
-        """The ranks that know of the failure, this one included; all if the store is gone."""
+        """The ranks that know of the failure or have left; all if the store is gone."""
         everyone = range(self.size)
 
         def know() -> list[int]:
@@ -176,7 +176,11 @@ class Lifeline:
         self.store.set(f"beat {self.rank}", plain.to_json(beat))
         self.failure = self.failure or self._published()
         if self.failure is not None:
-            self.store.set(f"heard {self.rank}", "")
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Says, on the thread, that this rank knows of the failure, or that it needs not to."""
+        self.store.set(f"heard {self.rank}", "")
 
     def _published(self) -> Failure | None:
         if not self.store.check(["failure"]):

@@ -289,6 +289,7 @@ class World:
         if self.lifeline.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_told(self.lifeline, GRACE)
+            self.lifeline.ask(self.lifeline.acknowledge)
             self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()
 
