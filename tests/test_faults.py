@@ -77,7 +77,7 @@ def waiting(awaited, beats, before=None, size=3):
         (waiting(1, [(STEP, 9.0, 2), (STEP, 5.0)]), 2),
         (waiting(ALL, [(STEP, 9.0, ALL), (STEP, 5.0)]), 2),
         # A dead one is blamed, also if another one is busy.
-        (waiting(1, [(OUTSIDE, 9.0), (STEP, 9.0)], {2: Beat(8, STEP, 9.0)}), 2),
+        (waiting(1, [(OUTSIDE, 9.0), (STEP, 1.0)], {2: Beat(8, STEP, 1.0)}), 2),
         (waiting(2, [(OUTSIDE, 9.0)]), 2),
         # All wait: for one that waits for all, in a circle, or in other operations of all.
         (waiting(1, [(BUILD, 9.0, ALL), (STEP, 9.0, 0)]), 1),

@@ -227,7 +227,7 @@ def an_interrupt_ends_the_computing_threads():
     def step(x):
         return model[1](interrupt(model[0](x))).square().mean()
 
-    compiled = pfeife.compile(step, microbatches=64, stages=2)
+    compiled = pfeife.compile(step, microbatches=64, stages=1)  # no messages
     compiled(x)
     CALLS.clear()
     ARMED.append(True)
