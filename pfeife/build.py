@@ -68,6 +68,7 @@ class Builder:
         if captured.warning() and not (world and world.rank):
             log.warning(captured.warning())
         artifacts.program("capture", program)
+        device = _home(program, device)
         target = self.machine or default_machine(device)
         # With the loss outside the gradients arrive when all forwards are done.
         order = options.schedule if program.ports(Role.LOSS) else "gpipe"
@@ -263,6 +264,11 @@ class Builder:
                 + (", a process each" if many else "")
             )
         return [torch.device(name) for name in given]
+
+
+def _home(program: Program, otherwise: torch.device) -> torch.device:
+    """The device of the parameters; a batch may still come from another one."""
+    return next((port.device for port in program.ports(Role.PARAMETER)), otherwise)
 
 
 def _counted(program: Program) -> str:

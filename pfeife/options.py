@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -43,6 +44,14 @@ def _of(kinds: Any, what: str) -> Callable[[object, attrs.Attribute, Any], None]
             raise ValueError(f"option {attribute.name}={value!r}: must be {what}")
 
     return check
+
+
+def _folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(str | os.PathLike | None, "the path of a folder")(instance, attribute, value)
+    path = Path(value or "")
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    if there and not os.path.isdir(there):
+        raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
 
 
 def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -96,7 +105,7 @@ class Options:
     cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
-    timeout: under torchrun, after how many seconds of silence a rank is given up.
+    timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
@@ -126,9 +135,7 @@ class Options:
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
-    cache: str | os.PathLike[str] | None = attrs.field(
-        default=None, validator=_of(str | os.PathLike | None, "the path of a folder")
-    )
+    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     devices: tuple[str, ...] | None = attrs.field(
         default=None,

@@ -58,7 +58,8 @@ class DistributedTransport:
         self.leaving: dict[int, deque[tuple[Works, list[torch.Tensor]]]] = {}
         self.apart = set[int]()  # ranks to which the world's sender sends
         self.finished: Counter[int] = Counter()
-        self.awaited: int | None = None  # the rank of the pipeline that this one waits for
+        # The rank that this one waits for, and since when.
+        self.awaited: tuple[int, float] | tuple[None, None] = None, None
 
     def for_step(self) -> "DistributedTransport":
         """The same transport with messages of its own: steps may overlap, and each knows when
@@ -116,7 +117,7 @@ class DistributedTransport:
             try:
                 works = [line.group.recv([one], peer, 0) for one in buffers]
             except RuntimeError as error:
-                raise self.world.lost(self.offset + source, time.monotonic(), error) from error
+                raise self.world.lost(self.offset + source, error) from error
             waiting.append((values, works))
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
@@ -136,7 +137,7 @@ class DistributedTransport:
                 return self.world.sender.send(line, pieces, peer)
             return [line.group.send([piece], peer, 0) for piece in pieces]
         except RuntimeError as error:
-            raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
+            raise self.world.lost(self.offset + destination, error) from error
 
     def release(self, destination: int, count: int) -> None:
         # Gloo's sends say that they are completed only when they have been waited for, so it
@@ -147,13 +148,13 @@ class DistributedTransport:
             self._wait(destination, self.leaving[destination].popleft()[0])
 
     def _wait(self, peer: int, works: Works) -> None:
-        begun, self.awaited = time.monotonic(), peer
+        self.awaited = self.offset + peer, time.monotonic()
         try:
             for work in works:
                 work.wait(*self.patience)
-            self.awaited = None
+            self.awaited = None, None
         except RuntimeError as error:
-            raise self.world.lost(self.offset + peer, begun, error) from error
+            raise self.world.lost(self.offset + peer, error) from error
 
     def receive(self, source: int) -> Tensors:
         values, works = self.waiting[source].popleft()
@@ -196,8 +197,8 @@ class DistributedPipeline:
 
     Building one is collective: all ranks check that they have the same program and schedule. A
     step returns the loss and the outputs on every rank, and the gradients and buffers of this
-    rank's stages. `timeout` is how many seconds of silence count as the failure of a rank (300
-    unless the world has been told another).
+    rank's stages. `timeout` is after how many seconds without progress inside of a step a rank is
+    given up (300 unless the world has been told another).
 
     Raises ValueError for a program or schedule that other ranks do not have, PipelineError when
     a rank does not arrive. When a step fails on any rank it raises PipelineError on all others,
@@ -285,9 +286,9 @@ class DistributedStep:
 
     def _doing(self) -> Doing:
         """Read by the lifeline's thread."""
-        actions, awaited = self.pipeline.runner.actions, self.transport.awaited
+        actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
-        return Doing(where, None if awaited is None else self.transport.offset + awaited)
+        return Doing(where, *self.transport.awaited)
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""

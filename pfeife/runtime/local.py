@@ -9,9 +9,9 @@ import torch
 
 from pfeife.envelope import Channel, Envelope, Tensors
 from pfeife.evaluate import Divisor, Result, State, add, averaged, loss_divisors, mean
-from pfeife.plan import Schedule
+from pfeife.plan import Action, Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.interpret import Observer, RankRunner, Step, Watch, microbatch_inputs
 from pfeife.runtime.parts import Parts
 from pfeife.runtime.peer_copy import PeerCopies, made_by_now
 
@@ -181,8 +181,8 @@ class LocalStep:
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
-        failure is raised with its own traceback, after every thread has ended. Raises
-        RuntimeError for a part that has run already."""
+        failure, or an interrupt of this thread, is raised with its own traceback after every
+        thread has ended its action. Raises RuntimeError for a part that has run already."""
         with self.parts.running(forward, backward):
             self._run(forward, backward, watch)
 
@@ -197,7 +197,7 @@ class LocalStep:
                 torch.set_num_threads(kernel_threads)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, begin, end, watch(runner.rank) if watch else None)
+                runner.run(step, begin, end, self._observer(runner.rank, watch))
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
@@ -208,13 +208,32 @@ class LocalStep:
             )
             for pair in self.runners
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # such as Ctrl-C, which only the main thread gets
+            self.world.fail()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         first = next((error for error in errors if not isinstance(error, Aborted)), None)
         if first is not None or errors:
             raise first or errors[0]
+
+    def _observer(self, rank: int, watch: Watch | None) -> Observer:
+        """Ends a thread after its action if another one has failed."""
+        see, world = watch(rank) if watch else None, self.world
+
+        def observe(action: Action) -> None:
+            if see:
+                see(action)
+            if world.failed:
+                raise Aborted(f"rank {rank} stops: the step has failed")
+
+        return observe
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
