@@ -22,12 +22,14 @@ class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
 
     `arguments` has an input port's name for every argument of the graph, None for a size.
-    `results` has an output port's name for every result.
+    `results` has an output port's name for every result, `detached` the indices of those that
+    the step has detached.
     """
 
     program: Program
     arguments: tuple[str | None, ...]
     results: tuple[str, ...]
+    detached: tuple[int, ...]
 
 
 def capture(
@@ -273,10 +275,12 @@ class _Porter:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
         program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        values = [node.meta["example_value"] for node in returned(module)]
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
             tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
+            tuple(i for i, value in enumerate(values) if not value.requires_grad),
         )
 
     def _input(self, node: fx.Node) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pfeife import _torch
 from pfeife.program import STATE_ROLES, Port, Program, Role
 from pfeife.seeding import mix
 
@@ -206,7 +207,7 @@ def _one_pipeline(
         batch = named_batch(program, microbatches[index], index)
         given = tangents[index] if tangents is not None else None
         values = held | step_inputs(program, batch, index, seed, given)
-        with torch.no_grad():
+        with torch.no_grad(), _torch.no_autocast():
             results = program.module(*(values[port.name] for port in program.inputs))
         outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
         batch_gradients.append(

@@ -193,7 +193,7 @@ def join(port: Port, values: list[torch.Tensor], options: Options) -> torch.Tens
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
     if len(values) == 1:
-        return values[0]
+        return values[0].clone()  # the caller may write to it before the backward
     total = functools.reduce(torch.add, values)
     how = options.reduce[int(port.name.removeprefix("output_"))]
     return total / len(values) if how == "mean" else total

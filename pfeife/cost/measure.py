@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
@@ -120,7 +121,7 @@ def _run_in_turn(
         compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
     ]
     times: list[list[tuple[float, float]]] = [[] for _ in bodies]
-    with torch.no_grad():
+    with torch.no_grad(), _torch.no_autocast():
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()

@@ -1,5 +1,6 @@
 """All ranks in one process: a thread for each, queues between them."""
 
+import contextlib
 import threading
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,7 @@ class LocalPipeline:
         self.program, self.schedule = program, schedule
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
         self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
+        self.gradients = frozenset[str]().union(*(one.gradients for one in self.runners))
 
     def start(
         self,
@@ -206,6 +208,10 @@ class LocalStep:
         first = next((error for error in errors if not isinstance(error, Aborted)), None)
         if first is not None or errors:
             raise first or errors[0]
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared."""
+        return contextlib.nullcontext()
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
