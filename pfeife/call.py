@@ -16,7 +16,7 @@ from pfeife.microbatch import cut, join
 from pfeife.options import Options
 from pfeife.outline import read_by_backwards
 from pfeife.plan import Plan, Schedule
-from pfeife.program import STATE_ROLES, Program, Role
+from pfeife.program import STATE_ROLES, Port, Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.interpret import Observer, Watch
@@ -40,6 +40,15 @@ class Compiled:
     said: set[str] = attrs.field(factory=set, repr=False)
 
     @cached_property
+    def leaves(self) -> tuple[Port, ...]:
+        """The inputs that get gradients here: batch inputs, and parameters whose gradients this
+        process makes. The hooks of those of other ranks must not run here."""
+        names = {port.fqn for port in self.program.ports(Role.BATCH_GRADIENT)}
+        names |= self.pipeline.gradients
+        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
+        return tuple(port for port in ports if port.fqn in names)
+
+    @cached_property
     def read_later(self) -> tuple[str, ...]:
         """The names of the input ports that a backward reads as the call has left them. Buffers
         that it updates are not among them: only batch norm's backward takes such, unread."""
@@ -57,9 +66,7 @@ def run_step(
     slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
     if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
         return list(Call(compiled, options, (), show).forward(slots))
-    # A hook of a parameter whose gradient another rank makes must not run here.
-    trained = {*compiled.pipeline.gradients, *(p.fqn for p in program.ports(Role.BATCH_GRADIENT))}
-    leaves = {p.fqn: slots[p.name] for p in program.inputs if p.name in slots and p.fqn in trained}
+    leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
     if options.microbatches > 1:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
@@ -74,7 +81,8 @@ def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> No
     if found is not None and "hooks" not in compiled.said:
         compiled.said.add("hooks")
         log.warning(
-            "%s has hooks: they run once a call, on the gradient of all microbatches together", found
+            "%s has hooks: they run once a call, on the gradient of all microbatches together",
+            found,
         )
 
 

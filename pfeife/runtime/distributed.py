@@ -292,7 +292,7 @@ class DistributedStep:
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """While the backward is prepared, which fails on all ranks if it does on one."""
-        return self.transport.world.building("the backward of a step")
+        return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
