@@ -67,7 +67,7 @@ def run_step(
     if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
         return list(Call(compiled, options, (), show).forward(slots))
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
-    if options.microbatches > 1:
+    if options.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
@@ -77,12 +77,12 @@ def run_step(
 
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
-    found = next((name for name, leaf in leaves.items() if _torch.has_hooks(leaf)), None)
-    if found is not None and "hooks" not in compiled.said:
+    parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
+    found = next((name for name in parameters if _torch.has_hooks(leaves[name])), None)
+    if found is not None:
         compiled.said.add("hooks")
         log.warning(
-            "%s has hooks: they run once a call, on the gradient of all microbatches together",
-            found,
+            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
         )
 
 

@@ -117,11 +117,11 @@ def _run_in_turn(
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
     given = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
-    runs: list[Callable] = [
-        compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
-    ]
     times: list[list[tuple[float, float]]] = [[] for _ in bodies]
     with torch.no_grad(), _torch.no_autocast():
+        runs: list[Callable] = [
+            compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
+        ]
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()

@@ -8,6 +8,7 @@ from torch import nn
 
 import pfeife
 from edges import edge
+from pfeife.cost import measure
 from pfeife.testing import eager_accumulation
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
@@ -87,14 +88,34 @@ def an_island_with_another_schedule():
     trained(torch.bfloat16, schedule="zb-h1", **CUT)
 
 
+def watching(seen):
+    """A compiler that notes whether it, and what it has made, runs under autocast."""
+
+    def compiler(graph, examples):
+        def run(*values):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return graph(*values)
+
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return run
+
+    return compiler
+
+
 @edge(ranks=(1, 2))
 def an_island_in_compiled_stages():
-    trained(torch.bfloat16, compiler=lambda graph, _: graph.forward, **CUT)
+    seen = []
+    trained(torch.bfloat16, compiler=watching(seen), **CUT)
+    assert seen and not any(seen)
 
 
-@edge(ranks=(1, 2))
+@edge()
 def measured_costs():
-    trained(torch.bfloat16, costs="measure", **STAGES)
+    seen = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        clusters = pfeife.fuse()(pfeife.capture(Islands(None).loss, batch()))
+        measure(clusters, repeats=1, compiler=watching(seen))
+    assert seen and not any(seen)
 
 
 @edge(ranks=(1, 2))
