@@ -15,6 +15,7 @@ from pfeife.testing import eager_accumulation
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
 TWO = {**STAGES, "microbatches": 2}
 AGAIN = "Trying to backward through the graph a second time"
+SCALARS = 64  # bytes that a step's small messages may still hold
 CHANGED = "one of the variables needed for gradient computation has been modified"
 
 
@@ -66,7 +67,7 @@ def a_loop_keeps_no_second_set_of_gradients():
     gc.collect()
     before = live()
     loss = once()
-    assert live() <= before + loss.nbytes, live() - before
+    assert loss.nbytes and live() <= before + SCALARS
 
 
 @edge(ranks=(1, 2))
@@ -76,7 +77,7 @@ def kept_losses_are_small():
     kept = [once() for _ in range(2)]
     before = live()
     kept += [once() for _ in range(8)]
-    assert live() - before <= 8 * 64
+    assert live() - before <= 8 * SCALARS
 
 
 @edge(ranks=(1, 2))
@@ -96,12 +97,12 @@ def activations_are_freed():
     gc.collect()
     before = live()
     out = run(True)
-    assert live() <= before + size, "the backward has left something"
+    assert live() <= before + size + SCALARS, "the backward has left something"
     del out
     out = run(False)
-    assert live() > before + size, "nothing waits for a backward"
+    assert live() > before + size + SCALARS, "nothing waits for a backward"
     del out
-    assert live() <= before, "something has outlived the result"
+    assert live() <= before + SCALARS, "something has outlived the result"
 
 
 @edge(refused=AGAIN, ranks=(1, 2))
