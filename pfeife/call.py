@@ -49,12 +49,9 @@ class Compiled:
         return tuple(port for port in ports if port.fqn in names)
 
     @cached_property
-    def read_later(self) -> tuple[str, ...]:
-        """The names of the input ports that a backward reads as the call has left them. Buffers
-        that it updates are not among them: only batch norm's backward takes such, unread."""
-        updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
-        read = read_by_backwards(self.program)
-        return tuple(p.name for p in self.program.inputs if p.name in read and p.fqn not in updated)
+    def read_later(self) -> frozenset[str]:
+        """The names of the input ports that a backward reads as the call has left them."""
+        return read_by_backwards(self.program)
 
 
 def run_step(

@@ -432,7 +432,7 @@ def test_replicas_with_the_loss_outside_add_up():
 
 
 def test_two_calls_before_their_backwards():
-    """The second call updates the statistics that batch norm's backward is given, unread."""
+    """The second updates the statistics that the backward of the first has its own values of."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     other = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
