@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._C import DispatchKey
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
@@ -61,6 +62,7 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "graph_break",
+    "has_hooks",
     "inductor",
     "is_dynamo_error",
     "is_last_compilation",
@@ -69,6 +71,7 @@ __all__ = [
     "leaf_dims",
     "many_programs",
     "marked_dims",
+    "no_autocast",
     "placeholder_source",
     "result_paths",
     "source_value",
@@ -99,9 +102,20 @@ def _whole_interpolation() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
+def no_autocast() -> Any:
+    """While captured operations run, which have their casts in the graph. torch's own compiled
+    functions run so; if it moves: `torch.autocast(type, enabled=False)` for each device type."""
+    return torch._C._DisableAutocast()
+
+
 def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
-    """The flat joint graph of a module; without gradients the forward graph alone."""
-    with contextlib.ExitStack() as stack, _whole_interpolation():
+    """The flat joint graph of a module; without gradients the forward graph alone.
+
+    The forward is traced under the autocast of the caller, the backward outside of it, as eager
+    runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
+    """
+    outside = torch._functorch.config.patch(backward_pass_autocast="off")
+    with contextlib.ExitStack() as stack, _whole_interpolation(), outside:
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
@@ -328,6 +342,12 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
 
     made: Any = compile_fx(graph, examples)  # other types for other modes
     return made
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody looks at a tensor's gradients as they are made or added. torch has no public
+    question for it; if these attributes move: nobody is warned."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -26,14 +26,15 @@ class Captured:
 
     `arguments` has an input port's name for every argument of the graph, None for a number; those
     are in `numbers`. `results` has an output port's name for every result, `leaves` where each
-    stands in what the step returns. `unknown` says of results why it is not known how their
-    microbatches combine.
+    stands in what the step returns. `detached` are the indices of those that the step has
+    detached. `unknown` says of results why it is not known how their microbatches combine.
     """
 
     program: Program
     arguments: tuple[str | None, ...]
     numbers: tuple[Any, ...]
     results: tuple[str, ...]
+    detached: tuple[int, ...]
     leaves: tuple[Leaf, ...] | None = None
     unknown: Mapping[str, str] = attrs.field(factory=dict)
 
@@ -308,11 +309,13 @@ class _Porter:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
         program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        values = [node.meta["example_value"] for node in returned(module)]
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
             tuple(a.example if a.role is None else None for a in self.arguments),
             tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
+            tuple(i for i, value in enumerate(values) if not value.requires_grad),
         )
 
     def _input(self, node: fx.Node) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pfeife import _torch
 from pfeife.program import STATE_ROLES, Count, Port, Program, Role
 from pfeife.seeding import mix
 
@@ -292,7 +293,7 @@ def _one_pipeline(
         batch = named_batch(program, microbatches[index], index)
         given = tangents[index] if tangents is not None else None
         values = held | arriving[index] | step_inputs(program, batch, index, seed, given)
-        with torch.no_grad():
+        with torch.no_grad(), _torch.no_autocast():
             results = program.module(*(values[port.name] for port in program.inputs))
         outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
         batch_gradients.append(

@@ -63,7 +63,7 @@ def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> 
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
     if len(values) == 1 or port.reduction == "same":
-        return values[0]
+        return values[0].clone()  # the caller may write to it before the backward
     return add(values) if port.reduction == "sum" else combined(values, divided)
 
 

@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
@@ -128,11 +129,11 @@ def _run_in_turn(
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
     given = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
-    runs: list[Callable] = [
-        compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
-    ]
     times: list[list[tuple[float, float]]] = [[] for _ in bodies]
-    with torch.no_grad():
+    with torch.no_grad(), _torch.no_autocast():
+        runs: list[Callable] = [
+            compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
+        ]
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()

@@ -1,5 +1,6 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
+import contextlib
 import copy
 import functools
 import time
@@ -223,6 +224,7 @@ class DistributedPipeline:
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program)
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
+            self.gradients = self.runner.gradients
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)
@@ -290,6 +292,10 @@ class DistributedStep:
         where = describe(actions[self.step.at]) if actions else "a step"
         return Doing(where, *self.transport.awaited)
 
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared, which fails on all ranks if it does on one."""
+        return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
+
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
         each = len(self.step.values)
@@ -305,9 +311,11 @@ class DistributedStep:
             self.parts.check()
             mine = self.pipeline.runner.result(self.step)
             shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
-            batch_gradients = averaged(
-                self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
+            finished = "backward" in self.parts.done
+            shared_gradients = (
+                self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )
+            batch_gradients = averaged(self.pipeline.program, shared_gradients)
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss = self._loss(mine)
             return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients)

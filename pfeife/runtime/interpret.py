@@ -2,12 +2,14 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.clocks import released
 from pfeife.envelope import Channel, Envelope, Tensors
 from pfeife.evaluate import (
@@ -120,6 +122,12 @@ class RankRunner:
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
 
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """The names of the parameters whose gradients this rank has after a step."""
+        made = {p.fqn for p in self.program.ports(Role.GRADIENT) if self.computes(p)}
+        return frozenset(made | {r.name for r in self.program.reductions if self.rank in r.ranks})
+
     def start(
         self,
         state: State,
@@ -161,7 +169,7 @@ class RankRunner:
         try:
             for source, channel in self._expected(begin, last).items():
                 step.transport.expect(source, channel)
-            with torch.no_grad():
+            with torch.no_grad(), _torch.no_autocast():
                 for step.at in range(begin, last):
                     handler, microbatch, drops, arrived = self.instructions[step.at]
                     handler(step, microbatch)

@@ -1,5 +1,6 @@
 """All ranks in one process: a thread for each, queues between them."""
 
+import contextlib
 import threading
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,7 @@ class LocalPipeline:
         self.program, self.schedule = program, schedule
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
         self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
+        self.gradients = frozenset[str]().union(*(one.gradients for one in self.runners))
 
     def start(
         self,
@@ -234,6 +236,10 @@ class LocalStep:
                 raise Aborted(f"rank {rank} stops: the step has failed")
 
         return observe
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared."""
+        return contextlib.nullcontext()
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""

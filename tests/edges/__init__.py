@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch", "dynamo", "hang", "ranks", "reductions", "words")
+TOPICS = ("autocast", "autograd", "batch", "dynamo", "hang", "ranks", "reductions", "words")
 
 
 @attrs.frozen
