@@ -56,8 +56,8 @@ def check_first_call(
     """
     runs = _Runs(module, captured, args)
     try:
-        found = runs(runs.part(0))
-        if not all(_finite(value) for value in found):
+        found = runs.first()
+        if found is None or not all(_finite(value) for value in found):
             return
         runs.check_program(found)
         if runs.rows > 1:
@@ -91,6 +91,16 @@ class _Runs:
         ]
         with torch.no_grad(), _Expected():
             return list(fx.Interpreter(self.module).run(*copies))
+
+    def first(self) -> list[torch.Tensor] | None:
+        """The results of the first microbatch; None if it fails: the step will say where."""
+        try:
+            return self(self.part(0))
+        except _Draws:
+            raise
+        except Exception as error:
+            log.debug("the first call is not checked, since the step fails: %s", error)
+            return None
 
     def part(self, index: int) -> Values:
         """The arguments of a microbatch."""
@@ -224,7 +234,7 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
         given = [values.get(port.name) for port in program.inputs]
-        with torch.no_grad():
+        with torch.no_grad(), _torch.no_autocast():
             found: dict[str, torch.Tensor] = fx.Interpreter(module).run(*given)
         return found
 

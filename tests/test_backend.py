@@ -254,7 +254,7 @@ def test_a_specialised_graph_is_refused():
     # Captured on a microbatch, it is the step of a microbatch.
     parts = [(part,) for part in tokens.chunk(2)]
     assert torch.equal(
-        pfeife.compile(odd, microbatches=2)(tokens),
+        pfeife.compile(odd, microbatches=2, loss_reduction="mean")(tokens),
         eager_accumulation(odd, one.model, parts).loss,
     )
 
