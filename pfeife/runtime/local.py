@@ -192,7 +192,7 @@ class LocalStep:
         errors: list[BaseException] = []
         kernel_threads = torch.get_num_threads()
 
-        def work(runner: RankRunner, step: Step) -> None:
+        def work(runner: RankRunner, step: Step, over: threading.Event) -> None:
             try:
                 # A new thread starts from the machine's default, and some kernels (oneDNN's
                 # convolutions) give other bits with another number of threads.
@@ -203,12 +203,15 @@ class LocalStep:
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
+            finally:
+                over.set()
 
+        overs = [threading.Event() for _ in self.runners]
         threads = [
             threading.Thread(
-                target=work, args=pair, name=f"pfeife rank {pair[0].rank}", daemon=True
+                target=work, args=(*pair, over), name=f"pfeife rank {pair[0].rank}", daemon=True
             )
-            for pair in self.runners
+            for pair, over in zip(self.runners, overs, strict=True)
         ]
         try:
             for thread in threads:
@@ -217,9 +220,9 @@ class LocalStep:
                 thread.join()
         except BaseException:  # such as Ctrl-C, which only the main thread gets
             self.world.fail()
-            for thread in threads:
+            for thread, over in zip(threads, overs, strict=True):
                 if thread.ident is not None:
-                    thread.join()
+                    over.wait()  # whose join was interrupted counts as ended (Python 3.11)
             raise
         first = next((error for error in errors if not isinstance(error, Aborted)), None)
         if first is not None or errors:
