@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # stand side by side.
 LAYERS = [
     "files checks",
-    "program seeding boundary plain progress envelope",
+    "program seeding boundary plain progress envelope optimizers",
     "plan outline _torch",
     "compilers",
     "arguments evaluate options wiring clocks",
@@ -25,7 +25,7 @@ LAYERS = [
     "build",
     "backend __main__",
 ]
-APART = {"passes", "sched", "runtime"}  # what they share lives below them
+APART = {"passes", "runtime"}  # what they share lives below them
 
 
 def parts(path: Path) -> tuple[str, ...]:
