@@ -37,10 +37,14 @@ def _clusters(split: bool = False, train: bool = True, rows: int = 16) -> pfeife
     return pfeife.annotate(estimate(fused, CORE))(fused)
 
 
-def _peak(program: pfeife.Program, plan: pfeife.Plan, optimizer=None) -> int:
+def _peak(program: pfeife.Program, plan: pfeife.Plan) -> int:
     """Bytes of the worst rank, by the account."""
-    ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(program)
-    curves = memory_curves(ranks, sched.lower(plan.schedule, ranks), optimizer=optimizer)
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv()]
+    if plan.recompute:  # partition wants backwards that are not split yet
+        program = pfeife.fuse()(pfeife.capture(_step(_model()), _batch(16)))
+        passes.insert(1, pfeife.split_backward())
+    ranks = pfeife.compose(*passes)(program)
+    curves = memory_curves(ranks, sched.lower(plan.schedule, ranks))
     return max(curve.peak for curve in curves)
 
 
@@ -78,8 +82,7 @@ def a_search_keeps_to_the_limit():
     except ValueError as error:
         assert str(error).startswith(f"memory_limit={limit}: the best plan found needs")
         return
-    source = pfeife.fuse()(pfeife.capture(_step(_model()), _batch(16)))
-    assert _peak(source if plan.recompute else program, plan) <= limit
+    assert _peak(program, plan) <= limit
 
 
 @edge("memory_limit=")
