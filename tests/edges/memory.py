@@ -173,3 +173,12 @@ def an_optimizer_that_is_none():
 @edge("optimizer=LBFGS: what it keeps")
 def an_optimizer_whose_state_is_not_seen():
     _limited(ENOUGH, torch.optim.LBFGS)(_batch())
+
+
+@edge("memory_limit=")
+def replicas_reduce_within_the_limit():
+    program = _clusters(rows=1)
+    last = program.units - 1
+    given = {"cuts": tuple(int(unit == last) for unit in range(program.units)), "microbatches": 1}
+    alone = _planned(program, **given)
+    _planned(program, **given, replicas=2, memory_limit=_peak(program, alone))
