@@ -30,11 +30,18 @@ import pfeife
 SILENCE = 10.0  # `timeout` of the compiled steps
 LEFT = 3  # the exit code of a rank that the others do not meet
 DEATH = 6  # seconds after which a rank that has stopped ends, as its script would
-# How the errors begin that may end a loop: a word for it, the class, the first words.
+# The errors that may end a loop: a word for it, the class, how the message begins (a pattern).
 DOCUMENTED = (
     ("its own exception", "KeyError", ".*the step's own"),
     ("a rank failed", "PipelineError", ""),
-    ("refused", "ValueError", ""),
+    ("refused", "ValueError", r"\d+ stages, but the program has only"),
+    ("refused", "ValueError", "microbatch: "),
+    ("refused", "ValueError", r"loss=.*is no differentiable scalar"),
+    ("refused", "ValueError", r"result \d+ of the step .* has no batch dimension"),
+    ("refused", "ValueError", "the arguments of this call: ranks"),
+    ("refused", "ValueError", "the captured program: ranks"),
+    ("refused", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all"),
+    ("refused", "ValueError", r"cluster \d+ needs .* which no stage from \d+ on holds"),
     ("second backward", "RuntimeError", "backward ran a second time|Trying to backward through"),
     ("changed in place", "RuntimeError", "one of the variables needed|.* was changed in place"),
 )
