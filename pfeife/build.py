@@ -22,17 +22,14 @@ from pfeife.homes import Homes
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
-    dp_wrap,
     fuse,
-    insert_send_recv,
-    partition,
     place,
     record,
     split_backward,
 )
 from pfeife.passes.compose import Recorded
 from pfeife.plan import Costs, Machine, Mesh, Network, Plan
-from pfeife.program import Kind, Program, Role
+from pfeife.program import Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
@@ -40,6 +37,7 @@ from pfeife.runtime.local import LocalPipeline
 from pfeife.runtime.world import World, refusal
 from pfeife.sched import follow, lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
+from pfeife.sched.room import rank_passes
 
 log = logging.getLogger("pfeife")
 
@@ -72,7 +70,7 @@ class Builder:
         target = self.machine or default_machine(device)
         # With the loss outside the gradients arrive when all forwards are done.
         order = options.schedule if program.ports(Role.LOSS) else "gpipe"
-        whole, clusters = self._fused(program, splits(order), show, artifacts)
+        clusters = self._fused(program, splits(order), show, artifacts)
         clusters = annotate(self._costs(clusters, target, show))(clusters)
         artifacts.program("annotate", clusters)
         text = f"{options}\n{clusters}"
@@ -87,8 +85,8 @@ class Builder:
             "placement": self.homes.placed if homes else None,
         }
         with show.phase("planning") as phase:
-            plan, history = self._planned(whole, clusters, wishes, world, phase.progress)
-            phase.outcome = lambda: f"{order}, {_described(plan, history[-1].program)}"
+            plan, history = self._planned(clusters, wishes, world, phase.progress)
+            phase.outcome = lambda: f"{order}, {self._described(plan, history[-1].program)}"
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, world is not None)
         if devices:
@@ -133,76 +131,47 @@ class Builder:
             phase.outcome = lambda: _counted(captured.program)
         return captured
 
-    def _fused(
-        self, program: Program, split: bool, show: Shown, artifacts: Artifacts
-    ) -> tuple[Program, Program]:
-        """The clusters, and the same with their backwards split if they shall be."""
+    def _fused(self, program: Program, split: bool, show: Shown, artifacts: Artifacts) -> Program:
+        """The clusters, with their backwards split if they shall be."""
         passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())
         with show.phase("fusing") as phase:
             history = record(program, *passes)
-            whole, clusters = history[1].program, history[-1].program
-            phase.outcome = lambda: f"{whole.units} clusters"
+            clusters = history[-1].program
+            phase.outcome = lambda: f"{clusters.units} clusters"
         artifacts.history(history)
-        return whole, clusters
+        return clusters
 
     def _planned(
         self,
-        whole: Program,
         clusters: Program,
         wishes: Mapping[str, Any],
         world: World | None,
         progress: Progress | None,
     ) -> tuple[Plan, tuple[Recorded, ...]]:
         """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
-        planned again with less memory as long as the account of every byte says that a rank would
-        need more than its limit. `whole` are the clusters before their backwards were split,
-        `wishes` those for the planner that are not options."""
+        `wishes` are those for the planner that are not options."""
         options = self.options
-        split = any(call.kind == Kind.INPUT_BACKWARD for call in clusters.calls)
         ranks = world.size // options.replicas if world else None
         ranks = len(options.devices) if options.devices else ranks
         by_rank = not options.split_at and wishes["schedule"] != "search"
-        limit, worst = options.memory_limit, 0
-        refused: ValueError | None = None
-        for _ in range(6):
-            make = functools.partial(
-                make_plan,
-                clusters,
-                **wishes,
-                microbatches=options.microbatches // options.replicas,
-                stages=options.stages or (ranks if by_rank else None),
-                ranks=ranks,
-                memory_limit=limit,
-                network=self.network,
-                search_seconds=options.search_seconds,
-                progress=progress,
-            )
-            try:
-                plan = self._decided(make, world) if world else make()
-            except ValueError as error:
-                if not worst:
-                    raise
-                refused = error
-                break
-            mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-            passes = [insert_send_recv(), dp_wrap(mesh)]
-            if split and plan.recompute:  # which part repeats what is known of whole backwards
-                history = record(whole, partition(plan), split_backward(), *passes)
-            else:
-                history = record(clusters, partition(plan), *passes)
-            if limit is None or options.memory_limit is None:
-                return plan, history
-            worst = _peak(plan, history[-1].program)
-            if worst <= options.memory_limit:
-                return plan, history
-            log.debug("a plan for %d bytes a rank would need %d", limit, worst)
-            limit = int(limit * min(0.97, options.memory_limit / worst))
-        raise ValueError(
-            f"memory_limit={options.memory_limit}: the best plan found needs {worst} bytes on its "
-            "worst rank; use more stages, smaller microbatches or a larger limit"
-        ) from refused
+        make = functools.partial(
+            make_plan,
+            clusters,
+            **wishes,
+            microbatches=options.microbatches // options.replicas,
+            stages=options.stages or (ranks if by_rank else None),
+            ranks=ranks,
+            replicas=options.replicas,
+            memory_limit=options.memory_limit,
+            optimizer=options.optimizer,
+            network=self.network,
+            search_seconds=options.search_seconds,
+            progress=progress,
+        )
+        plan = self._decided(make, world) if world else make()
+        return plan, record(clusters, *rank_passes(clusters, plan, options.replicas))
 
     @staticmethod
     def _decided(make: Callable[[], Plan], world: World) -> Plan:
@@ -252,6 +221,14 @@ class Builder:
             )
         return split_at(clusters, self.options.split_at) if self.options.split_at else None
 
+    def _described(self, plan: Plan, program: Program) -> str:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("the plan:\n%s", report.plan_table(plan, program))
+        schedule, kept = lower(plan.schedule, program), self.options.optimizer
+        peak = max(curve.peak for curve in memory_curves(program, schedule, optimizer=kept))
+        said = report.size(peak)
+        return f"{report.summary(plan, program)}, {said} at the peak of the worst rank"
+
     def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""
         given = self.options.devices
@@ -274,15 +251,3 @@ def _home(program: Program, otherwise: torch.device) -> torch.device:
 def _counted(program: Program) -> str:
     nodes = len(program.module.graph.nodes)
     return f"{len(program.inputs)} inputs, {len(program.outputs)} outputs, {nodes} nodes"
-
-
-def _described(plan: Plan, program: Program) -> str:
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("the plan:\n%s", report.plan_table(plan, program))
-    peak = report.size(_peak(plan, program))
-    return f"{report.summary(plan, program)}, {peak} at the peak of the worst rank"
-
-
-def _peak(plan: Plan, program: Program) -> int:
-    """Bytes of the rank that needs most."""
-    return max(curve.peak for curve in memory_curves(program, lower(plan.schedule, program)))

@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from pfeife.compilers import Compiler, checked, compiler_name
+from pfeife.optimizers import Optimizer, optimizer_name, optimizer_of
 from pfeife.plan import Machine, Network
 
 
@@ -67,6 +68,15 @@ def _compiler(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option {error}") from None
 
 
+def _optimizer(given: Any) -> Any:
+    if given is None:
+        return None
+    try:
+        return optimizer_of(given)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
 def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     listed = value is None or isinstance(value, tuple)
     if not listed or not all(isinstance(one, str | torch.device) for one in value or ()):
@@ -103,7 +113,10 @@ class Options:
         its JSON; this machine's kind unless given.
     network: what `pfeife bench-network` has measured, a Network or the path to its JSON.
     cache: a folder in which measured costs are kept.
-    memory_limit: bytes a rank may use.
+    memory_limit: bytes a rank may use; the machine's memory unless given.
+    optimizer: whose state counts beside the parameters, for the limit: an optimizer, its class,
+        the class's name in torch.optim ("adamw"), or how many bytes are kept for each element
+        of a parameter (float32 master weights are 4 of them).
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
@@ -137,6 +150,9 @@ class Options:
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
     cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
     memory_limit: int | None = attrs.field(default=None, validator=_count)
+    optimizer: Optimizer | None = attrs.field(
+        default=None, converter=_optimizer, repr=optimizer_name
+    )
     devices: tuple[str, ...] | None = attrs.field(
         default=None,
         converter=lambda given: tuple(given) if isinstance(given, list) else given,

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # stand side by side.
 LAYERS = [
     "files checks",
-    "program seeding boundary plain progress envelope",
+    "program seeding boundary plain progress envelope optimizers",
     "plan outline _torch",
     "compilers",
     "rows results batch",
@@ -27,7 +27,7 @@ LAYERS = [
     "backend __main__",
     "step",
 ]
-APART = {"passes", "sched", "runtime"}  # what they share lives below them
+APART = {"passes", "runtime"}  # what they share lives below them
 
 
 def parts(path: Path) -> tuple[str, ...]:

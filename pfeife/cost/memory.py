@@ -1,17 +1,16 @@
 """The account of bytes that a rank holds through a schedule."""
 
-import inspect
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
-import torch
+import attrs
 from torch import fx
 
 from pfeife.clocks import released
-from pfeife.cost.body import Body, rounded, tensor_bytes
+from pfeife.cost.body import Body, rounded
 from pfeife.envelope import Channel, Envelope
+from pfeife.optimizers import Optimizer, optimizer_bytes
 from pfeife.plan import RECEIVES, SENDS, Action, Do, MemoryCurve, MemoryPoint, Schedule
 from pfeife.program import (
     Call,
@@ -30,7 +29,7 @@ def memory_curves(
     program: Program,
     schedule: Schedule,
     *,
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
+    optimizer: Optimizer | None = None,
     rounding: int = 1,
 ) -> tuple[MemoryCurve, ...]:
     """For every rank the bytes of a step of a lowered schedule, each rank a process.
@@ -39,17 +38,38 @@ def memory_curves(
     messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept until
     it has surely arrived (see `released`), small values travel together (see `Envelope`), large
     ones arrive in buffers that stay (see `Buffers`; those are what all steps but the first find),
-    gradients are added in place where that is possible. `optimizer` is the real one or its class
-    (see `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512
-    for torch's CUDA allocator). What an operation needs inside itself is not known.
+    gradients are added in place where that is possible. `optimizer` is the real one, its class, or
+    bytes for each element of a parameter (see `optimizer_bytes`); every allocation is rounded up
+    to a multiple of `rounding` bytes (512 for torch's CUDA allocator). What an operation needs
+    inside itself is not known.
     """
     wiring = Wiring(program)
-    bodies = {call.node: Body.of(program.body(call), rounding) for call in program.calls}
+    bodies = {
+        call.node: _Sizes(
+            Body.of(program.body(call), rounding), frozenset(summed_in_place(program, call))
+        )
+        for call in program.calls
+    }
     known = released(schedule)
     return tuple(
         _Rank(wiring, bodies, rank, actions, known[rank], rounding).curve(schedule, optimizer)
         for rank, actions in enumerate(schedule.ranks)
     )
+
+
+@attrs.frozen
+class _Sizes:
+    """A call's body, and the gradient ports whose first value takes up the later ones'."""
+
+    body: Body
+    summed: frozenset[str]
+
+
+def trained_parameters(program: Program) -> set[str]:
+    """The parameters for which an optimizer keeps state: those with a gradient; all of them where
+    the program has no backward, since what trains them is another."""
+    role = Role.GRADIENT if program.ports(Role.TANGENT) else Role.PARAMETER
+    return {port.fqn for port in program.ports(role)}
 
 
 class _Rank:
@@ -58,7 +78,7 @@ class _Rank:
     def __init__(
         self,
         wiring: Wiring,
-        bodies: Mapping[str, Body],
+        bodies: Mapping[str, _Sizes],
         rank: int,
         actions: tuple[Action, ...],
         known: Mapping[int, Mapping[int, int]],
@@ -86,7 +106,7 @@ class _Rank:
         for port in self.program.outputs:
             self.ports.setdefault(results[port.name].name, []).append(port)
 
-    def curve(self, schedule: Schedule, optimizer: Any) -> MemoryCurve:
+    def curve(self, schedule: Schedule, optimizer: Optimizer | None) -> MemoryCurve:
         announced: dict[int, list[Envelope]] = {}
         for action in self.actions:
             if action.do in RECEIVES:
@@ -112,8 +132,9 @@ class _Rank:
             points.append(MemoryPoint(action, self.peak, self.live))
         return MemoryCurve(self.rank, self._held(schedule, optimizer), tuple(points), self.at_peak)
 
-    def _held(self, schedule: Schedule, optimizer: Any) -> dict[str, int]:
+    def _held(self, schedule: Schedule, optimizer: Optimizer | None) -> dict[str, int]:
         found = {}
+        trained = trained_parameters(self.program)
         for role, word in ((Role.PARAMETER, "parameters"), (Role.BUFFER, "buffers")):
             homes = holders(self.program, role)
             mine = [
@@ -124,7 +145,9 @@ class _Rank:
             found[word] = sum(self._rounded(port.bytes) for port in mine)
             if role == Role.PARAMETER and optimizer is not None:
                 state = optimizer_bytes(optimizer)
-                found["optimizer"] = sum(state(port.shape, port.dtype) for port in mine)
+                found["optimizer"] = sum(
+                    state(port.shape, port.dtype) for port in mine if port.fqn in trained
+                )
         found["receive buffers"] = sum(size * len(them) for size, them in self.buffers.items())
         batch = sum(port.bytes for port in self.program.ports(Role.BATCH))
         return {**found, "batch": batch * schedule.microbatches}
@@ -144,7 +167,7 @@ class _Rank:
                 self._compute(call, action.microbatch)
 
     def _compute(self, call: Call, microbatch: int | None) -> None:
-        body = self.bodies[call.node]
+        body = self.bodies[call.node].body
         self._note(body.peak, "temporaries")
         word = "saved" if call.kind == Kind.FORWARD else "passed back"
         storages: dict[fx.Node, int] = {}
@@ -160,7 +183,6 @@ class _Rank:
             if maker in storages:
                 self.values[microbatch, name] = self._hold(storages[maker])
                 made.append((name, storages[maker]))
-        summed = summed_in_place(self.program, call)
         for name, storage in made:
             for port in self.ports.get(name, ()):
                 if port.role == Role.LOSS:
@@ -169,7 +191,7 @@ class _Rank:
                     self._hold(storage, "outputs")
                 elif port.name not in self.sums:
                     self.sums[port.name] = self._hold(storage, "gradients")
-                elif port.name not in summed:
+                elif port.name not in self.bodies[call.node].summed:
                     total = self._hold(self._allocate(port.bytes, "gradients"))
                     self._drop(self.sums[port.name])
                     self.sums[port.name] = total
@@ -257,32 +279,3 @@ class _Rank:
             for storage, size in self.sizes.items():
                 found[self.words[storage]] += size
             self.at_peak = dict(found)
-
-
-def optimizer_bytes(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
-) -> Any:
-    """A function from a parameter's shape and dtype to the bytes of its optimizer state.
-
-    The real one's class is asked: it steps tiny parameters with the same defaults, and what it
-    then keeps is scaled up.
-    """
-    options = optimizer.defaults if isinstance(optimizer, torch.optim.Optimizer) else {}
-    kind = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-
-    def state(shape: Iterable[int], dtype: torch.dtype) -> int:
-        small = torch.zeros([min(size, 2) for size in shape], dtype=dtype, requires_grad=True)
-        small.grad = torch.zeros_like(small)
-        known = inspect.signature(kind).parameters  # AdamW has defaults that it does not take
-        trial = kind([small], **{name: options[name] for name in options if name in known})
-        trial.step()
-        whole = torch.Size(tuple(shape)).numel()
-        return sum(
-            tensor_bytes(kept) * whole // small.numel()
-            if kept.shape == small.shape
-            else tensor_bytes(kept)
-            for kept in trial.state[small].values()
-            if isinstance(kept, torch.Tensor)
-        )
-
-    return state

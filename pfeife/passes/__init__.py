@@ -7,7 +7,7 @@ from pfeife.passes.fuse import fuse
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
 from pfeife.passes.send_recv import insert_send_recv
-from pfeife.passes.split_backward import split_backward
+from pfeife.passes.split_backward import join_backward, split_backward
 
 __all__ = [
     "annotate",
@@ -15,6 +15,7 @@ __all__ = [
     "dp_wrap",
     "fuse",
     "insert_send_recv",
+    "join_backward",
     "partition",
     "place",
     "record",

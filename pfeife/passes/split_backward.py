@@ -34,6 +34,23 @@ def split_backward() -> Callable[[Program], Program]:
     return run
 
 
+def join_backward() -> Callable[[Program], Program]:
+    """A pass that makes every cluster's backward whole again; what undoes `split_backward`."""
+
+    def run(program: Program) -> Program:
+        flat, groups = inline(program)
+        whole = {
+            name: group if group.kind == Kind.FORWARD else Group(group.unit, Kind.BACKWARD)
+            for name, group in groups.items()
+        }
+        joined = outline(flat, whole, word="cluster")
+        seconds = {call.node: call.seconds for call in program.calls}
+        calls = tuple(attrs.evolve(c, seconds=seconds.get(c.node)) for c in joined.calls)
+        return attrs.evolve(joined, calls=calls)
+
+    return run
+
+
 def _part(early: bool) -> Kind:
     return Kind.INPUT_BACKWARD if early else Kind.WEIGHT_BACKWARD
 

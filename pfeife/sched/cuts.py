@@ -21,6 +21,7 @@ from pfeife.program import (
     returned,
     source_line,
 )
+from pfeife.sched.room import NoRoom
 from pfeife.seeding import seeded
 
 
@@ -110,14 +111,16 @@ def balanced(
     machine: Machine,
     in_flight: Sequence[int],
     memory_limit: int | None = None,
+    state_factor: float = 0.0,
 ) -> tuple[int, ...]:
     """The stage of every cluster, contiguous, such that the slowest stage is as fast as can be.
 
     Dynamic programming over (stages so far, clusters so far), twice: for the slowest stage, then
     for the least sum of squares of the stages' seconds among the cuts that are no slower. A
     stage's seconds are its computation and the transfer over its first border; its bytes are
-    parameters, their gradients, and what `in_flight[stage]` microbatches save. Raises ValueError
-    if there are more stages than clusters, or none of the cuts fits `memory_limit` bytes.
+    parameters, their gradients, optimizer state (`state_factor` times the parameters), and what
+    `in_flight[stage]` microbatches save. Raises ValueError if there are more stages than
+    clusters, NoRoom if none of the cuts fits `memory_limit` bytes.
     """
     count = len(clusters.seconds)
     if stages > count:
@@ -132,7 +135,8 @@ def balanced(
     )
 
     def stage_seconds(stage: int, first: int, end: int) -> float | None:
-        size = 2 * (held[end] - held[first]) + in_flight[stage] * (kept[end] - kept[first])
+        size = (2 + state_factor) * (held[end] - held[first])
+        size += in_flight[stage] * (kept[end] - kept[first])
         if size > limit or (first and first in clusters.blocked):
             return None
         transfer = machine.transfer_seconds(clusters.crossing[first]) if first else 0.0
@@ -153,7 +157,7 @@ def balanced(
 
     slowest = best(max, math.inf)[-1].get(count)
     if slowest is None:
-        raise ValueError(_refusal(clusters, stages, limit))
+        raise NoRoom(_refusal(clusters, stages, limit))
     return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
 
 

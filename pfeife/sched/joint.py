@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from pfeife.outline import Group, inline, outline
+from pfeife.passes import join_backward
 from pfeife.plan import Machine, Plan, RecomputeOption, Schedule
-from pfeife.program import Kind, Program
+from pfeife.program import Program
 from pfeife.progress import Progress
 from pfeife.sched.bound import lower_bound
 from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
@@ -27,6 +27,7 @@ from pfeife.sched.layouts import (
 from pfeife.sched.policies import POLICIES, policy
 from pfeife.sched.problem import Problem, fits, makespan
 from pfeife.sched.recompute import recompute_options
+from pfeife.sched.room import NoRoom
 from pfeife.sched.search import Found, search_placements, search_schedule
 from pfeife.sched.seeds import fitting, fused
 from pfeife.sched.workload import Workload, workload_of
@@ -47,8 +48,7 @@ def search_plan(
     every family of schedules that fits is a seed of the search; then
     borders move under the schedule that was found, and it is searched once more. The
     program is fused and annotated; if it is split into input- and weight-backwards, the schedules
-    are too. Raises ValueError if nothing fits into the memory, with the figures of what comes
-    nearest.
+    are too. Raises NoRoom if nothing fits into the memory, with the figures of what comes nearest.
     """
     began = time.monotonic()
     duplicated = cheap_to_recompute(program, wishes.machine)
@@ -78,17 +78,7 @@ def _options(
     program: Program, machine: Machine, duplicated: Sequence[str]
 ) -> tuple[tuple[RecomputeOption, ...], ...]:
     """What every cluster may recompute; of a split program, with its backward whole again."""
-    flat, groups = inline(program)
-    whole = {
-        name: group if group.kind == Kind.FORWARD else Group(group.unit, Kind.BACKWARD)
-        for name, group in groups.items()
-    }
-    clusters = outline(flat, whole, word="cluster")
-    seconds = {call.node: call.seconds for call in program.calls}
-    calls = tuple(attrs.evolve(c, seconds=seconds.get(c.node)) for c in clusters.calls)
-    return recompute_options(
-        attrs.evolve(clusters, calls=calls), machine, duplicated=duplicated, most=4
-    )
+    return recompute_options(join_backward()(program), machine, duplicated=duplicated, most=4)
 
 
 def search_workload(
@@ -109,7 +99,7 @@ def search_workload(
         layouts += lighter(layouts, wishes, options())
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
-        raise ValueError(_refusal(layouts, wishes))
+        raise NoRoom(_refusal(layouts, wishes))
     layout, found = _searched(fitting_ones, deadline, seed, tick)
     layout, schedule = _moved(clusters, wishes, layout, found.schedule, deadline)
     left = deadline - time.monotonic()

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import attrs
 
-from pfeife.cost.memory import optimizer_bytes
+from pfeife.cost.memory import trained_parameters
+from pfeife.optimizers import Optimizer, optimizer_bytes
 from pfeife.plan import Do, Machine, Network, Plan, Schedule
 from pfeife.program import Program, Role
 from pfeife.progress import Progress
@@ -24,6 +25,7 @@ from pfeife.sched.orders import looped
 from pfeife.sched.policies import forward_only, policy
 from pfeife.sched.policies import placement as placement_of
 from pfeife.sched.problem import seconds_of, transfers
+from pfeife.sched.room import kept_within, worst_rank
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 from pfeife.sched.workload import stage_problem, workload_of
@@ -40,66 +42,89 @@ def plan(
     cuts: Sequence[int] | None = None,
     memory_limit: int | None = None,
     network: Network | None = None,
-    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
+    replicas: int = 1,
     search_seconds: float = 20.0,
     seed: int = 0,
     placement: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
-    schedule shall be.
+    schedule shall be; no rank of it needs more than `memory_limit` bytes.
 
     `schedule` is the name of a family, or "search": then cuts, placement, stages a rank and
     schedule are searched together for `search_seconds` (see `search_plan`).
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
-    slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
-    as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
-    them in turn and share the limit equally.
-    `placement` has the ranks of the stages where they are given. `optimizer` says what state is
-    kept beside the parameters. A measured `network` takes the place of the machine's figures
-    for links. A search calls `progress` with how many of its seconds are over.
-    Raises ValueError if the wishes contradict each other or the program.
+    slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
+    than ranks are dealt to them in turn. `placement` has the ranks of the stages where they are
+    given. A measured `network` takes the place of the machine's figures for links. A search
+    calls `progress` with how many of its seconds are over.
+
+    The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
+    counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
+    torch.optim, or bytes for each element of a parameter, master weights among them),
+    activations and buffers; with `replicas` pipelines, what they reduce. A search that found too
+    much is made again, a quarter as long, up to five times. Raises ValueError if the wishes
+    contradict each other or the program, or no plan was found within the limit, with what the
+    worst rank of the best one needs.
     """
     machine = network.seen_by(machine) if network else machine
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
+    wishes = Wishes(
+        machine,
+        microbatches,
+        ranks or count,
+        machine.memory if memory_limit is None else memory_limit,
+        network,
+        state_factor(program, optimizer),
+        stages,
+        by_hand,
+        tuple(placement[:count]) if placement else None,
+    )
+    search = schedule == "search" and program.ports(Role.TANGENT) and wishes.ranks > 1
+
+    def make(room: int, tries: int) -> Plan:
+        less = attrs.evolve(wishes, memory_limit=room)
+        if not search:
+            return _of_family(program, schedule, less)
+        seconds = search_seconds / 4 if tries else search_seconds
+        return search_plan(program, less, search_seconds=seconds, seed=seed, progress=progress)
+
+    of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
+    return kept_within(
+        wishes.memory_limit,
+        of_machine if memory_limit is None else f"memory_limit={memory_limit}",
+        make,
+        lambda plan: worst_rank(program, plan, optimizer, replicas),
+    )
+
+
+def _of_family(program: Program, schedule: str, wishes: Wishes) -> Plan:
+    """The plan with a family's schedule; its cuts keep to the memory by rough figures."""
     trained = bool(program.ports(Role.TANGENT))
-    if schedule == "search" and trained and (ranks or count) > 1:
-        wishes = Wishes(
-            machine,
-            microbatches,
-            ranks or count,
-            memory_limit or machine.memory,
-            network,
-            state_factor(optimizer),
-            stages,
-            by_hand,
-            tuple(placement[:count]) if placement else None,
-        )
-        return search_plan(
-            program, wishes, search_seconds=search_seconds, seed=seed, progress=progress
-        )
-    duplicated = cheap_to_recompute(program, machine)
-    clusters = clusters_of(program, duplicated)
-    placed = tuple(placement[:count]) if placement else _placed(schedule, count, ranks or count)
+    count = wishes.cuts[-1] + 1 if wishes.cuts else wishes.stages or 1
+    placed = wishes.placement or _placed(schedule, count, wishes.ranks)
     family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
-    order = family(count, microbatches, placed)
-    stage_of = by_hand or balanced(
-        clusters,
+    order = family(count, wishes.microbatches, placed)
+    duplicated = cheap_to_recompute(program, wishes.machine)
+    stage_of = wishes.cuts or balanced(
+        clusters_of(program, duplicated),
         count,
-        machine=machine,
+        machine=wishes.machine,
         in_flight=in_flight(order),
-        memory_limit=(memory_limit or machine.memory) // max(Counter(placed).values()),
+        memory_limit=wishes.memory_limit // max(Counter(placed).values()),
+        state_factor=wishes.state_factor,
     )
     problem = stage_problem(
         workload_of(program, duplicated),
         stage_of,
         placed,
-        microbatches,
-        machine=machine,
-        network=network,
+        wishes.microbatches,
+        machine=wishes.machine,
+        network=wishes.network,
     )
     lowered = insert_actions(verify_schedule(order), transfers(problem))
     return Plan(
@@ -149,13 +174,14 @@ def _cuts_by_hand(
     return found
 
 
-def state_factor(
-    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer | None,
-) -> float:
-    """Bytes of optimizer state for each byte of parameters, as for a large float32 one."""
-    if optimizer is None:
+def state_factor(program: Program, optimizer: Optimizer | None) -> float:
+    """Bytes of optimizer state for each byte of a program's parameters."""
+    ports = program.ports(Role.PARAMETER)
+    if optimizer is None or not ports:
         return 0.0
-    return optimizer_bytes(optimizer)((1024, 1024), torch.float32) / 2**22
+    state, trained = optimizer_bytes(optimizer), trained_parameters(program)
+    kept = sum(state(port.shape, port.dtype) for port in ports if port.fqn in trained)
+    return kept / sum(port.bytes for port in ports)
 
 
 def splits(schedule: str) -> bool:

@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("autocast", "autograd", "batch", "dynamo", "hang", "ranks", "reductions", "words")
+TOPICS = (
+    "autocast",
+    "autograd",
+    "batch",
+    "dynamo",
+    "hang",
+    "memory",
+    "ranks",
+    "reductions",
+    "words",
+)
 
 
 @attrs.frozen

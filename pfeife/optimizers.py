@@ -1,0 +1,82 @@
+"""What an optimizer keeps beside the parameters, in bytes."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+# An optimizer, its class, the name of torch's class, or bytes for each element of a parameter.
+Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | float | int
+
+
+def optimizer_of(given: Any) -> Any:
+    """The same with a name's class in its place. Raises ValueError for what is no optimizer."""
+    known = {name.lower(): kind for name, kind in vars(torch.optim).items() if _is_class(kind)}
+    found = known.get(given.lower()) if isinstance(given, str) else given
+    number = isinstance(found, int | float) and type(found) is not bool and 0 <= found < math.inf
+    if number or isinstance(found, torch.optim.Optimizer) or _is_class(found):
+        return found
+    raise ValueError(
+        f"optimizer={given!r}: must be an optimizer, its class, the name of one in torch.optim "
+        "such as 'adamw', or the bytes that it keeps for each element of a parameter"
+    )
+
+
+def _is_class(given: Any) -> bool:
+    base = torch.optim.Optimizer
+    return isinstance(given, type) and issubclass(given, base) and given is not base
+
+
+def optimizer_name(given: Optimizer | None) -> str:
+    """The same text on every rank."""
+    if isinstance(given, str | int | float | None):
+        return repr(given)
+    return (given if isinstance(given, type) else type(given)).__name__
+
+
+def optimizer_bytes(given: Optimizer) -> Callable[[Iterable[int], torch.dtype], int]:
+    """A function from a parameter's shape and dtype to the bytes of its optimizer state.
+
+    The real one's class is asked: it steps tiny parameters with the same defaults, and what it
+    then keeps is scaled up. The function raises ValueError where that fails.
+    """
+    found = optimizer_of(given)
+    if isinstance(found, int | float):
+        return lambda shape, dtype: math.ceil(found * math.prod(shape))
+    kind = found if isinstance(found, type) else type(found)
+    options = {} if isinstance(found, type) else found.defaults
+
+    @functools.cache
+    def kept(small: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        parameter = torch.zeros(small, dtype=dtype, requires_grad=True)
+        parameter.grad = torch.zeros_like(parameter)
+        known = inspect.signature(kind).parameters  # AdamW has defaults that it does not take
+        try:
+            trial: Any = kind([parameter], **{n: options[n] for n in options if n in known})
+            trial.step()
+        except Exception as error:
+            raise ValueError(
+                f"optimizer={kind.__name__}: what it keeps for a parameter of {len(small)} "
+                f"dimensions cannot be seen ({type(error).__name__}: {error}); pass the bytes for "
+                "each element of a parameter, such as optimizer=8"
+            ) from error
+        return [v for v in trial.state[parameter].values() if isinstance(v, torch.Tensor)]
+
+    def state(shape: Iterable[int], dtype: torch.dtype) -> int:
+        whole = tuple(shape)
+        small = tuple(min(size, 2) for size in whole)
+        return sum(_scaled(value, small, whole) for value in kept(small, dtype))
+
+    return state
+
+
+def _scaled(value: torch.Tensor, small: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """Bytes of a tensor of the state, for the whole parameter; factored ones have sizes of 1."""
+    if value.dim() != len(small):
+        return value.nbytes
+    pairs = zip(value.shape, small, whole, strict=True)
+    sizes = [full if size == one else size for size, one, full in pairs]
+    return math.prod(sizes) * value.itemsize
