@@ -133,14 +133,18 @@ def frame_arguments() -> list[str]:
 
 
 def source_root(base: str) -> torch.nn.Module | None:
-    """The module that `L['self'].model` names in the frame that Dynamo compiles right now."""
-    found = re.fullmatch(r"([LG])\['([^']+)'\]((?:\.\w+)*)", base)
+    """The module that `L['self'].model` or `G['models']['a'][0]` names in the frame that Dynamo
+    compiles right now."""
+    found = re.fullmatch(r"([LG])\['([^']+)'\]((?:\.\w+|\[\d+\]|\['[^']+'\])*)", base)
     if not found:
         return None
-    scope, name, attributes = found.groups()
+    scope, name, steps = found.groups()
     value = _dynamo_roots()[scope == "G"].get(name)
-    for attribute in attributes.split(".")[1:]:
-        value = getattr(value, attribute, None)
+    for attribute, index, key in re.findall(r"\.(\w+)|\[(\d+)\]|\['([^']+)'\]", steps):
+        try:
+            value = getattr(value, attribute) if attribute else value[int(index) if index else key]
+        except (AttributeError, LookupError, TypeError):
+            return None
     return value if isinstance(value, torch.nn.Module) else None
 
 

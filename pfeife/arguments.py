@@ -78,6 +78,14 @@ def describe(
     return arguments
 
 
+def roots(module: fx.GraphModule) -> list[nn.Module]:
+    """The outermost modules whose state a graph takes. Called while Dynamo compiles."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [_split_source(_torch.placeholder_source(node)) for node in nodes]
+    bases = dict.fromkeys(base for base, path, _ in sources if path)
+    return [root for root in map(_torch.source_root, bases) if root is not None]
+
+
 def _split_source(source: str) -> tuple[str, str, str]:
     """`L['m']._modules['a']._buffers['b']` as ("L['m']", "a.b", "_buffers")."""
     step = r"\.(_modules|_parameters|_buffers)\['([^']+)'\]"

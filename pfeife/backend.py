@@ -31,8 +31,7 @@ _CPU = torch.device("cpu")
 class Backend:
     """A compile backend with its options bound.
 
-    `compiled` lists what it has built so far. With a rank a process, later graphs of the same
-    model (without gradients, say) keep its state where the first has put it.
+    `compiled` lists what it has built so far.
     """
 
     def __init__(self, options: Options):
@@ -61,6 +60,11 @@ class Backend:
             if world:
                 with world.building("the arguments of a step"):
                     world.check_agreement(self._called_with(args), "the arguments of this call")
+                    ready = known.get(key)
+                    told = world.homes.news(ready and ready.borrowed, args)
+                    world.homes.agree(world, world.from_all_ranks(told))
+                    if ready and self.builder.outdated(ready, args, world):
+                        del known[key]
             if key in known:
                 return run_step(known[key], self.options, args)
             rank = world.rank if world else 0

@@ -14,7 +14,6 @@ from pfeife.artifacts import Artifacts
 from pfeife.call import Compiled
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
-from pfeife.homes import Homes
 from pfeife.microbatch import BatchedGraph
 from pfeife.options import Options
 from pfeife.passes import (
@@ -35,7 +34,7 @@ from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
 from pfeife.runtime.world import World
-from pfeife.sched import follow, lower, predict, split_at, splits, verify_schedule
+from pfeife.sched import lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
 log = logging.getLogger("pfeife")
@@ -43,12 +42,11 @@ log = logging.getLogger("pfeife")
 
 @attrs.frozen(eq=False)
 class Builder:
-    """Builds steps with some options; `homes` is where their state is."""
+    """Builds steps with some options."""
 
     options: Options
     machine: Machine | None
     network: Network | None
-    homes: Homes = attrs.Factory(Homes)
 
     def build(
         self,
@@ -74,13 +72,9 @@ class Builder:
         if world:
             world.check_agreement(f"{options}\n{clusters}", "the captured program")
         slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self.homes.of(program, slots) if world else {}
-        wishes = {
-            "machine": target,
-            "schedule": order,
-            "cuts": self._cuts(clusters, homes),
-            "placement": self.homes.placed if homes else None,
-        }
+        homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
+        by_hand = split_at(clusters, options.split_at) if options.split_at else None
+        wishes = {"machine": target, "schedule": order, "cuts": by_hand, "homes": homes}
         with show.phase("planning") as phase:
             plan, history = self._planned(whole, clusters, wishes, world, phase.progress)
             phase.outcome = lambda: f"{order}, {_described(plan, history[-1].program)}"
@@ -97,16 +91,28 @@ class Builder:
         artifacts.ranks(program, mine)
         bodies = self._bodies(program, world, show)
         pipeline: DistributedPipeline | LocalPipeline
+        borrowed = None
         with show.phase("building") as phase:
             if world:
                 limit = options.timeout
                 pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                self.homes.settle(captured, program, plan.stage_ranks, args, world)
+                world.homes.settle(program, slots, mesh, graph.roots, world)
+                borrowed = world.homes.borrowed(program, captured.arguments, args, mine[0])
             else:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        return Compiled(captured, clusters, plan, program, schedule, pipeline)
+        return Compiled(captured, clusters, plan, program, schedule, pipeline, borrowed)
+
+    def _mesh(self, world: World) -> Mesh:
+        replicas = self.options.replicas
+        return Mesh(max(1, world.size // replicas), replicas)
+
+    def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
+        """Whether a step must be built anew, since another one has been the first to train state
+        that it reads, elsewhere."""
+        slots = dict(zip(compiled.captured.arguments, args, strict=True))
+        return world.homes.outdated(compiled.program, slots, self._mesh(world))
 
     def _fused(
         self, program: Program, split: bool, show: Shown, artifacts: Artifacts
@@ -162,7 +168,7 @@ class Builder:
                 refused = error
                 break
             mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-            passes = [insert_send_recv(), dp_wrap(mesh)]
+            passes = [insert_send_recv(homes=wishes["homes"]), dp_wrap(mesh)]
             if split and plan.recompute:  # which part repeats what is known of whole backwards
                 history = record(whole, partition(plan), split_backward(), *passes)
             else:
@@ -216,16 +222,6 @@ class Builder:
             if text:
                 raise Refusal(f"rank {other}: {text}")
         return bodies
-
-    def _cuts(
-        self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
-    ) -> tuple[int, ...] | None:
-        """Cuts that are given: by where the state is at home already, or by the options."""
-        if homes:
-            return follow(
-                clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}
-            )
-        return split_at(clusters, self.options.split_at) if self.options.split_at else None
 
     def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""

@@ -15,6 +15,7 @@ from pfeife.plan import Plan, Schedule
 from pfeife.program import STATE_ROLES, Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.foreign import Borrowed
 from pfeife.runtime.interpret import Observer, Watch
 from pfeife.runtime.local import LocalPipeline
 
@@ -29,6 +30,7 @@ class Compiled:
     program: Program
     schedule: Schedule
     pipeline: LocalPipeline | DistributedPipeline
+    borrowed: Borrowed | None = None
 
 
 def run_step(

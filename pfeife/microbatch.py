@@ -1,6 +1,7 @@
 """Where the batch is in Dynamo's graph, and how it is cut into microbatches and joined again."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.arguments import Argument, describe, fake_like
+from pfeife.arguments import Argument, describe, fake_like, roots
 from pfeife.capture import Captured, trace
 from pfeife.options import Options
 from pfeife.program import Port, Role, returned
@@ -20,6 +21,7 @@ class BatchedGraph:
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any]):
         self.module, self.arguments = module, describe(module, examples)
+        self.roots = weakref.WeakSet(roots(module))  # the modules that it takes state from
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.shapes = [getattr(n.meta.get("example_value"), "shape", ()) for n in nodes]
         self.results = [n.meta.get("example_value") for n in returned(module)]

@@ -181,7 +181,7 @@ def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
     homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
-    plan = pfeife.Plan(sched.follow(clusters, homes), sched.interleaved(4, 4, (0, 1, 0, 1)))
+    plan = pfeife.Plan(sched.follow(clusters, homes)[0], sched.interleaved(4, 4, (0, 1, 0, 1)))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches

@@ -21,7 +21,7 @@ LAYERS = [
     "sched runtime microbatch",
     "compare",
     "report testing call",
-    "artifacts homes",
+    "artifacts state",
     "build",
     "backend __main__",
 ]

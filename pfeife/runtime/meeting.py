@@ -44,6 +44,13 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     return _worlds[0]
 
 
+def world_so_far() -> World | None:
+    """The world that this process is in already (collective after a failure), None without one."""
+    if not _worlds or not dist.is_initialized() or _worlds[0].default is not dist.group.WORLD:
+        return None
+    return join_world(_worlds[0].device)
+
+
 def _initialize(device: torch.device, timeout: float) -> None:
     rank, size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ.get("MASTER_ADDR", "localhost")

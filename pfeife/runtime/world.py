@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pfeife import _torch, plain
 from pfeife.runtime import diagnosis
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
+from pfeife.runtime.homes import Homes
 from pfeife.runtime.lifeline import ALL, BEAT, Beats, Doing, Lifeline, met
 from pfeife.runtime.line import Line
 from pfeife.runtime.sending import Sender
@@ -50,6 +51,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
+        self.homes = before.homes if before else Homes()  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside, self.waiting, self.asking = 0, False, False
@@ -293,12 +295,15 @@ class World:
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
-        sums = [_checksum(tensor).to(self.device) for tensor in tensors.values()]
-        if not sums:
+        if not tensors:
             return []
-        found = self.gather(torch.stack(sums))
+        found = self.checksums(tensors.values())
         wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def checksums(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some tensors, one at least, on every rank (collective)."""
+        return self.gather(torch.stack([_checksum(one).to(self.device) for one in tensors]))
 
     def close(self) -> None:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
@@ -311,6 +316,7 @@ class World:
 
     def leave(self) -> None:
         """Tells the others that this process ends."""
+        self.homes.gradients.end()
         if self.lifeline.thread.is_alive():
             self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self.lifeline.end()

@@ -1,5 +1,6 @@
 """Cuts and schedule decided together: a `Plan`."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from pfeife.sched.cuts import (
     clusters_of,
     marked,
 )
+from pfeife.sched.following import follow
 from pfeife.sched.joint import search_plan
 from pfeife.sched.layouts import Wishes
 from pfeife.sched.lower import insert_actions
@@ -27,6 +29,8 @@ from pfeife.sched.problem import seconds_of, transfers
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 from pfeife.sched.workload import stage_problem, workload_of
+
+log = logging.getLogger("pfeife")
 
 
 def plan(
@@ -44,6 +48,7 @@ def plan(
     search_seconds: float = 20.0,
     seed: int = 0,
     placement: Sequence[int] | None = None,
+    homes: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
@@ -57,15 +62,20 @@ def plan(
     slowest stage under `memory_limit` bytes a rank (the machine's memory unless given). There are
     as many ranks as stages unless `ranks` says otherwise; more stages than ranks are dealt to
     them in turn and share the limit equally.
-    `placement` has the ranks of the stages where they are given. `optimizer` says what state is
+    `placement` has the ranks of the stages where they are given. With `homes`, the ranks that hold
+    some of the state, stages, cuts and placement are those of `follow`, and a family that is not
+    for such a placement gives way to 1F1B, which is for any. `optimizer` says what state is
     kept beside the parameters. A measured `network` takes the place of the machine's figures
     for links. A search calls `progress` with how many of its seconds are over.
     Raises ValueError if the wishes contradict each other or the program.
     """
     machine = network.seen_by(machine) if network else machine
+    trained = bool(program.ports(Role.TANGENT))
+    if homes:
+        stages, (cuts, placement) = None, follow(program, homes, ranks)
+        schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
-    trained = bool(program.ports(Role.TANGENT))
     if schedule == "search" and trained and (ranks or count) > 1:
         wishes = Wishes(
             machine,
@@ -79,13 +89,18 @@ def plan(
             tuple(placement[:count]) if placement else None,
         )
         return search_plan(
-            program, wishes, search_seconds=search_seconds, seed=seed, progress=progress
+            program,
+            wishes,
+            search_seconds=search_seconds,
+            seed=seed,
+            at_home=homes or (),
+            progress=progress,
         )
-    duplicated = cheap_to_recompute(program, machine)
+    duplicated = cheap_to_recompute(program, machine, homes or ())
     clusters = clusters_of(program, duplicated)
     placed = tuple(placement[:count]) if placement else _placed(schedule, count, ranks or count)
     family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
-    order = family(count, microbatches, placed)
+    order = _over(family(count, microbatches, placed), ranks or 0)
     stage_of = by_hand or balanced(
         clusters,
         count,
@@ -147,6 +162,36 @@ def _cuts_by_hand(
     if stages not in (None, found[-1] + 1):
         raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
     return found
+
+
+def _possible(
+    schedule: str, placement: Sequence[int], microbatches: int, ranks: int | None
+) -> str:
+    """The family if it can run stages that are placed so, else one that always can."""
+    try:
+        if schedule == "search":
+            idle = set(range(ranks or 0)) - set(placement)
+            why = f"ranks {sorted(idle)} have nothing to do" if idle else ""
+        else:
+            verify_schedule(policy(schedule)(len(placement), microbatches, placement))
+            why = ""
+    except ValueError as error:
+        why = str(error)
+    if not why:
+        return schedule
+    log.info(
+        "schedule=%r is not for the stages of this step, which follow the trained state on ranks "
+        "%s (%s): it runs with 1f1b",
+        schedule,
+        list(placement),
+        why,
+    )
+    return "1f1b"
+
+
+def _over(order: Schedule, ranks: int) -> Schedule:
+    """The schedule with ranks that have nothing to do, if there are more."""
+    return Schedule((*order.ranks, *[()] * (ranks - len(order.ranks))))
 
 
 def state_factor(

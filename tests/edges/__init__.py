@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch",)
+TOPICS = ("batch", "state")
 
 
 @attrs.frozen

@@ -1,0 +1,145 @@
+"""What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger("pfeife")
+
+_LOOKED_AT = 32  # values of each gradient
+
+
+@attrs.frozen(eq=False)
+class _Handed:
+    """A gradient as autograd left it: which tensor, at which version, and some of its values."""
+
+    parameter: weakref.ref[torch.Tensor]
+    gradient: int
+    version: int
+    values: torch.Tensor
+
+    def ratios(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What the values were multiplied by, where that can be told."""
+        found = _some(gradient) / self.values
+        return found[found.isfinite()]
+
+
+def _some(gradient: torch.Tensor) -> torch.Tensor:
+    """Some values of a gradient, spread over it."""
+    flat = gradient.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
+
+
+class Gradients:
+    """Notices what scales the gradients of this rank between backward and optimizer.step().
+
+    `homes` are the tensors that some rank trains. torch.nn.utils.clip_grad_norm_ takes the norm of
+    the gradients that it finds, those of one rank, so that every rank scales its own otherwise.
+    """
+
+    def __init__(self, homes: MutableMapping[torch.Tensor, Any]):
+        self.homes = homes
+        self.handed: dict[int, _Handed] = {}
+        self.steps = 0  # of any optimizer since the ranks have last compared
+        self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
+        self.handle: Any = None
+        self.warned = False
+
+    def install(self) -> None:
+        """From now on every optimizer's step is seen."""
+        if self.handle is None:
+            self.handle = register_optimizer_step_pre_hook(self._before)
+
+    def end(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout == torch.strided and gradient.numel():
+            self.handed[id(parameter)] = _Handed(
+                weakref.ref(parameter), id(gradient), gradient._version, _some(gradient)
+            )
+
+    def told(self) -> list[str]:
+        """The factors since the ranks have last compared, a line each."""
+        return [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
+
+    def forget(self) -> None:
+        """After the ranks have compared."""
+        self.steps, self.factors = 0, {}
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._check_whole(parameters)
+        found = self._factor(parameters)
+        if found is not None:
+            self.factors[self.steps] = found
+        self.steps += 1
+
+    def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
+        for home in (self.homes[p] for p in parameters if p in self.homes):
+            if len(home.ranks) < home.mesh.ranks:
+                raise ValueError(
+                    f"torch.optim.LBFGS needs all gradients in one process, but {home.name} is "
+                    f"trained on ranks {list(home.ranks)} of {home.mesh.ranks}: use an optimizer "
+                    "that takes parameters one by one, or replicas= as many as there are ranks"
+                )
+
+    def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:
+        """By what all gradients that are not as autograd left them were multiplied, and how
+        exactly that is known; None where there are none, or not one factor for all."""
+        tops, exact, near = [], True, 0.0
+        for parameter in parameters:
+            handed, gradient = self.handed.get(id(parameter)), parameter.grad
+            if handed is None or gradient is None or handed.parameter() is not parameter:
+                continue
+            if (id(gradient), gradient._version) == (handed.gradient, handed.version):
+                continue
+            ratios = handed.ratios(gradient)
+            if len(ratios):
+                tops.append(float(ratios.max()))
+                # An operation that clamps changes a gradient twice, one that scales it once.
+                once = gradient._version == handed.version + 1
+                exact = exact and once and bool((ratios == 1).all())
+                near = max(near, 4 * torch.finfo(ratios.dtype).eps)
+        if not tops or max(tops) - min(tops) > near * max(tops):
+            return None
+        if exact:
+            self._warn()
+        return max(tops), near
+
+    def _warn(self) -> None:
+        if not self.warned:
+            log.warning(
+                "gradients were multiplied by exactly 1 before the optimizer's step: if that was "
+                "torch.nn.utils.clip_grad_norm_, its norm is that of this rank's parameters alone; "
+                "pfeife.clip_grad_norm_ takes that of all"
+            )
+        self.warned = True
+
+
+def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with the factors that ranks have told, "" if nothing."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for rank, lines in told.items():
+        for at, factor, near in lines:
+            found.setdefault(at, {})[rank] = (float(factor), float(near))
+    for factors in found.values():
+        values = [factor for factor, _ in factors.values()]
+        if max(values) - min(values) > max(near for _, near in factors.values()) * max(values):
+            shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, (factor, _) in factors.items())
+            return (
+                f"between backward() and optimizer.step() the gradients were multiplied by {shown}: "
+                "torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. Call "
+                "pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and begin "
+                "again from the last checkpoint, for the optimizer has made that step"
+            )
+    return ""
