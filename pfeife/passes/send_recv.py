@@ -37,7 +37,8 @@ def insert_send_recv(
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
         module = fx.GraphModule(program.module, _Sender(program).graph())
-        return attrs.evolve(program, module=module, reductions=_shared_gradients(program, homes or {}))
+        shared = _shared_gradients(program, homes or {})
+        return attrs.evolve(program, module=module, reductions=shared)
 
     return run
 

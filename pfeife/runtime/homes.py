@@ -74,7 +74,12 @@ class Homes:
         return {name: frozenset(home.ranks) for name, home in found.items()}
 
     def settle(
-        self, program: Program, slots: Slots, mesh: Mesh, modules: Iterable[nn.Module], world: "World"
+        self,
+        program: Program,
+        slots: Slots,
+        mesh: Mesh,
+        modules: Iterable[nn.Module],
+        world: "World",
     ) -> None:
         """Gives what a program trains a home, where it has none (collective). What no program has
         trained yet must have the same values on every rank, else Refusal is raised: then one of

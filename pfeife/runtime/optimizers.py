@@ -135,7 +135,9 @@ def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
     for factors in found.values():
         values = [factor for factor, _ in factors.values()]
         if max(values) - min(values) > max(near for _, near in factors.values()) * max(values):
-            shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, (factor, _) in factors.items())
+            shown = ", ".join(
+                f"{factor:.6g} on rank {rank}" for rank, (factor, _) in factors.items()
+            )
             return (
                 f"between backward() and optimizer.step() the gradients were multiplied by {shown}: "
                 "torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. Call "

@@ -164,9 +164,7 @@ def _cuts_by_hand(
     return found
 
 
-def _possible(
-    schedule: str, placement: Sequence[int], microbatches: int, ranks: int | None
-) -> str:
+def _possible(schedule: str, placement: Sequence[int], microbatches: int, ranks: int | None) -> str:
     """The family if it can run stages that are placed so, else one that always can."""
     try:
         if schedule == "search":
