@@ -139,7 +139,7 @@ def source_root(base: str) -> torch.nn.Module | None:
     if not found:
         return None
     scope, name, steps = found.groups()
-    value = _dynamo_roots()[scope == "G"].get(name)
+    value: Any = _dynamo_roots()[scope == "G"].get(name)
     for attribute, index, key in re.findall(r"\.(\w+)|\[(\d+)\]|\['([^']+)'\]", steps):
         try:
             value = getattr(value, attribute) if attribute else value[int(index) if index else key]

@@ -61,7 +61,7 @@ class Backend:
                 with world.building("the arguments of a step"):
                     world.check_agreement(self._called_with(args), "the arguments of this call")
                     ready = known.get(key)
-                    told = world.homes.news(ready and ready.borrowed, args)
+                    told = world.homes.news(ready.borrowed if ready else None, args)
                     world.homes.agree(world, world.from_all_ranks(told))
                     if ready and self.builder.outdated(ready, args, world):
                         del known[key]

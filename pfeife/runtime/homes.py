@@ -172,9 +172,9 @@ class Homes:
         tensors = [self.tensors[number]() for number in numbers]
         sums = world.checksums([torch.zeros(0) if t is None else t for t in tensors])
         for at, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
-            home = None if tensor is None else self.known[tensor]
-            if home is None:
+            if tensor is None:
                 continue
+            home = self.known[tensor]
             alike = home.mesh.replicas == 1 or tensor.requires_grad  # else statistics of replicas
             having = [rank for rank in range(world.size) if alike and home.holds(rank)]
             having += [rank for rank, theirs in written.items() if number in theirs]

@@ -128,20 +128,20 @@ class Gradients:
 
 def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
     """What is wrong with the factors that ranks have told, "" if nothing."""
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+    found: dict[str, dict[int, float]] = {}
+    most = 0.0
     for rank, lines in told.items():
         for at, factor, near in lines:
-            found.setdefault(at, {})[rank] = (float(factor), float(near))
+            found.setdefault(at, {})[rank] = float(factor)
+            most = max(most, float(near))
     for factors in found.values():
-        values = [factor for factor, _ in factors.values()]
-        if max(values) - min(values) > max(near for _, near in factors.values()) * max(values):
-            shown = ", ".join(
-                f"{factor:.6g} on rank {rank}" for rank, (factor, _) in factors.items()
-            )
+        high = max(factors.values())
+        if high - min(factors.values()) > most * high:
+            shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
             return (
-                f"between backward() and optimizer.step() the gradients were multiplied by {shown}: "
-                "torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. Call "
-                "pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and begin "
-                "again from the last checkpoint, for the optimizer has made that step"
+                "between backward() and optimizer.step() the gradients were multiplied by "
+                f"{shown}: torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. "
+                "Call pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and "
+                "begin again from the last checkpoint, for the optimizer has made that step"
             )
     return ""

@@ -51,7 +51,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
-        self.homes = before.homes if before else Homes()  # of the state that the ranks train
+        self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.inside, self.waiting, self.asking = 0, False, False

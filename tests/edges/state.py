@@ -1,7 +1,9 @@
 """The state of a model on ranks: whoever trains it, whoever reads it."""
 
 import copy
+import io
 import logging
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,7 @@ from edges import edge
 
 
 def layers(*widths, between=nn.Tanh):
-    pairs = zip(widths, widths[1:], strict=False)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), between()) for pair in pairs))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), between()) for pair in pairwise(widths)))
 
 
 def rows(seed, count=4, width=6):
@@ -315,8 +316,6 @@ def a_penalty_outside_of_the_step():
 
 @edge("a model whose parameters are trained by several ranks cannot be pickled", ranks=(2,))
 def the_model_is_pickled():
-    import io
-
     model, *_ = trained()
     torch.save(model, io.BytesIO())
 
