@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+_PROBED = 16  # tensors that every call looks into
+
 
 @attrs.define(eq=False)
 class _Absent:
     """One such tensor; `version` and `place` are those of when it became NaN, `probe` is a look at
     its first value where that can be NaN."""
 
+    tensor: weakref.ref[torch.Tensor]
     number: int
     name: str
     ranks: tuple[int, ...]
@@ -22,17 +25,27 @@ class _Absent:
     place: int = 0
     probe: torch.Tensor | None = None
 
+    def moved(self) -> "_Absent":
+        """With a look at where the values are now: model.to(...) moves them."""
+        tensor = self.tensor()
+        if tensor is not None and self.probe is not None and tensor.data_ptr() != self.place:
+            self.place, self.probe = tensor.data_ptr(), _probe(tensor)
+        return self
+
 
 class Foreign:
     """The tensors that this rank does not train, by themselves."""
 
     def __init__(self) -> None:
         self.found = WeakIdKeyDictionary()
+        self.listed: list[_Absent] = []
+        self.turn = 0
         self.reading = False  # whether pfeife itself looks for the names of all state
 
     def add(self, tensor: torch.Tensor, number: int, name: str, ranks: tuple[int, ...]) -> None:
         """Lets go of a tensor's values."""
-        one = self.found[tensor] = _Absent(number, name, ranks)
+        one = self.found[tensor] = _Absent(weakref.ref(tensor), number, name, ranks)
+        self.listed = [*(other for other in self.listed if other.tensor() is not None), one]
         _fill(tensor, one)
         if tensor.requires_grad:
             tensor.register_hook(_Arrival(one))
@@ -45,18 +58,19 @@ class Foreign:
                 _fill(tensor, one)
 
     def changed(self) -> list[int]:
-        """The numbers of those that somebody has written to."""
-        found, probed = [], []
-        for tensor, one in self.found.items():
-            if tensor._version != one.version:
-                found.append(one.number)
-            elif one.probe is not None:
-                if tensor.data_ptr() != one.place:  # such as model.to(...)
-                    one.place, one.probe = tensor.data_ptr(), _probe(tensor)
-                probed.append(one)
-        if not _are_nan([one.probe for one in probed]):
-            found += [one.number for one in probed if not _are_nan([one.probe])]
-        return found
+        """The numbers of those that somebody has written to. That leaves a trace in a tensor's
+        version unless it was done through `.data`: for that a few are looked into, in turn."""
+        written = [
+            one.number
+            for one in self.listed
+            if (tensor := one.tensor()) is not None and version_of(tensor) != one.version
+        ]
+        self.turn = (self.turn + _PROBED) % max(1, len(self.listed))
+        few = self.listed[self.turn : self.turn + _PROBED]
+        if not _are_nan([one.moved().probe for one in few]):
+            alive = [one.moved() for one in self.listed if one.tensor() is not None]
+            written += [one.number for one in alive if not _are_nan([one.probe])]
+        return sorted(set(written))
 
     def stale(self, module: nn.Module) -> _Absent | None:
         """The first of a module's own tensors that is absent here; None if there is none, or
@@ -65,7 +79,12 @@ class Foreign:
             return None
         own = _own(module)
         absent = ((tensor, self.found[tensor]) for tensor in own if tensor in self.found)
-        return next((one for tensor, one in absent if tensor._version == one.version), None)
+        return next((one for tensor, one in absent if version_of(tensor) == one.version), None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, where torch counts it."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
@@ -77,7 +96,7 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(float("nan"))
         one.probe = _probe(tensor)
-    one.version, one.place = tensor._version, tensor.data_ptr()
+    one.version, one.place = version_of(tensor), tensor.data_ptr()
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +188,7 @@ class Borrowed:
 
     def spoiled(self, args: Sequence[Any]) -> list[str]:
         """The names of those that have become NaN since the last call."""
-        versions = [args[place]._version for place in self.at]
+        versions = [version_of(args[place]) for place in self.at]
         if versions == self.versions:
             return []
         news = zip(self.names, self.at, versions, self.versions, strict=True)

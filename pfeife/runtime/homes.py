@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife.plan import Mesh
 from pfeife.program import Port, Program, Role, holders
 from pfeife.runtime.failure import Refusal
-from pfeife.runtime.foreign import Borrowed, Foreign, Guard
+from pfeife.runtime.foreign import Borrowed, Foreign, Guard, version_of
 from pfeife.runtime.optimizers import Gradients, compared
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Homes:
         self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
-        self.gradients = Gradients(self.known)
+        self.gradients = Gradients(self.known, self.foreign.found)
 
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
         """The homes of a program's state by canonical names. Raises Refusal for those in another
@@ -95,12 +96,17 @@ class Homes:
             )
         ranks = ranks_of(program)
         trained = {port.fqn for port in _trained(program) if slots[port.name].is_leaf}
-        before = len(self.tensors)
-        for port in new:
-            if port.fqn in trained and port.fqn in ranks:
-                home = Home(len(self.tensors), port.fqn, tuple(sorted(ranks[port.fqn])), mesh)
-                self._note(slots[port.name], home, world.rank)
-        if len(self.tensors) > before:
+        wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
+        pairs = [
+            (slots[port.name], Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh))
+            for number, port in enumerate(wanted, len(self.tensors))
+        ]
+        _check_memory([*self.known.items(), *pairs])
+        for tensor, home in pairs:
+            self._note(tensor, home, world.rank)
+        mine = [t for t, home in pairs if home.holds(world.rank) and t.requires_grad]
+        self.gradients.watch(mine)
+        if pairs:
             self.guard.watch(modules)
             self.gradients.install()
 
@@ -109,8 +115,6 @@ class Homes:
         self.tensors[home.number] = weakref.ref(tensor)
         if not home.holds(rank):
             self.foreign.add(tensor, home.number, home.name, home.ranks)
-        elif tensor.requires_grad:
-            tensor.register_post_accumulate_grad_hook(self.gradients.note)
 
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
@@ -133,11 +137,11 @@ class Homes:
         at = tuple(
             place
             for place, (name, value) in enumerate(zip(names, args, strict=True))
-            if name in ports and value not in self.known and not value.is_inference()
+            if name in ports and value not in self.known
             if any(user.name in calls for user in nodes[name].users)
         )
         read = tuple(ports[names[place] or ""] for place in at)
-        return Borrowed(read, at, [args[place]._version for place in at])
+        return Borrowed(read, at, [version_of(args[place]) for place in at])
 
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before a step, "" if all is as it was: what has been
@@ -205,6 +209,26 @@ def ranks_of(program: Program) -> dict[str, frozenset[int]]:
     or update."""
     found = holders(program, Role.PARAMETER, Role.BUFFER).items()
     return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
+
+
+def _check_memory(pairs: Iterable[tuple[torch.Tensor, Home]]) -> None:
+    """Raises Refusal for tensors in one memory that are trained on different ranks."""
+    spans = []
+    for tensor, home in pairs:
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), home))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end and one.ranks != other.ranks:
+            first, second = sorted((one, other), key=lambda home: home.number)
+            raise Refusal(
+                f"{first.name} and {second.name} share memory, but are two tensors, trained on "
+                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
+                "parameter (b.weight = a.weight)"
+            )
 
 
 def _trained(program: Program) -> list[Port]:

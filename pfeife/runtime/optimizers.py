@@ -1,8 +1,9 @@
 """What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
 
+import functools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 log = logging.getLogger("pfeife")
 
-_LOOKED_AT = 32  # values of each gradient
+_LOOKED_AT = 32  # values of a gradient
+_FEW = 8  # gradients of a program on a rank, and all once some were scaled
 
 
 @attrs.frozen(eq=False)
@@ -21,11 +23,11 @@ class _Handed:
     parameter: weakref.ref[torch.Tensor]
     gradient: int
     version: int
-    values: torch.Tensor
+    values: torch.Tensor | None
 
     def ratios(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the values were multiplied by, where that can be told."""
-        found = _some(gradient) / self.values
+        found = gradient.flatten()[:0] if self.values is None else _some(gradient) / self.values
         return found[found.isfinite()]
 
 
@@ -38,13 +40,15 @@ def _some(gradient: torch.Tensor) -> torch.Tensor:
 class Gradients:
     """Notices what scales the gradients of this rank between backward and optimizer.step().
 
-    `homes` are the tensors that some rank trains. torch.nn.utils.clip_grad_norm_ takes the norm of
-    the gradients that it finds, those of one rank, so that every rank scales its own otherwise.
+    `homes` are the tensors that some rank trains, `absent` those that this one does not.
+    torch.nn.utils.clip_grad_norm_ takes the norm of the gradients that it finds, those of one
+    rank, so that every rank scales its own otherwise.
     """
 
-    def __init__(self, homes: MutableMapping[torch.Tensor, Any]):
-        self.homes = homes
+    def __init__(self, homes: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
+        self.homes, self.absent = homes, absent
         self.handed: dict[int, _Handed] = {}
+        self.scaled = False  # whether anything has scaled gradients so far
         self.steps = 0  # of any optimizer since the ranks have last compared
         self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
         self.handle: Any = None
@@ -59,12 +63,19 @@ class Gradients:
         if self.handle is not None:
             self.handle.remove()
 
-    def note(self, parameter: torch.Tensor) -> None:
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Notes the gradients of what a program trains on this rank from now on."""
+        for index, parameter in enumerate(parameters):
+            look = functools.partial(self.note, look=index < _FEW)
+            parameter.register_post_accumulate_grad_hook(look)
+
+    def note(self, parameter: torch.Tensor, *, look: bool = False) -> None:
         """Called by autograd when a parameter's gradient is complete."""
         gradient = parameter.grad
         if gradient is not None and gradient.layout == torch.strided and gradient.numel():
+            values = _some(gradient) if look or self.scaled else None
             self.handed[id(parameter)] = _Handed(
-                weakref.ref(parameter), id(gradient), gradient._version, _some(gradient)
+                weakref.ref(parameter), id(gradient), gradient._version, values
             )
 
     def told(self) -> list[str]:
@@ -79,6 +90,7 @@ class Gradients:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_whole(parameters)
+        self._check_state(optimizer, parameters)
         found = self._factor(parameters)
         if found is not None:
             self.factors[self.steps] = found
@@ -93,6 +105,20 @@ class Gradients:
                     "that takes parameters one by one, or replicas= as many as there are ranks"
                 )
 
+    def _check_state(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """State for the parameters of other ranks, and none for those of this one, is that of
+        another rank's optimizer."""
+        state = optimizer.state
+        others = [p for p in state if p.grad is None and state[p] and p in self.absent]
+        if others and any(p.grad is not None and not state.get(p) for p in parameters):
+            raise ValueError(
+                f"the optimizer has state for {self.homes[others[0]].name}, which another rank "
+                "trains, and none for parameters of this rank: each rank saves and loads the "
+                "state_dict() of its own optimizer"
+            )
+
     def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:
         """By what all gradients that are not as autograd left them were multiplied, and how
         exactly that is known; None where there are none, or not one factor for all."""
@@ -103,6 +129,7 @@ class Gradients:
                 continue
             if (id(gradient), gradient._version) == (handed.gradient, handed.version):
                 continue
+            self.scaled = True
             ratios = handed.ratios(gradient)
             if len(ratios):
                 tops.append(float(ratios.max()))
