@@ -1,6 +1,6 @@
 """Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
 
-from pfeife.backend import backend, compile
+from pfeife.backend import backend
 from pfeife.boundary import stage_boundary
 from pfeife.capture import capture
 from pfeife.evaluate import Result, evaluate, state_of
@@ -19,6 +19,7 @@ from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Sch
 from pfeife.program import Call, Kind, Port, Program, Role, verify
 from pfeife.runtime.failure import PipelineError
 from pfeife.state import clip_grad_norm_, full_state_dict
+from pfeife.step import compile
 
 __all__ = [
     "Action",

@@ -3,6 +3,7 @@
 Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this file changes.
 """
 
+import ast
 import contextlib
 import inspect
 import re
@@ -28,14 +29,20 @@ from torch._functorch._aot_autograd.descriptors import (  # isort: skip
     TangentAOTInput,
 )
 
-# A mode in which tensors have shapes and no storage; there is no public name for it.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+# A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
+# there are no public names for them.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BufferAOTInput",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -49,16 +56,23 @@ __all__ = [
     "compilation",
     "flop_formulas",
     "frame_arguments",
+    "frame_name",
     "gloo_device",
     "gloo_group",
+    "graph_break",
     "inductor",
+    "is_dynamo_error",
+    "is_last_compilation",
     "is_shared",
     "joint_graph",
     "leaf_dims",
+    "many_programs",
     "marked_dims",
     "placeholder_source",
-    "source_root",
+    "source_value",
+    "source_words",
     "trace_artifact",
+    "whole_graph",
 ]
 
 
@@ -132,20 +146,123 @@ def frame_arguments() -> list[str]:
     return list(code.co_varnames[:count])
 
 
-def source_root(base: str) -> torch.nn.Module | None:
-    """The module that `L['self'].model` or `G['models']['a'][0]` names in the frame that Dynamo
-    compiles right now."""
-    found = re.fullmatch(r"([LG])\['([^']+)'\]((?:\.\w+|\[\d+\]|\['[^']+'\])*)", base)
-    if not found:
-        return None
-    scope, name, steps = found.groups()
-    value: Any = _dynamo_roots()[scope == "G"].get(name)
-    for attribute, index, key in re.findall(r"\.(\w+)|\[(\d+)\]|\['([^']+)'\]", steps):
-        try:
-            value = getattr(value, attribute) if attribute else value[int(index) if index else key]
-        except (AttributeError, LookupError, TypeError):
-            return None
-    return value if isinstance(value, torch.nn.Module) else None
+# What a step of ours is called in the frame that hands it to Dynamo; not part of anyone's names.
+STEP = "_pfeife_step"
+
+
+def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The step compiled by Dynamo as one graph at the shapes that it is called with.
+
+    Dynamo keeps what it compiles with the code object, and counts its recompilations there: a
+    code object for each step keeps them apart. (torch.compile has `isolate_recompiles` for that
+    from 2.13 on.) A frame of ours around the step is never skipped, as the step itself may be.
+    """
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return _pfeife_step(*args, **kwargs)
+
+    _pfeife_step = step
+    assert STEP in whole.__code__.co_freevars
+    whole.__code__ = whole.__code__.replace()
+    return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
+
+
+def many_programs(count: int) -> contextlib.AbstractContextManager[None]:
+    """While Dynamo compiles a step up to so many times before it refuses to."""
+    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=count
+    )
+    return patch
+
+
+class Unresolved(LookupError):
+    """A source that is no plain chain of names, attributes and items."""
+
+
+def _walk(node: ast.expr) -> tuple[Any, list[str]]:
+    """What part of a source names, and the words that a person would say for it."""
+    scope = _dynamo_roots()
+    match node:
+        case ast.Subscript(value=ast.Name(id="L" | "G" as which), slice=ast.Constant(value=name)):
+            return scope[which == "G"][str(name)], [] if name == STEP else [str(name)]
+        case ast.Attribute(
+            value=ast.Subscript(
+                value=ast.Attribute(value=function, attr="__closure__"),
+                slice=ast.Constant(value=int(index)),
+            ),
+            attr="cell_contents",
+        ):
+            holder, _ = _walk(function)
+            return holder.__closure__[index].cell_contents, [holder.__code__.co_freevars[index]]
+        case ast.Attribute(value=inner, attr=name):
+            value, said = _walk(inner)
+            plain = name in ("__self__", "_modules", "_parameters", "_buffers")
+            return getattr(value, name), said if plain else [*said, name]
+        case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+            value, said = _walk(inner)
+            return value[key], [*said, str(key)]
+    raise Unresolved(ast.unparse(node))
+
+
+def _resolved(source: str) -> tuple[Any, list[str]]:
+    try:
+        return _walk(ast.parse(source, mode="eval").body)
+    except (LookupError, AttributeError, TypeError, SyntaxError):
+        return None, re.findall(r"\w+", re.sub(r"^[LG]\b", "", source))
+
+
+def source_value(source: str) -> Any:
+    """What a source such as `L['self'].model` names in the frame that Dynamo compiles right now;
+    None if that cannot be told."""
+    return _resolved(source)[0]
+
+
+def source_words(source: str) -> list[str]:
+    """The names in a source as a person would say them: `["model", "table"]`."""
+    return _resolved(source)[1] or ["step"]
+
+
+def graph_break() -> tuple[str, str] | None:
+    """Why the graph that Dynamo compiles right now is not the whole of the frame: the reason and
+    the line of the user's code; None if it is whole."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    reason = translator.output.compile_subgraph_reason
+    if reason is not None and reason.graph_break:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        line = f'File "{place.filename}", line {place.lineno}, in {place.name}' if place else ""
+        return reason.reason.strip().splitlines()[0], line
+    if translator.f_code.co_name.startswith("torch_dynamo_resume_in_"):
+        code = translator.f_code
+        line = f'File "{code.co_filename}", line {code.co_firstlineno}'
+        return "this graph goes on after another one", line
+    return None
+
+
+def is_dynamo_error(error: BaseException) -> bool:
+    """Whether Dynamo says that it cannot compile something, or that something below it failed."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_last_compilation() -> bool:
+    """Whether torch would run the frame that Dynamo compiles right now eagerly, and say nothing,
+    if it had to compile it once more."""
+    from torch._guards import CompileContext
+
+    current: Any = CompileContext.try_get()
+    count = current.compile_id.frame_compile_id
+    config = torch._dynamo.config
+    return not config.fail_on_recompile_limit_hit and count + 1 >= config.recompile_limit
+
+
+def frame_name() -> str:
+    """The name of the function that Dynamo compiles right now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return str(InstructionTranslator.current_tx().f_code.co_name)
 
 
 def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
@@ -179,13 +296,19 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
     """Something that Dynamo assumed of symbolic sizes and that other values of them break.
 
-    `values` go by the symbols (`size.node.expr`).
+    `values` go by the symbols (`size.node.expr`). Only what Python's control flow asked counts,
+    which is baked into the graph; what operations ask (which kernel a convolution takes) they ask
+    again when the graph is traced at other sizes. Dynamo notes who asked: if that moves, every
+    guard counts, and convolutions of kernel size 1 are refused too often.
     """
     if not sizes:
         return None
     environment = sizes[0].node.shape_env
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     for guard in environment.guards:
+        asked = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+        if asked is not None and "_dynamo" not in getattr(asked, "filename", "_dynamo"):
+            continue
         here = environment.replace(guard.expr).xreplace(values)
         if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
             return str(guard.expr)

@@ -3,7 +3,8 @@
 import builtins
 import keyword
 import re
-from collections.abc import Iterable
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -31,18 +32,45 @@ class Argument:
     given: bool = False
 
 
+@attrs.frozen(eq=False)
+class Given:
+    """A tensor that the caller hands over, by its name among the arguments; `batch_dim` is where
+    the batch is, None if nobody has said, and `whole` that it goes whole to every microbatch."""
+
+    name: str
+    position: int
+    batch_dim: int | None = None
+    whole: bool = False
+
+
+@attrs.frozen(eq=False)
+class Inputs:
+    """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
+    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes."""
+
+    arguments: list[Argument]
+    roots: dict[str, str]
+    modules: weakref.WeakSet[nn.Module]
+
+
 def describe(
-    module: fx.GraphModule, examples: Iterable[Any], device: torch.device | None = None
-) -> list[Argument]:
+    module: fx.GraphModule,
+    examples: Iterable[Any],
+    device: torch.device | None = None,
+    given: Mapping[int, Given] | None = None,
+) -> Inputs:
     """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
 
-    Tensors that are neither parameters nor buffers come out as constants: who knows the batch
-    says which of them are cut into microbatches. Meta tensors become fake ones on `device`.
+    `given` has what the caller hands over, by the identity of the example. Without it, tensors
+    that are neither parameters nor buffers come out as constants: who knows the batch says which
+    of them are cut into microbatches. Meta tensors become fake ones on `device`. Raises
+    ValueError for a tensor inside of an argument that is not among those `given`.
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
     bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
-    aliases = {base: _aliases(_torch.source_root(base)) for base in bases}
+    aliases = {base: _aliases(_torch.source_value(base)) for base in bases}
+    roots = {base: _torch.source_words(base)[-1] for base in (*bases, *_other_roots(module, bases))}
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     taken: set[str] = set()
     known: dict[str, int] = {}
@@ -53,37 +81,66 @@ def describe(
         if not isinstance(example, torch.Tensor):
             arguments.append(Argument(node.name, None, (), example))
             continue
+        if example.is_nested:
+            raise ValueError(
+                f"input {'.'.join(_torch.source_words(source))} is a nested tensor, which has no "
+                "rows of equal size to cut; pass dense tensors (padded, with a mask)"
+            )
         if slot == "_parameters" or isinstance(example, nn.Parameter):
             role = Role.PARAMETER
         else:
             role = Role.BUFFER if slot == "_buffers" else Role.CONSTANT
-        prefix = f"{words(base)[-1]}." if path and len(bases) > 1 else ""
+        handed = (given or {}).get(id(example))
+        spelled = ".".join(_torch.source_words(source)) or node.name
+        prefix = f"{roots[base]}." if path and len(bases) > 1 else ""
         names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
-        names = names or (prefix + path if path else ".".join(words(source)) or node.name,)
+        names = names or (prefix + path if path else spelled,)
+        if handed is not None:
+            role, names = Role.CONSTANT if handed.whole else Role.BATCH, (handed.name,)
+        elif given is not None and role == Role.CONSTANT and _hidden(source, order):
+            raise ValueError(
+                f"{spelled} is a tensor inside of an argument that Pfeife does not look into, so "
+                "it cannot be cut into microbatches: pass tensors, or lists, tuples, dicts, "
+                "mappings or dataclasses of them"
+            )
         if known.get(names[0], id(example)) != id(example):  # two tensors of one name
-            names = (_unique(".".join(words(source)), set(known)),)
+            names = (_unique(spelled, set(known)),)
         known[names[0]] = id(example)
         name = _unique(re.sub(r"\W", "_", names[0]), taken)
         root = _argument_of(source)
+        at = order.index(root) if root in order else 0
         arguments.append(
             Argument(
                 name,
                 role,
                 names,
                 fake_like(mode, example, device=device),
-                position=order.index(root) if root in order else 0,
-                given=root in order and not path,
+                batch_dim=handed.batch_dim if handed else None,
+                position=handed.position if handed else at,
+                given=handed is not None or (root in order and not path),
             )
         )
-    return arguments
+    modules = [_torch.source_value(base) for base in bases]
+    found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
+    return Inputs(arguments, roots, found)
 
 
-def roots(module: fx.GraphModule) -> list[nn.Module]:
-    """The outermost modules whose state a graph takes. Called while Dynamo compiles."""
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = [_split_source(_torch.placeholder_source(node)) for node in nodes]
-    bases = dict.fromkeys(base for base, path, _ in sources if path)
-    return [root for root in map(_torch.source_root, bases) if root is not None]
+def _hidden(source: str, order: Sequence[str]) -> bool:
+    """Whether a tensor is inside of an argument of the step, other than in a module."""
+    holder = _torch.source_value(source.rpartition(".")[0])
+    return _argument_of(source) in order and not isinstance(holder, nn.Module)
+
+
+def _other_roots(module: fx.GraphModule, bases: Collection[str]) -> set[str]:
+    """Dynamo's names of the outermost modules that have no parameters in the graph."""
+    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
+    roots = {next(iter(stack.values()))[0] for stack in stacks if stack}
+    return {root for root in roots if not any(is_below(root, base) for base in bases)}
+
+
+def is_below(path: str, base: str) -> bool:
+    """Whether a module is another one or inside of it, by Dynamo's names."""
+    return path == base or path.startswith(f"{base}.")
 
 
 def _split_source(source: str) -> tuple[str, str, str]:
@@ -102,15 +159,10 @@ def _argument_of(source: str) -> str:
     return found[1] if found else ""
 
 
-def words(source: str) -> list[str]:
-    """The names in one of Dynamo's sources."""
-    return re.findall(r"\w+", re.sub(r"^[LG]\b", "", source))
-
-
-def _aliases(root: nn.Module | None) -> dict[int, list[str]]:
+def _aliases(root: Any) -> dict[int, list[str]]:
     """All names of every parameter and buffer of a module, by identity."""
     found: dict[int, list[str]] = {}
-    if root is not None:
+    if isinstance(root, nn.Module):
         for name, parameter in root.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(name)
         for name, buffer in root.named_buffers(remove_duplicate=False):

@@ -1,38 +1,37 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from pfeife import _torch, plain
 from pfeife.artifacts import Artifacts
 from pfeife.build import Builder
 from pfeife.call import Compiled, run_step
 from pfeife.cost import machine
-from pfeife.microbatch import BatchedGraph
+from pfeife.microbatch import BatchedGraph, Graph
 from pfeife.options import Options, options_from, versions
 from pfeife.plan import Machine, Network
+from pfeife.program import Role
 from pfeife.progress import shown
+from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
+from pfeife.runtime.world import World, checksum, refusal
 from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")
-_CPU = torch.device("cpu")
+_ARGUMENTS = "the arguments of this call"
 
 
 class Backend:
-    """A compile backend with its options bound.
-
-    `compiled` lists what it has built so far.
-    """
+    """A compile backend with its options bound. `compiled` lists what it has built so far."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -47,41 +46,155 @@ class Backend:
         self.builder = Builder(options, target, network)
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
-        """Called by Dynamo with a graph; the program is built at the first call of the result,
-        for each shape that it is called with."""
-        graph = BatchedGraph(module, examples)
-        artifacts = Artifacts(_torch.compilation())
-        known: dict[tuple, Compiled] = {}
+        """Called by Dynamo with a graph of the whole batch; the program is built at the first call
+        of the result, for each shape that it is called with.
 
-        def run(*args: Any) -> list[torch.Tensor]:
-            key = graph.key(args)
-            device = next((a.device for a in args if isinstance(a, torch.Tensor)), _CPU)
-            world = join_world(device, self.options.timeout)
-            if world:
-                with world.building("the arguments of a step"):
-                    world.check_agreement(self._called_with(args), "the arguments of this call")
-                    ready = known.get(key)
-                    told = world.homes.news(ready.borrowed if ready else None, args)
-                    world.homes.agree(world, world.from_all_ranks(told))
-                    if ready and self.builder.outdated(ready, args, world):
-                        del known[key]
-            if key in known:
-                return run_step(known[key], self.options, args)
-            rank = world.rank if world else 0
-            show = shown(log, progress=self.options.progress, rank=rank)
-            with world.building("a step") if world else contextlib.nullcontext():
-                known[key] = self.builder.build(graph, args, world, device, show, artifacts)
-            self.compiled.append(known[key])
-            return run_step(known[key], self.options, args, show)
+        What is wrong is raised at that call, since torch may be told to suppress what a backend
+        raises, and to go on with eager.
+        """
+        try:
+            _check_whole()
+            steps = Steps(self, BatchedGraph(module, examples), _torch.frame_name())
+        except Exception as error:
+            return _raising(error)
+        return lambda *args: steps(args)
 
-        return run
 
-    def _called_with(self, args: Sequence[Any]) -> str:
+class Steps:
+    """What a backend has built of one of Dynamo's graphs, by shapes and number of microbatches."""
+
+    def __init__(self, backend: Backend, graph: Graph, name: str):
+        self.backend, self.graph, self.name = backend, graph, name
+        self.artifacts = Artifacts(_torch.compilation())
+        self.known: dict[tuple, Compiled] = {}
+
+    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
+        """One call with the whole batch: builds the program if it is not known, and runs it.
+
+        Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
+        fails.
+        """
+        options = options or self.backend.options
+        world = join_world(self._device(args), options.timeout)
+        builder = attrs.evolve(self.backend.builder, options=options)
+        key = (options.microbatches, *self.graph.key(args))
+        compiled = self.known.get(key)
+        if world and compiled and builder.outdated(compiled, args, world):
+            compiled = None
+        seed = _seed(compiled)
+        if world:
+            seed = self._agreed(world, args, compiled, options, seed)
+        if compiled is not None:
+            return run_step(compiled, options, args, seed)
+        show = shown(log, progress=options.progress, rank=world.rank if world else 0)
+        with world.building("a step") if world else contextlib.nullcontext():
+            device = self._device(args)
+            compiled = builder.build(self.graph, args, world, device, show, self.artifacts)
+            self.known[key] = compiled
+        self.backend.compiled.append(compiled)
+        seed = _seed(compiled)
+        if world and _draws(compiled):
+            seed = _common_seed(world, world.agreed("", "the seed of this call", seed))
+        results = run_step(compiled, options, args, seed, show)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, compiled.summary)
+        return results
+
+    def _agreed(
+        self,
+        world: World,
+        args: Sequence[Any],
+        compiled: Compiled | None,
+        options: Options,
+        seed: int,
+    ) -> int:
+        """The seed of rank 0, once all ranks have said that they are about to do the same."""
+        with world.building("the arguments of a step"):
+            refused: Exception | None = None
+            try:
+                text = self._said(args, compiled, options)
+            except (PipelineError, Refusal):
+                raise
+            except Exception as error:
+                text, refused = refusal(error), error
+            try:
+                seeds = world.agreed(text, _ARGUMENTS, seed)
+            except Refusal as other:
+                raise (Refusal(str(refused)) if refused else other) from refused
+            told = world.homes.news(compiled.borrowed if compiled else None, args)
+            world.homes.agree(world, world.from_all_ranks(told))
+        return _common_seed(world, seeds)
+
+    def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
         """All that a call's program and its messages depend on, a line each."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        shapes = [f"a tensor of {a.dtype} {list(a.shape)} on {a.device.type}" for a in tensors]
-        trains = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
-        return "\n".join([*self.alike, trains, *shapes])
+        gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        lines = [
+            *self.backend.alike,
+            f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
+            f"program {compiled.digest}" if compiled else "a program that is not built yet",
+        ]
+        arguments, dims = self.graph.inputs.arguments, self.graph.dims
+        for argument, dim, value in zip(arguments, dims, args, strict=True):
+            if isinstance(value, torch.Tensor):
+                where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
+                lines.append(f"{argument.names[0]}: {where}")
+                if dim is not None and options.compare_batches:
+                    lines[-1] += f", values with the checksum {checksum(value):x}"
+        return "\n".join(lines)
+
+    def _device(self, args: Sequence[Any]) -> torch.device:
+        """Where the parameters are, or else the first tensor."""
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        tensors = [(a.role, v) for a, v in pairs if isinstance(v, torch.Tensor)]
+        state = [value for role, value in tensors if role == Role.PARAMETER]
+        found = [*state, *(value for _, value in tensors)]
+        return found[0].device if found else torch.device("cpu")
+
+
+def _draws(compiled: Compiled | None) -> bool:
+    return compiled is not None and bool(compiled.program.ports(Role.SEED))
+
+
+def _seed(compiled: Compiled | None) -> int:
+    """The seed of a call, from torch's default generator, of a program that draws."""
+    return int(torch.randint(2**62, ())) if _draws(compiled) else 0
+
+
+def _common_seed(world: World, seeds: Sequence[int]) -> int:
+    if len(set(seeds)) > 1 and not world.warned:
+        world.warned = True
+        log.warning(
+            "rank %d: torch's default generator is in another state on other ranks; all draw from "
+            "the seed of rank 0: seed every rank alike (torch.manual_seed) if the step is to be "
+            "repeatable",
+            world.rank,
+        )
+    return seeds[0]
+
+
+def _check_whole() -> None:
+    """Raises ValueError for a graph that is not the whole of the frame that Dynamo compiles."""
+    found = _torch.graph_break()
+    if found:
+        reason, line = found
+        raise ValueError(
+            f"torch.compile has broken the step into several graphs: {reason} ({line}); what runs "
+            "between them would see the whole batch. Take the cause out of the step, or call the "
+            "step's parts apart from one another"
+        )
+    if _torch.is_last_compilation():
+        raise ValueError(
+            "this step has been compiled so often that torch would run it eagerly from the next "
+            "time on: something in it changes with every call (a counter, a float, a mode; "
+            'TORCH_LOGS="recompiles" says what). Pass it as a tensor, or raise '
+            "torch._dynamo.config.recompile_limit"
+        )
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return refuse
 
 
 def _measured(path: str | os.PathLike[str]) -> Network:
@@ -112,30 +225,3 @@ def entry(
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r}: pfeife has options, no modes")
     return backend(**(options or {}))(module, examples)
-
-
-def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Callable[..., Any]:
-    """torch.compile with this backend, with the batch dimension marked on every call.
-
-    `in_dims` says for the positional arguments where the batch is, as in torch.vmap: a number,
-    None for none, or a nested structure of them; keyword arguments have it in front. The
-    result's `backend` attribute has what was compiled. Raises ValueError for wrong options.
-    """
-    ours = backend(**options)
-    compiled = torch.compile(step, backend=ours)
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        dims = _torch.leaf_dims(in_dims, args) + _torch.leaf_dims(0, kwargs)
-        leaves = pytree.tree_leaves(args) + pytree.tree_leaves(kwargs)
-        for leaf, dim in zip(leaves, dims, strict=True):
-            if isinstance(leaf, torch.Tensor) and dim is not None and leaf.dim() > 0:
-                if not -leaf.dim() <= dim < leaf.dim():
-                    raise ValueError(
-                        f"in_dims: a tensor of {leaf.dim()} dimensions has no dimension {dim}"
-                    )
-                torch._dynamo.mark_dynamic(leaf, dim % leaf.dim())
-        return compiled(*args, **kwargs)
-
-    run.backend = ours  # type: ignore[attr-defined]
-    return run

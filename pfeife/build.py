@@ -1,6 +1,7 @@
 """From a captured graph to a step that can run: every phase of it, shown, logged and traced."""
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from pfeife import plain, report
 from pfeife.artifacts import Artifacts
 from pfeife.call import Compiled
+from pfeife.capture import Captured
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
-from pfeife.microbatch import BatchedGraph
+from pfeife.first_call import check_first_call
+from pfeife.microbatch import Graph
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
@@ -33,7 +36,7 @@ from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
-from pfeife.runtime.world import World
+from pfeife.runtime.world import World, refusal
 from pfeife.sched import lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 
@@ -50,7 +53,7 @@ class Builder:
 
     def build(
         self,
-        graph: BatchedGraph,
+        graph: Graph,
         args: Sequence[Any],
         world: World | None,
         device: torch.device,
@@ -58,9 +61,7 @@ class Builder:
         artifacts: Artifacts,
     ) -> Compiled:
         options = self.options
-        with show.phase("capturing") as phase:
-            captured = graph.captured(args, options)
-            phase.outcome = lambda: _counted(captured.program)
+        captured = self._captured(graph, args, world, show)
         program = captured.program
         artifacts.program("capture", program)
         target = self.machine or default_machine(device)
@@ -69,8 +70,9 @@ class Builder:
         whole, clusters = self._fused(program, splits(order), show, artifacts)
         clusters = annotate(self._costs(clusters, target, show))(clusters)
         artifacts.program("annotate", clusters)
+        text = f"{options}\n{clusters}"
         if world:
-            world.check_agreement(f"{options}\n{clusters}", "the captured program")
+            world.check_agreement(text, "the program")
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
         by_hand = split_at(clusters, options.split_at) if options.split_at else None
@@ -96,13 +98,14 @@ class Builder:
             if world:
                 limit = options.timeout
                 pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                world.homes.settle(program, slots, mesh, graph.roots, world)
+                world.homes.settle(program, slots, mesh, graph.inputs.modules, world)
                 borrowed = world.homes.borrowed(program, captured.arguments, args, mine[0])
             else:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        return Compiled(captured, clusters, plan, program, schedule, pipeline, borrowed)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest, borrowed)
 
     def _mesh(self, world: World) -> Mesh:
         replicas = self.options.replicas
@@ -113,6 +116,27 @@ class Builder:
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
         return world.homes.outdated(compiled.program, slots, self._mesh(world))
+
+    def _captured(
+        self, graph: Graph, args: Sequence[Any], world: World | None, show: Shown
+    ) -> Captured:
+        """The program of a microbatch; if a rank refuses the step, all do."""
+        with show.phase("capturing") as phase:
+            captured, refused = None, None
+            try:
+                captured = graph.captured(args, self.options)
+                # Where state has a home, a rank has no values of what others train.
+                known = world is not None and world.homes.among(args)
+                if self.options.check and self.options.microbatches > 1 and not known:
+                    check_first_call(graph.module, captured, args, graph.sure)
+            except ValueError as error:
+                refused = error
+            if world:
+                world.agreed(refusal(refused) if refused else "", "the captured program", 0)
+            if refused or captured is None:
+                raise refused or AssertionError
+            phase.outcome = lambda: _counted(captured.program)
+        return captured
 
     def _fused(
         self, program: Program, split: bool, show: Shown, artifacts: Artifacts

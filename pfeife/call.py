@@ -30,11 +30,26 @@ class Compiled:
     program: Program
     schedule: Schedule
     pipeline: LocalPipeline | DistributedPipeline
+    digest: str  # of the program, the same on every rank
     borrowed: Borrowed | None = None
+
+    @property
+    def summary(self) -> str:
+        """What was built, in a line."""
+        ports = self.program.ports(Role.BATCH)
+        rows = {p.shape[p.batch_dim] for p in ports if p.batch_dim is not None}
+        stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
+        each = f" of {min(rows)} rows" if rows else ""
+        count = self.schedule.microbatches * self.program.replicas
+        return f"{stages} stages on {ranks} ranks, {count} microbatches{each}"
 
 
 def run_step(
-    compiled: Compiled, options: Options, args: Sequence[Any], show: Shown | None = None
+    compiled: Compiled,
+    options: Options,
+    args: Sequence[Any],
+    seed: int = 0,
+    show: Shown | None = None,
 ) -> list[torch.Tensor]:
     """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
     given for the first one, which takes longest."""
@@ -42,7 +57,7 @@ def run_step(
     slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
     trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
     leaves = {p.fqn: slots[p.name] for p in program.inputs if p.name in slots and p.fqn in trained}
-    call = Call(compiled, options, slots, tuple(leaves), show)
+    call = Call(compiled, options, slots, tuple(leaves), seed, show)
     if program.ports(Role.TANGENT) and torch.is_grad_enabled():
         return list(_PipelinedStep.apply(call, *leaves.values()))
     return list(call.forward())
@@ -57,8 +72,10 @@ class Call:
         options: Options,
         slots: dict[str, Any],
         leaves: tuple[str, ...],
+        seed: int = 0,
         show: Shown | None = None,
     ):
+        self.seed = seed
         self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
         self.compiled, self.options, self.slots, self.leaves = compiled, options, slots, leaves
         self.program = compiled.captured.program
@@ -72,11 +89,9 @@ class Call:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
         state = {p.fqn: self.slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         trains = bool(self.program.ports(Role.TANGENT))
-        seeded = bool(self.program.ports(Role.SEED))
-        seed = int(torch.randint(2**62, ())) if seeded else 0
         tangents = None if self.inside or not trains else _later(self.program, self.options)
         self.step = self.compiled.pipeline.start(
-            state, self._microbatches(), seed=seed, tangents=tangents
+            state, self._microbatches(), seed=self.seed, tangents=tangents
         )
         whole = self.inside or not trains
         self._run("first step" if whole else "first forward", self.step, backward=whole)

@@ -1,18 +1,19 @@
 """A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.arguments import Argument, describe, words
+from pfeife.arguments import Argument, Given, Inputs, describe, is_below
+from pfeife.batch import Cutter
 from pfeife.program import Port, Program, Role, output_node, returned, verify
 from pfeife.seeding import is_random, seeded
 
+T = TypeVar("T")
 # Which result is the loss: an index, none of them, or the only one that can be.
 Loss = int | Literal["outside"] | None
 
@@ -21,12 +22,13 @@ Loss = int | Literal["outside"] | None
 class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
 
-    `arguments` has an input port's name for every argument of the graph, None for a size.
-    `results` has an output port's name for every result.
+    `arguments` has an input port's name for every argument of the graph, None for a number; those
+    are in `numbers`. `results` has an output port's name for every result.
     """
 
     program: Program
     arguments: tuple[str | None, ...]
+    numbers: tuple[Any, ...]
     results: tuple[str, ...]
 
 
@@ -47,30 +49,42 @@ def capture(
     device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
     no single graph can be captured.
     """
-    batch = [leaf for leaf in pytree.tree_leaves((example_microbatch, kwargs)) if _is_tensor(leaf)]
-    found: list[Captured] = []
+    call = Cutter(step, None, 1)(example_microbatch, kwargs)
+    given = {
+        id(leaf.first): Given(leaf.name, position) for position, leaf in enumerate(call.leaves)
+    }
+    target = torch.device(device)
+
+    def read(module: fx.GraphModule, examples: list[Any]) -> tuple[fx.GraphModule, Inputs]:
+        module = _off_meta(module, target)
+        return module, describe(module, examples, target, given)
+
+    module, inputs = dynamo_graph(step, call.args, call.kwargs, read)
+    return trace(module, inputs, loss).program
+
+
+def dynamo_graph(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Callable[[fx.GraphModule, list[Any]], T],
+) -> T:
+    """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it;
+    nothing is run. Raises ValueError when there is no single graph."""
+    found: list[T] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        target = torch.device(device)
-        module, arguments = _off_meta(module, target), describe(module, examples, target)
-        places = {id(leaf): index for index, leaf in enumerate(batch)}
-        inputs = [
-            attrs.evolve(a, role=Role.BATCH, position=places[id(e)]) if id(e) in places else a
-            for a, e in zip(arguments, examples, strict=True)
-        ]
-        found.append(trace(module, inputs, loss))
+        found.append(read(module, examples))
         raise _Enough
 
     try:
-        torch.compile(step, backend=backend, fullgraph=True, dynamic=False)(
-            *example_microbatch, **kwargs
-        )
+        _torch.whole_graph(step, backend)(*args, **kwargs)
     except Exception as error:
         if not found:
-            raise _plain_error(error) from error
+            raise plain_error(error) from error
     if not found:
         raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
-    return found[0].program
+    return found[0]
 
 
 def _off_meta(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -93,18 +107,22 @@ class _Enough(Exception):
     """Ends Dynamo's compilation once its graph has been read, so that nothing is run."""
 
 
-def _plain_error(error: Exception) -> Exception:
-    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason."""
+def plain_error(error: Exception) -> Exception:
+    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
+    the line of the user's code."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ValueError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    return ValueError(f"the step could not be captured as one graph: {error}")
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    if not _torch.is_dynamo_error(error):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith('File "')]
+    where = f" ({places[-1]})" if places else ""
+    why = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
+    reason = " ".join([f"{lines[0]}.", *why[:1]])
+    return ValueError(f"the step could not be captured as one graph: {reason}{where}")
 
 
 class _Joint(nn.Module):
@@ -200,7 +218,7 @@ def find_loss(module: fx.GraphModule, loss: Loss) -> int | None:
 
 def trace(
     module: fx.GraphModule,
-    arguments: list[Argument],
+    inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
 ) -> Captured:
@@ -213,12 +231,13 @@ def trace(
         attrs.evolve(a, role=Role.PARAMETER)
         if a.role == Role.CONSTANT and a.example.requires_grad
         else a
-        for a in arguments
+        for a in inputs.arguments
     ]
     wrapper = _Joint(module, arguments, at)
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in _rest(arguments)))
     count = len(returned(module))
-    return _Porter(joint, arguments, at, result_dims or [None] * count).captured(module)
+    porter = _Porter(joint, arguments, at, result_dims or [None] * count)
+    return porter.captured(module, inputs.roots)
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -256,12 +275,11 @@ class _Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.draws = 0
 
-    def captured(self, module: fx.GraphModule) -> Captured:
+    def captured(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
         nodes = list(self.joint.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
                 self._input(node)
-        roots = _module_roots(module)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
                 self._copy(node, roots)
@@ -276,17 +294,21 @@ class _Porter:
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
+            tuple(a.example if a.role is None else None for a in self.arguments),
             tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
         )
 
     def _input(self, node: fx.Node) -> None:
-        desc, value = node.meta["desc"], node.meta["val"]
-        if isinstance(desc, _torch.TangentAOTInput):
+        desc: Any = node.meta["desc"]
+        value = node.meta["val"]
+        tangent = isinstance(desc, _torch.TangentAOTInput)
+        if tangent and isinstance(desc.output, _torch.InputMutationAOTOutput):
+            raise ValueError(self._changed(desc.output.mutated_input))
+        if tangent:
             result = _result_name(getattr(desc.output, "idx", -1), self.loss)
             port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
         else:
-            plain = isinstance(desc, _torch.PlainAOTInput)
-            argument = self.rest[desc.idx] if plain else self.by_name[desc.target]
+            argument = self._argument(desc)
             assert argument.role is not None
             port = _port(argument.name, argument.role, argument.names, value, argument.batch_dim)
         self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
@@ -322,7 +344,7 @@ class _Porter:
         self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
         return node
 
-    def _copy(self, node: fx.Node, roots: tuple[str, ...]) -> None:
+    def _copy(self, node: fx.Node, roots: Mapping[str, str]) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
         copied.meta["module_path"] = _module_path(node, roots)
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
@@ -352,6 +374,30 @@ class _Porter:
         copied.meta = dict(value.meta)
         return copied
 
+    def _argument(self, desc: Any) -> Argument:
+        if isinstance(desc, _torch.PlainAOTInput):
+            return self.rest[desc.idx]
+        if isinstance(desc, _torch.ParamAOTInput | _torch.BufferAOTInput):
+            return self.by_name[desc.target]
+        raise ValueError(
+            "the step does more than to compute its results (it prints, asserts or calls out: "
+            f"{type(desc).__name__}), which cannot be put into a schedule; take that out of it"
+        )
+
+    def _changed(self, source: Any) -> str:
+        """Why an input that the step changes in place is refused."""
+        if isinstance(source, _torch.ParamAOTInput):
+            return (
+                f"the step changes the parameter {self.by_name[source.target].names[0]} in place "
+                "(max_norm of an embedding, weights that are clipped), and autograd would have to "
+                "follow it: do that after optimizer.step() instead"
+            )
+        where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
+        return (
+            f"the step changes its input {where} in place; only buffers of modules may be "
+            "changed: copy the input first (x = x.clone())"
+        )
+
     def _output(self, desc: Any, value: torch.Tensor) -> Port:
         if isinstance(desc, _torch.PlainAOTOutput):
             name = _result_name(desc.idx, self.loss)
@@ -360,11 +406,7 @@ class _Porter:
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
             if not isinstance(source, _torch.BufferAOTInput):
-                where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
-                raise ValueError(
-                    f"the step changes its input {where} in place; only buffers of modules may be "
-                    "changed: copy the input first (x = x.clone())"
-                )
+                raise ValueError(self._changed(source))
             names = self.by_name[source.target].names
             name = self.by_name[source.target].name
             return _port(f"new_{name}", Role.BUFFER_UPDATE, names, value)
@@ -390,19 +432,13 @@ def _port(
     return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
 
 
-def _module_roots(module: fx.GraphModule) -> tuple[str, ...]:
-    """Dynamo's names of the outermost modules, the longest first."""
-    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
-    roots = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    return tuple(sorted(roots, key=len, reverse=True))
-
-
-def _module_path(node: fx.Node, roots: tuple[str, ...]) -> str:
-    """The innermost module that a forward node comes from, "" for the outermost or none."""
-    stack = node.meta.get("nn_module_stack") or {}
+def _module_path(node: fx.Node, roots: Mapping[str, str]) -> str:
+    """The innermost module that a forward node comes from, "" for the outermost or none; `roots`
+    has the readable names of the outermost ones."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    root = next((root for root in roots if path == root or path.startswith(f"{root}.")), "")
+    path = stack[-1]
+    root = next((root for root in roots if is_below(path, root)), "")
     rest = path.removeprefix(root).removeprefix(".")
-    return f"{words(root)[-1]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
+    return f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest

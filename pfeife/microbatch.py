@@ -1,44 +1,118 @@
 """Where the batch is in Dynamo's graph, and how it is cut into microbatches and joined again."""
 
 import functools
-import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from pfeife import _torch
-from pfeife.arguments import Argument, describe, fake_like, roots
+from pfeife.arguments import Argument, Given, Inputs, describe, fake_like
 from pfeife.capture import Captured, trace
 from pfeife.options import Options
-from pfeife.program import Port, Role, returned
+from pfeife.program import Port, Role, returned, source_line
+
+
+class Graph(Protocol):
+    """Dynamo's graph, and how it is captured as a program of one microbatch."""
+
+    module: fx.GraphModule
+    inputs: Inputs
+    sure: bool  # whether the caller has said where the batch is
+
+    @property
+    def dims(self) -> Sequence[int | None]:
+        """Where the batch is in every argument, None for nowhere."""
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What a program is built for."""
+
+    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program; raises ValueError for a graph that cannot be cut into microbatches."""
+
+
+class MicrobatchGraph:
+    """Dynamo's graph of a step at the shapes of a microbatch.
+
+    `given` has what the caller hands over, by the identity of what the first microbatch has of
+    it; `result_dims` finds out where the batch is in the results, if that is not plain.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        examples: Sequence[Any],
+        given: Mapping[int, Given],
+        result_dims: Callable[[fx.GraphModule], Sequence[int | None]],
+    ):
+        self.module, self.inputs = module, describe(module, examples, given=given)
+        self.result_dims, self.sure = result_dims, True
+        self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What a program is built for, beside the shapes and numbers that Dynamo guards."""
+        return ()
+
+    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program. Raises ValueError for results that cannot be joined."""
+        if options.microbatches > 1 and all(dim is None for dim in self.dims):
+            raise ValueError(
+                f"microbatches={options.microbatches}, but the step is given no tensor that could "
+                "be cut: pass the batch as arguments, and say with in_dims where it is"
+            )
+        results = [node.meta.get("example_value") for node in returned(self.module)]
+        several = any(getattr(result, "ndim", 0) for result in results)
+        dims = self.result_dims(self.module) if several else None
+        captured = trace(self.module, self.inputs, options.loss, dims)
+        check_outputs(captured, options, options.microbatches)
+        return captured
+
+
+def grown_dims(module: fx.GraphModule, other: fx.GraphModule) -> list[int | None]:
+    """Where the batch is in the results of a graph: the only dimension that grows in the graph of
+    the same step with another number of rows."""
+    pairs = zip(returned(module), returned(other), strict=True)
+    return [_grown(_shape(one), _shape(grown)) for one, grown in pairs]
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    """The shape of what a node of Dynamo's graph computes, () if it is no tensor."""
+    return tuple(getattr(node.meta.get("example_value"), "shape", ()))
+
+
+def _grown(shape: Sequence[int], other: Sequence[int]) -> int | None:
+    grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 else None
 
 
 class BatchedGraph:
-    """Dynamo's graph and which dimension of what is the batch."""
+    """Dynamo's graph of the whole batch, whose rows are a symbol. Raises ValueError where it
+    cannot be told which symbol that is."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any]):
-        self.module, self.arguments = module, describe(module, examples)
-        self.roots = weakref.WeakSet(roots(module))  # the modules that it takes state from
+        self.module, self.inputs = module, describe(module, examples)
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.shapes = [getattr(n.meta.get("example_value"), "shape", ()) for n in nodes]
+        self.shapes: list[Sequence[Any]] = [
+            getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
+        ]
         self.results = [n.meta.get("example_value") for n in returned(module)]
         # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
         self.numbers = [
             bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
             for n in nodes
         ]
-        self.marked = any(_marks(e) for e in examples)
+        self.marked = self.sure = any(_marks(e) for e in examples)
         self.sizes = self._batch_sizes(examples)
 
     @functools.cached_property
-    def dims(self) -> list[int | None]:
+    def dims(self) -> Sequence[int | None]:
         """Where the batch is in every argument, None for nowhere."""
         return [
             self._dim(argument, shape) if argument.role == Role.CONSTANT else None
-            for argument, shape in zip(self.arguments, self.shapes, strict=True)
+            for argument, shape in zip(self.inputs.arguments, self.shapes, strict=True)
         ]
 
     def key(self, args: Sequence[Any]) -> tuple:
@@ -54,15 +128,19 @@ class BatchedGraph:
 
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The symbolic sizes that count rows: those of the marked dimensions; without marks,
-        that of dimension 0 of the first tensor argument where it is symbolic."""
-        found: list[Any] = []
-        inputs = zip(self.arguments, self.shapes, examples, strict=True)
-        for argument, shape, example in sorted(inputs, key=lambda item: item[0].position):
-            if argument.role != Role.CONSTANT or not argument.given:
-                continue
-            dims = _marks(example) if self.marked else ([0] if not found and len(shape) else [])
-            found += [shape[dim] for dim in dims if not isinstance(shape[dim], int)]
-        return found
+        that of dimension 0 of the tensor arguments."""
+        given = [
+            (argument, shape, example)
+            for argument, shape, example in zip(
+                self.inputs.arguments, self.shapes, examples, strict=True
+            )
+            if argument.role == Role.CONSTANT and argument.given and len(shape)
+        ]
+        if self.marked:
+            found = [shape[dim] for _, shape, example in given for dim in _marks(example)]
+        else:
+            found = [shape[0] for _, shape, _ in given]
+        return [size for size in found if not isinstance(size, int)]
 
     def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
@@ -70,7 +148,7 @@ class BatchedGraph:
             what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
             raise ValueError(
                 f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
-                "pfeife.compile, which marks the batch dimension alone (in_dims)"
+                "pfeife.compile, which cuts the batch before it is captured (in_dims)"
             )
         return dims[0] if dims else None
 
@@ -83,6 +161,7 @@ class BatchedGraph:
         """The program at the microbatch's shapes. Raises ValueError if the batch does not
         divide, or the graph was specialised to the full batch."""
         count = options.microbatches
+        arguments = self.inputs.arguments
         if count > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
                 f"microbatches={count}, but the graph is specialised to this batch: no input has "
@@ -90,17 +169,27 @@ class BatchedGraph:
                 "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic on every batch "
                 "input; a batch of one row is always specialised"
             )
-        self._check_rows(args, count)
+        if count > 1:
+            self._check_rows(args, count)
+            self._check_pairs()
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
             if number
             else self._at_microbatch(argument, dim, value, count)
             for argument, dim, value, number in zip(
-                self.arguments, self.dims, args, self.numbers, strict=True
+                arguments, self.dims, args, self.numbers, strict=True
             )
         ]
-        dims = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
-        captured = trace(self.module, arguments, options.loss, dims)
+        inputs = attrs.evolve(self.inputs, arguments=arguments)
+        found = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
+        try:
+            captured = trace(self.module, inputs, options.loss, found)
+        except _torch.DataDependentOutputException as error:
+            raise ValueError(
+                "the step asks for the value of a tensor while it is captured; with dynamic=True "
+                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
+                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
+            ) from error
         check_outputs(captured, options, count)
         return captured
 
@@ -109,15 +198,24 @@ class BatchedGraph:
         return dims[0] if len(dims) == 1 else None
 
     def _check_rows(self, args: Sequence[Any], count: int) -> None:
+        """Raises ValueError unless all tensor arguments have as many rows, and these divide."""
         rows: dict[str, int] = {}
         each: dict[Any, int] = {}
-        for argument, dim, shape, value in zip(
-            self.arguments, self.dims, self.shapes, args, strict=True
-        ):
+        inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
+        for argument, dim, shape, value in sorted(inputs, key=lambda item: item[0].position):
+            if argument.role == Role.CONSTANT and argument.given and len(shape):
+                if not self.marked:
+                    rows[argument.names[0]] = value.shape[0]
+                elif dim is not None:
+                    rows[argument.names[0]] = value.shape[dim]
             if dim is not None:
-                rows[argument.names[0]] = value.shape[dim]
                 each[shape[dim].node.expr] = value.shape[dim] // count
-        fewest = min(rows.values(), default=1)
+        if len(set(rows.values())) > 1:
+            raise ValueError(
+                f"microbatch: the inputs have {rows} rows, which do not belong together: backend="
+                '"pfeife" cuts every tensor argument along dimension 0. Use pfeife.compile and say '
+                "with in_dims where the batch is (None: nowhere)"
+            )
         for name, size in rows.items():
             if size % count:
                 fits = next(n for n in range(count, 0, -1) if size % n == 0)
@@ -125,17 +223,27 @@ class BatchedGraph:
                     f"microbatch: input {name} with {size} rows does not divide into {count} "
                     f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
                 )
-            if size % fewest:
-                raise ValueError(
-                    f"microbatch: the inputs have {rows} rows, which do not belong together; say "
-                    "with in_dims where the batch is (None: nowhere)"
-                )
         broken = _torch.broken_guard(self.sizes, each)
         if broken:
             raise ValueError(
                 f"the step depends on the batch size: with {sorted(set(each.values()))} rows a "
-                f"microbatch, {broken} no longer holds"
+                f"microbatch, {broken} no longer holds. If that is a kernel's choice rather than "
+                "the step's, pfeife.compile captures the step at a microbatch's size"
             )
+
+    def _check_pairs(self) -> None:
+        """Raises ValueError if something has a number for every pair of rows: then the dimension
+        may be another one than the batch, such as that of a sequence."""
+        for node in self.module.graph.nodes:
+            pairs = sum(self._is_batch(size) for size in _shape(node)) > 1
+            if node.target is F.scaled_dot_product_attention:  # makes none that could be seen
+                pairs = self._is_batch(_shape(node.args[0])[-2])
+            if pairs:
+                raise ValueError(
+                    f"{source_line(node)} computes something for every pair of rows of dimension "
+                    "0, so this may not be the batch. Use pfeife.compile and say with in_dims "
+                    "where the batch is"
+                )
 
     def _at_microbatch(
         self, argument: Argument, dim: int | None, value: Any, count: int

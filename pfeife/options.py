@@ -93,6 +93,12 @@ class Options:
     loss: which result is the loss, where several could be or nothing trains: an index into the
         tensors that the compiled graph computes, or "outside" if none of them is.
     reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
+        many microbatches, runs with as many as keep them from having more rows.
+    check: whether the first call is checked: that the rows of what is cut belong together, and that
+        the captured program computes what the step does (some forwards of a microbatch).
+    compare_batches: whether ranks compare at every call the values of the batch that each of them
+        was given.
     progress: whether rank 0 shows its progress on standard error, if that is a terminal.
     """
 
@@ -127,6 +133,9 @@ class Options:
         repr=compiler_name,  # the same on every rank
     )
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
+    fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
+    check: bool = attrs.field(default=True, validator=_flag)
+    compare_batches: bool = attrs.field(default=True, validator=_flag)
     progress: bool = attrs.field(default=True, validator=_flag, repr=False)
 
     def __attrs_post_init__(self) -> None:

@@ -48,7 +48,7 @@ def inline(program: Program) -> tuple[Program, dict[str, Group]]:
     inliner = _Inliner(program)
     for node in program.module.graph.nodes:
         inliner.add(node)
-    module = fx.GraphModule(_holder(program.module, inliner.graph), inliner.graph)
+    module = fx.GraphModule(inliner.holder, inliner.graph)
     flat = attrs.evolve(program, module=module, calls=(), reductions=())
     return flat, inliner.groups
 
@@ -60,6 +60,7 @@ class _Inliner:
         self.graph = fx.Graph()
         self.groups: dict[str, Group] = {}
         self.values: dict[fx.Node, Any] = {}  # a node, or a tuple of them for a call
+        self.holder = torch.nn.Module()
 
     def add(self, node: fx.Node) -> None:
         read = [self.values[source] for source in node.all_input_nodes]
@@ -72,11 +73,20 @@ class _Inliner:
         elif node.target is send:
             self.values[node] = tuple(read)
         else:
-            self._copy(node)
+            self._copy(node, self.program.module)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
+    def _copy(self, node: fx.Node, owner: fx.GraphModule) -> fx.Node:
         copied = self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
+        if node.op == "get_attr":
+            self._hold(copied, _attribute(owner, node.target))
         return copied
+
+    def _hold(self, node: fx.Node, value: Any) -> None:
+        """Gives the flat module what a node takes from its own; bodies may call others alike."""
+        name = str(node.target)
+        if getattr(self.holder, name, value) is not value:
+            node.target = name = f"{name}_{node.name}"
+        setattr(self.holder, name, value)
 
     def _call(self, node: fx.Node) -> None:
         body = self.program.module.get_submodule(str(node.target))
@@ -88,7 +98,7 @@ class _Inliner:
             elif inner.op == "output":
                 self.values[node] = tuple(self.values[result] for result in inner.args[0])
             else:
-                copied = self._copy(inner)
+                copied = self._copy(inner, body)
                 if not is_source(inner):
                     self.groups[copied.name] = self.calls[node.name]
 

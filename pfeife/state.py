@@ -23,12 +23,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if world is None:
         return {name: _copied(value) for name, value in model.state_dict().items()}
     with world.busy(lambda: Doing("full_state_dict")):
-        _agree(world)
         world.homes.foreign.reading = True
         try:
             state = model.state_dict(keep_vars=True)
         finally:
             world.homes.foreign.reading = False
+        told = world.homes.news(None, list(state.values()))
+        world.homes.agree(world, world.from_all_ranks(told))
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:
@@ -53,11 +54,6 @@ def _whole(value: Any, world: World) -> Any:
 def _home(value: Any, world: World | None) -> Home | None:
     known = isinstance(value, torch.Tensor) and world is not None and value in world.homes.known
     return world.homes.known[value] if known and world is not None else None
-
-
-def _agree(world: World) -> None:
-    """What the ranks have to tell one another first."""
-    world.homes.agree(world, world.from_all_ranks(world.homes.news(None, ())))
 
 
 def clip_grad_norm_(

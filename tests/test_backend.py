@@ -250,7 +250,13 @@ def test_a_specialised_graph_is_refused():
 
     tokens, _ = one.batch(4)
     with pytest.raises(ValueError, match="depends on the batch size"):
-        pfeife.compile(odd, microbatches=2)(tokens)
+        torch.compile(odd, backend="pfeife", options={"microbatches": 2}, dynamic=True)(tokens)
+    # Captured on a microbatch, it is the step of a microbatch.
+    parts = [(part,) for part in tokens.chunk(2)]
+    assert torch.equal(
+        pfeife.compile(odd, microbatches=2)(tokens),
+        eager_accumulation(odd, one.model, parts).loss,
+    )
 
 
 def test_results_that_nobody_can_join_are_refused():

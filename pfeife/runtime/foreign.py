@@ -57,19 +57,17 @@ class Foreign:
             if one.number in wanted:
                 _fill(tensor, one)
 
-    def changed(self) -> list[int]:
-        """The numbers of those that somebody has written to. That leaves a trace in a tensor's
-        version unless it was done through `.data`: for that a few are looked into, in turn."""
-        written = [
-            one.number
-            for one in self.listed
-            if (tensor := one.tensor()) is not None and version_of(tensor) != one.version
-        ]
-        self.turn = (self.turn + _PROBED) % max(1, len(self.listed))
-        few = self.listed[self.turn : self.turn + _PROBED]
+    def changed(self, values: Iterable[Any]) -> list[int]:
+        """The numbers of those among some values that somebody has written to. That leaves a trace
+        in a tensor's version unless it was done through `.data`: for that a few are looked into,
+        in turn."""
+        asked = set(map(id, values))
+        mine = [one for one in self.listed if id(one.tensor()) in asked]
+        written = [one.number for one in mine if version_of(one.tensor()) != one.version]
+        self.turn = (self.turn + _PROBED) % max(1, len(mine))
+        few = mine[self.turn : self.turn + _PROBED]
         if not _are_nan([one.moved().probe for one in few]):
-            alive = [one.moved() for one in self.listed if one.tensor() is not None]
-            written += [one.number for one in alive if not _are_nan([one.probe])]
+            written += [one.number for one in mine if not _are_nan([one.moved().probe])]
         return sorted(set(written))
 
     def stale(self, module: nn.Module) -> _Absent | None:
@@ -82,9 +80,9 @@ class Foreign:
         return next((one for tensor, one in absent if version_of(tensor) == one.version), None)
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: Any) -> int:
     """How often a tensor was changed in place, where torch counts it."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else int(tensor._version)
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:

@@ -60,6 +60,10 @@ class Homes:
         self.guard = Guard(self.known, self.foreign)
         self.gradients = Gradients(self.known, self.foreign.found)
 
+    def among(self, values: Iterable[Any]) -> bool:
+        """Whether some rank trains any of these."""
+        return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
+
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
         """The homes of a program's state by canonical names. Raises Refusal for those in another
         mesh."""
@@ -144,11 +148,11 @@ class Homes:
         return Borrowed(read, at, [version_of(args[place]) for place in at])
 
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
-        """What this rank tells the others before a step, "" if all is as it was: what has been
-        written to, what has become NaN, by what gradients were scaled."""
+        """What this rank tells the others before it uses `args`, "" if all is as it was: what of
+        them has been written to, what has become NaN, by what gradients were scaled."""
         lines = self.gradients.told()
         if self.foreign.found:
-            lines += [f"changed {number}" for number in self.foreign.changed()]
+            lines += [f"changed {number}" for number in self.foreign.changed(args)]
             lines += [f"nan {name}" for name in (borrowed.spoiled(args) if borrowed else ())]
         return "\n".join(lines)
 

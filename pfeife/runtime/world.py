@@ -54,6 +54,7 @@ class World:
         self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
+        self.warned = False  # that ranks are seeded differently
         self.inside, self.waiting, self.asking = 0, False, False
         self.look: Callable[[], Doing] = _outside
         self.gloo = None if device.type == "cuda" else _torch.gloo_device()
@@ -280,18 +281,23 @@ class World:
     def check_agreement(self, text: str, what: str) -> None:
         """Raises Refusal on every rank unless all ranks give the same text (collective); the
         message has the first line that differs."""
-        digest = bytearray(hashlib.sha256(_encoded(text)).digest())
-        found = self.gather(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
-        others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
-        if not others:
-            return
-        texts = self.from_all_ranks(text)
-        here, there = _first_difference(texts[0], texts[others[0]])
-        raise Refusal(
-            f"{what}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
-            f"where rank 0 has {here!r}; every rank must run the same script with the same "
-            "shapes, options and versions"
-        )
+        self.agreed(text, what, 0)
+
+    def agreed(self, text: str, what: str, number: int) -> list[int]:
+        """Every rank's number, if all ranks give the same text (collective).
+
+        Raises Refusal on every rank if not: the message has the first line that differs. Where a
+        text is `refusal` of an error, that is what the others' Refusal says.
+        """
+        digest = hashlib.sha256(_encoded(text)).digest()
+        mine = bytearray(digest + number.to_bytes(8, "little", signed=True))
+        found = self.gather(torch.frombuffer(mine, dtype=torch.uint8).to(self.device))
+        every = [bytes(one.tolist()) for one in found]
+        others = [rank for rank, one in enumerate(every) if one[:32] != every[0][:32]]
+        if others or text.startswith(_REFUSED):
+            texts = self.from_all_ranks(text)
+            raise Refusal(_disagreement(texts, what))
+        return [int.from_bytes(one[32:], "little", signed=True) for one in every]
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
@@ -303,7 +309,7 @@ class World:
 
     def checksums(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of some tensors, one at least, on every rank (collective)."""
-        return self.gather(torch.stack([_checksum(one).to(self.device) for one in tensors]))
+        return self.gather(torch.tensor([checksum(one) for one in tensors], device=self.device))
 
     def close(self) -> None:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
@@ -335,6 +341,27 @@ def _check_length(size: int, rank: int) -> None:
         raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
 
 
+_REFUSED = "\0refused: "
+
+
+def refusal(error: BaseException) -> str:
+    """What a rank gives to `World.agreed` that cannot go on."""
+    return f"{_REFUSED}{type(error).__name__}: {error}"
+
+
+def _disagreement(texts: Sequence[str], what: str) -> str:
+    for rank, text in enumerate(texts):
+        if text.startswith(_REFUSED):
+            return f"rank {rank}: {text.removeprefix(_REFUSED)}"
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    here, there = _first_difference(texts[0], texts[others[0]])
+    return (
+        f"{what}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
+        f"where rank 0 has {here!r}; every rank must run the same script with the same options "
+        "and versions, and is given the whole batch"
+    )
+
+
 def _first_difference(one: str, other: str) -> tuple[str, str]:
     lines, others = one.splitlines(), other.splitlines()
     for line, second in zip(lines, others, strict=False):
@@ -343,7 +370,7 @@ def _first_difference(one: str, other: str) -> tuple[str, str]:
     return f"{len(lines)} lines", f"{len(others)} lines"
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    odd = data[::3].sum(dtype=torch.int64)  # so that swapped bytes are seen as well
-    return data.sum(dtype=torch.int64) * 1_000_003 + odd
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 63 bits that depends on every byte of a tensor and on its place."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1

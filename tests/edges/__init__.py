@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch", "state")
+TOPICS = ("batch", "dynamo", "ranks", "state", "words")
 
 
 @attrs.frozen

@@ -1,6 +1,11 @@
 """The batch dimension: what is cut, and what is refused."""
 
+import dataclasses
+from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import pfeife
@@ -8,13 +13,342 @@ from edges import edge
 from pfeife.testing import eager_accumulation
 
 
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def rows(count: int = 4, width: int = 8) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
+
+
+def same(compiled, step, model, whole, parts):
+    """One call against accumulation over the `parts`: loss and gradients, bit for bit."""
+    model.zero_grad()
+    loss = compiled(*whole)
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = eager_accumulation(step, model, parts)
+    assert torch.equal(loss, expected.loss), (loss, expected.loss)
+    assert found, "no gradients on this rank"
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected.gradients[name]), name
+
+
+@edge()
+def the_users_tensor_is_not_marked():
+    model, x = net(), rows()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(x)
+    assert not getattr(x, "_dynamo_dynamic_indices", None)
+    torch.compile(lambda x: x.view(4, 2, 4).sum(), backend="eager")(x)
+
+
 @edge(ranks=(1, 2))
-def a_batch_of_one_tensor():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+def an_unstrided_convolution_of_size_1():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    x = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
     def step(x):
         return model(x).square().mean()
 
-    expected = eager_accumulation(step, model, [(part,) for part in x.chunk(2)])
-    assert torch.equal(pfeife.compile(step, microbatches=2)(x), expected.loss)
+    same(pfeife.compile(step, microbatches=4), step, model, (x,), [(p,) for p in x.chunk(4)])
+
+
+@edge()
+def an_unstrided_convolution_of_size_1_by_name():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    x = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+    def step(x):
+        return model(x).square().mean()
+
+    compiled = torch.compile(step, backend="pfeife", options={"microbatches": 4}, dynamic=True)
+    same(compiled, step, model, (x,), [(p,) for p in x.chunk(4)])
+
+
+def _looked_up(model):
+    def step(x, table):
+        return F.mse_loss(model(x) + table[:1], x)
+
+    return step
+
+
+@edge("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
+def a_table_of_64_rows_beside_a_batch_of_8():
+    pfeife.compile(_looked_up(net()), microbatches=2)(rows(8), rows(64))
+
+
+@edge("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
+def a_table_by_name_beside_a_batch_of_8():
+    pfeife.compile(_looked_up(net()), microbatches=2)(rows(8), table=rows(64))
+
+
+@edge("microbatch: the inputs have {'x': 6, 'table': 64} rows, which do not belong together")
+def a_table_beside_a_batch_with_the_named_backend():
+    options = {"microbatches": 2}
+    torch.compile(_looked_up(net()), backend="pfeife", options=options, dynamic=True)(
+        rows(6), rows(64)
+    )
+
+
+@edge("microbatch: the inputs have {'table': 64, 'x': 6} rows, which do not belong together")
+def a_table_before_a_batch_with_the_named_backend():
+    model = net()
+    step = _looked_up(model)
+    options = {"microbatches": 2}
+    torch.compile(lambda table, x: step(x, table), backend="pfeife", options=options, dynamic=True)(
+        rows(64), rows(6)
+    )
+
+
+@edge(ranks=(1, 2))
+def a_table_that_in_dims_names():
+    model = net()
+    step = _looked_up(model)
+    compiled = pfeife.compile(step, microbatches=2, in_dims={"table": None})
+    x, table = rows(8), rows(64)
+    same(compiled, step, model, (x, table), [(p, table) for p in x.chunk(2)])
+
+
+@edge(ranks=(1, 2))
+def two_views_stacked_where_in_dims_says_so():
+    model = net()
+
+    def step(x, views):
+        return F.mse_loss(model(x), views[::2] + views[1::2])
+
+    x, views = rows(4), rows(8)
+    parts = list(zip(x.chunk(2), views.chunk(2), strict=True))
+    same(pfeife.compile(step, microbatches=2, in_dims=(0, 0)), step, model, (x, views), parts)
+
+
+@edge("in_dims: the step has no arguments ['tabel']")
+def in_dims_of_no_argument():
+    pfeife.compile(_looked_up(net()), microbatches=2, in_dims={"tabel": None})(rows(8), rows(64))
+
+
+class Attention(nn.Module):
+    """Sequence first, as torch's own layers are unless told otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.MultiheadAttention(8, 1)
+
+    def forward(self, x):
+        return self.layer(x, x, x, need_weights=False)[0]
+
+
+class Tabled(nn.Module):
+    """Its table has as many rows as the batch, and belongs to none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, kinds, table):
+        return F.mse_loss(self.net(x) + table[kinds], x)
+
+
+@edge("in_dims: table has as many rows as the batch, but they do not belong to its rows")
+def a_table_with_as_many_rows_as_the_batch():
+    step = Tabled()
+    kinds = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+    pfeife.compile(step, microbatches=2)(rows(8), kinds, rows(8) * 3)
+
+
+@edge("in_dims: the results of the step depend on the order of the rows of ['x']")
+def a_sequence_with_places_first():
+    model = net()
+    places = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(2))
+
+    def step(x):
+        return (model(x) * places).square().mean()
+
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
+    pfeife.compile(step, microbatches=2)(x)
+
+
+@edge(ranks=(1, 2))
+def negatives_from_the_microbatch():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return F.cross_entropy(h @ h.t(), torch.arange(h.shape[0]))
+
+    x = rows(8)
+    same(pfeife.compile(step, microbatches=2), step, model, (x,), [(p,) for p in x.chunk(2)])
+
+
+@edge()
+def dropout_does_not_disturb_the_check():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(8)).backward()
+
+
+@edge("the rows of ['x'] (dimension 0) depend on one another")
+def a_sequence_first_with_the_named_backend():
+    model = Attention()
+    x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
+    options = {"microbatches": 2}
+    torch.compile(
+        lambda x: model(x).square().mean(), backend="pfeife", options=options, dynamic=True
+    )(x)
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Encoding(UserDict):
+    """As Hugging Face's tokenizers return."""
+
+
+@edge(ranks=(1, 2))
+def a_batch_in_a_dataclass():
+    model = net()
+
+    def step(batch):
+        return F.mse_loss(model(batch.x), batch.y)
+
+    x, y = rows(), rows().flip(0)
+    parts = [(Pair(*p),) for p in zip(x.chunk(2), y.chunk(2), strict=True)]
+    same(pfeife.compile(step, microbatches=2), step, model, (Pair(x, y),), parts)
+
+
+@edge(ranks=(1, 2))
+def a_batch_in_a_mapping():
+    model = net()
+
+    def step(batch):
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    x, y = rows(), rows().flip(0)
+    parts = [(Encoding(x=a, y=b),) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+    same(pfeife.compile(step, microbatches=2), step, model, (Encoding(x=x, y=y),), parts)
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+@edge("args.0.x is a tensor inside of an argument that Pfeife does not look into")
+def a_batch_in_an_object():
+    model = net()
+    pfeife.compile(lambda batch: model(batch.x).square().mean(), microbatches=2)(Opaque(rows()))
+
+
+@edge("input x is a ndarray, not a tensor: pass torch.from_numpy")
+def a_batch_of_numpy():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows().numpy())
+
+
+@edge("microbatch: the batch is empty: x has no rows")
+def an_empty_batch():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(0))
+
+
+@edge("input x is a nested tensor, which has no rows of equal size to cut")
+def a_jagged_batch():
+    model = net()
+    x = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
+    pfeife.compile(lambda x: model(x).mean(), microbatches=2)(x)
+
+
+@edge(ranks=(1, 2))
+def a_last_smaller_batch():
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=4)
+    for count, parts in ((8, 4), (6, 3), (4, 4), (5, 5), (1, 1), (8, 4)):
+        x = rows(count)
+        same(compiled, step, model, (x,), [(p,) for p in x.chunk(parts)])
+
+
+@edge("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
+def a_last_smaller_batch_that_is_not_to_fit():
+    model = net()
+    step = pfeife.compile(
+        lambda x: model(x).square().mean(), microbatches=4, fit_smaller_batches=False
+    )
+    step(rows(8))
+    step(rows(6))
+
+
+@edge()
+def two_threads_that_make_the_first_call_together():
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=2)
+    expected = [
+        eager_accumulation(step, model, [(p,) for p in rows(count).chunk(2)]).loss
+        for count in (4, 6)
+    ]
+    with ThreadPoolExecutor(2, initializer=lambda: torch.set_num_threads(1)) as pool:
+        found = list(pool.map(lambda count: compiled(rows(count)).detach(), (4, 6)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@edge("the step returns the number 2, which Python has computed of one microbatch")
+def a_number_among_the_results():
+    model = net()
+    pfeife.compile(lambda x: (model(x).square().mean(), x.shape[0]), microbatches=2)(rows())
+
+
+@edge()
+def an_argument_among_the_results():
+    model, x = net(), rows()
+    _, found = pfeife.compile(lambda x: (model(x).square().mean(), x), microbatches=2)(x)
+    assert found is x
+
+
+@edge(ranks=(1, 2))
+def results_of_microbatches_of_one_row():
+    model, x = net(), rows()
+
+    def step(x):
+        h = model(x)
+        return h.square().mean(), h
+
+    _, found = pfeife.compile(step, microbatches=4)(x)
+    assert torch.equal(found, torch.cat([model(part) for part in x.chunk(4)]))
+
+
+@edge()
+def the_step_is_a_model_with_cuts_by_hand():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = net()
+
+        def forward(self, x):
+            return self.blocks(x).square().mean()
+
+    model = Net()
+    for step in (
+        pfeife.compile(model, microbatches=2, split_at={"blocks.2": "begin"}),
+        torch.compile(
+            model,
+            backend="pfeife",
+            options={"microbatches": 2, "split_at": {"blocks.2": "begin"}},
+            dynamic=True,
+        ),
+    ):
+        expected = eager_accumulation(model, model, [(p,) for p in rows(6).chunk(2)])
+        assert torch.equal(step(rows(6)), expected.loss)

@@ -1,0 +1,279 @@
+"""A call's arguments: which of their tensors are the batch, and their cut into microbatches."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+
+Made = Callable[[Sequence[Any]], Any]
+
+
+@attrs.frozen(eq=False)
+class Leaf:
+    """A tensor among the arguments. `dim` is where the batch is in it, None if it has none and
+    goes whole to every microbatch; `first` is what the first microbatch has of it."""
+
+    name: str
+    whole: torch.Tensor
+    dim: int | None
+    first: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Arguments:
+    """The arguments of one call: `args` and `kwargs` are those of the first microbatch, and `made`
+    makes such ones of other tensors."""
+
+    leaves: tuple[Leaf, ...]
+    microbatches: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: Callable[[Iterable[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """The index of the leaf that a tensor of the first microbatch belongs to, by identity."""
+        return {id(leaf.first): index for index, leaf in enumerate(self.leaves)}
+
+    def whole(self, value: Any) -> Any:
+        """The caller's own tensor for one of the first microbatch; other values as they are."""
+        index = self.places.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return value if index is None else self.leaves[index].whole
+
+    def grown(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the first microbatch with one row more."""
+        known = {id(leaf.first): _grown(leaf, self.rows) for leaf in self.leaves}
+        return self.made(known[id(leaf.first)] for leaf in self.leaves)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch; 0 if nothing is cut."""
+        cut = [leaf.first.shape[leaf.dim] for leaf in self.leaves if leaf.dim is not None]
+        return min(cut, default=0)
+
+
+class Cutter:
+    """Cuts the arguments of a step's calls into microbatches.
+
+    `in_dims` is a prefix of the positional arguments, as in torch.vmap, or has the dimension of
+    some arguments by name, None for those that go whole to every microbatch; what it leaves out
+    is cut along dimension 0. `fit` says whether a smaller batch that does not divide as the first
+    one did runs with as many microbatches as it needs to have no more rows in each.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        in_dims: Any,
+        microbatches: int,
+        replicas: int = 1,
+        fit: bool = True,
+    ):
+        self.in_dims, self.microbatches = in_dims, microbatches
+        self.replicas, self.fit = replicas, fit
+        self.said = isinstance(in_dims, Mapping) or in_dims != 0
+        self.signature = _signature(step)
+        self.most = 0  # rows of the largest microbatch so far
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Raises ValueError for arguments that cannot be cut."""
+        found, rebuild = _opened((args, dict(kwargs)), self._dims(args, kwargs))
+        names = self._names(args)
+        named = [(_named(path, names), value, dim) for path, value, dim in found]
+        for name, value, _ in named:
+            _check_kind(name, value)
+        batch = {n: (v, _dim(n, v, d)) for n, v, d in named if d is not None and _is_cut(v)}
+        count = self._count(self._rows({n: v.shape[d] for n, (v, d) in batch.items()}))
+        known: dict[tuple[int, int | None], torch.Tensor] = {}
+        leaves = []
+        for name, value, _ in named:
+            if _is_tensor(value):
+                dim = batch[name][1] if name in batch else None
+                key = (id(value), dim)
+                if key not in known:  # one tensor that comes twice stays one
+                    known[key] = _first(value, dim, count)
+                leaves.append(Leaf(name, value, dim, known[key]))
+
+        def made(tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            rest = iter(tensors)
+            return rebuild([next(rest) if _is_tensor(value) else value for _, value, _ in named])
+
+        call = Arguments(tuple(leaves), count, *made(leaf.first for leaf in leaves), made)
+        self.most = max(self.most, call.rows)
+        return call
+
+    def _dims(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not isinstance(self.in_dims, Mapping):
+            return self.in_dims, dict.fromkeys(kwargs, 0)
+        names = self._names(args)
+        unknown = sorted(map(str, set(self.in_dims) - {*names, *kwargs}))
+        if unknown:
+            raise ValueError(f"in_dims: the step has no arguments {unknown}; it has {names}")
+        return (
+            tuple(self.in_dims.get(name, 0) for name in names),
+            {name: self.in_dims.get(name, 0) for name in kwargs},
+        )
+
+    def _names(self, args: tuple[Any, ...]) -> list[str]:
+        """A name for every positional argument."""
+        names: list[str] = []
+        for parameter in self.signature:
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                names += [f"{parameter.name}.{i}" for i in range(len(args) - len(names))]
+            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+        return [*names, *(f"args.{i}" for i in range(len(names), len(args)))][: len(args)]
+
+    def _rows(self, sizes: Mapping[str, int]) -> int:
+        """The rows of the batch. Raises ValueError if the arguments do not agree on them."""
+        fewest = min(sizes.values(), default=0)
+        several = {name: size for name, size in sizes.items() if size != fewest}
+        wrong = {n: s for n, s in several.items() if not fewest or not self.said or s % fewest}
+        if wrong:
+            raise ValueError(
+                f"microbatch: the inputs have {dict(sizes)} rows, which do not belong together: "
+                "every tensor argument is cut along dimension 0. Say with in_dims where the batch "
+                f"is: in_dims={{{next(iter(wrong))!r}: None}} hands an argument over whole"
+            )
+        if sizes and not fewest:
+            empty = min(sizes, key=sizes.__getitem__)
+            raise ValueError(f"microbatch: the batch is empty: {empty} has no rows")
+        return fewest
+
+    def _count(self, rows: int) -> int:
+        """Into how many microbatches so many rows are cut."""
+        if not rows or rows % self.microbatches == 0:
+            return self.microbatches
+        for count in range(1, rows + 1):
+            small = self.fit and rows < self.most * self.microbatches and rows // count <= self.most
+            if small and rows % count == 0 and count % self.replicas == 0:
+                return count
+        fits = next(n for n in range(self.microbatches, 0, -1) if rows % n == 0)
+        raise ValueError(
+            f"microbatch: a batch of {rows} rows does not divide into {self.microbatches} "
+            f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+        )
+
+
+def _signature(step: Callable[..., Any]) -> list[inspect.Parameter]:
+    call = step.forward if isinstance(step, nn.Module) else step
+    try:
+        return list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        return []
+
+
+def _named(path: tuple[str, ...], names: Sequence[str]) -> str:
+    """`("0", "1", "x")` is the x of the second positional argument, `("1", "y")` the argument y."""
+    kind, first, *rest = path
+    return ".".join([names[int(first)] if kind == "0" else first, *rest])
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor that is not trained."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _is_cut(value: Any) -> bool:
+    return _is_tensor(value) and value.dim() > 0
+
+
+def _dim(name: str, value: torch.Tensor, dim: int) -> int:
+    if not -value.dim() <= dim < value.dim():
+        raise ValueError(
+            f"in_dims: {name}, a tensor of {value.dim()} dimensions, has no dimension {dim}"
+        )
+    return dim % value.dim()
+
+
+def _grown(leaf: Leaf, rows: int) -> torch.Tensor:
+    if leaf.dim is None:
+        return leaf.first
+    more = leaf.first.narrow(leaf.dim, 0, leaf.first.shape[leaf.dim] // rows)
+    both = torch.cat([leaf.first, more], leaf.dim)
+    return both.detach().requires_grad_(leaf.first.requires_grad)
+
+
+def _first(value: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
+    """What the first microbatch has of a tensor: a leaf of its own for autograd."""
+    part = value if dim is None else value.narrow(dim, 0, value.shape[dim] // count)
+    return part.detach().requires_grad_(value.requires_grad)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout != torch.strided:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise ValueError(
+                f"input {name} is a {kind} tensor, which has no rows of equal size to cut; pass "
+                "dense tensors (padded, with a mask)"
+            )
+    elif hasattr(value, "__array__") and getattr(value, "ndim", None):
+        raise ValueError(
+            f"input {name} is a {type(value).__name__}, not a tensor: pass torch.from_numpy(...)"
+        )
+
+
+def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int | None]], Made]:
+    """The leaves below a value with their paths and dimensions, and what makes such a value of
+    other leaves. Mappings and dataclasses that torch's pytrees take for leaves are opened too."""
+    pairs, spec = pytree.tree_flatten_with_path(value)
+    each = _torch.leaf_dims(dims, value)
+    found: list[tuple[tuple[str, ...], Any, int | None]] = []
+    makers: list[tuple[int, Made | None]] = []
+    for (keys, leaf), dim in zip(pairs, each, strict=True):
+        path = tuple(_key(key) for key in keys)
+        fields = _fields(leaf)
+        if fields is None:
+            found.append((path, leaf, dim))
+            makers.append((1, None))
+            continue
+        below, make = _opened(fields, dim)
+        found += [((*path, *inner), one, d) for inner, one, d in below]
+        makers.append((len(below), functools.partial(_remade, leaf, make)))
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        rest = iter(leaves)
+        parts = [(make, [next(rest) for _ in range(count)]) for count, make in makers]
+        return pytree.tree_unflatten([one[0] if m is None else m(one) for m, one in parts], spec)
+
+    return found, rebuild
+
+
+def _key(key: Any) -> str:
+    for name in ("idx", "key", "name"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)
+
+
+def _fields(leaf: Any) -> dict[str, Any] | None:
+    """What is inside of a mapping or a dataclass, None for anything else."""
+    if isinstance(leaf, Mapping):
+        return {str(name): leaf[name] for name in leaf}
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return None
+
+
+def _remade(like: Any, make: Made, leaves: Sequence[Any]) -> Any:
+    """A mapping or a dataclass of the same kind with other contents."""
+    fields = make(leaves)
+    if dataclasses.is_dataclass(like) and not isinstance(like, Mapping):
+        other = copy.copy(like)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        return other
+    other = copy.copy(like)
+    for name in like:
+        other[name] = fields[str(name)]
+    return other

@@ -1,0 +1,210 @@
+"""Where Dynamo does not see the whole step: the pipeline runs all of it, or says that it cannot."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from edges import edge
+from pfeife.testing import eager_accumulation
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def rows(count: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Counting(nn.Module):
+    """Dynamo compiles it anew at every call, since it guards the counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = net(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x).square().mean() * (1.0 if self.calls % 2 else 2.0)
+
+
+def _expected(model, count, seed):
+    parts = rows(seed=seed).chunk(2)
+    losses = [model.net(p).square().mean() * (1.0 if count % 2 else 2.0) / 2 for p in parts]
+    return losses[0] + losses[1]
+
+
+@edge(ranks=(1, 2))
+def more_programs_than_dynamos_limit():
+    model = Counting()
+    reference = copy.deepcopy(model)
+    step = pfeife.compile(lambda x: model(x), microbatches=2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for call in range(1, 13):
+        loss = step(rows(seed=call))
+        loss.backward()
+        expected = _expected(reference, call, call)
+        expected.backward()
+        assert torch.equal(loss, expected), f"call {call}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(step.backend.compiled) == 12
+
+
+@edge()
+def a_loop_of_trials_over_one_function():
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    expected = eager_accumulation(step, model, [(p,) for p in rows().chunk(2)])
+    for _ in range(12):
+        compiled = pfeife.compile(step, microbatches=2)
+        assert torch.equal(compiled(rows()), expected.loss)
+        assert len(compiled.backend.compiled) == 1
+
+
+@edge("this step has been compiled so often", ranks=(1, 2))
+def more_programs_than_dynamos_limit_by_name():
+    model = Counting()
+    step = torch.compile(lambda x: model(x), backend="pfeife", dynamic=True)
+    for _ in range(12):
+        step(rows())
+
+
+@edge("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
+def a_loss_that_is_disabled():
+    model = net()
+
+    @torch.compiler.disable
+    def loss(y):
+        return y.square().mean()
+
+    pfeife.compile(lambda x: loss(model(x)), microbatches=2)(rows())
+
+
+@edge("torch.compile has broken the step into several graphs: Skip calling `torch.compiler.disable")
+def a_loss_that_is_disabled_by_name():
+    model = net()
+
+    @torch.compiler.disable
+    def loss(y):
+        return y.square().mean()
+
+    options = {"microbatches": 2}
+    torch.compile(lambda x: loss(model(x)), backend="pfeife", options=options, dynamic=True)(rows())
+
+
+@edge("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
+def a_step_that_is_disabled():
+    model = net()
+
+    @torch.compiler.disable
+    def step(x):
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(rows())
+
+
+@edge("the step could not be captured as one graph: Unsupported Tensor.requires_grad_() call")
+def a_step_that_freezes_a_part():
+    model = net()
+
+    def step(x):
+        model[0].requires_grad_(False)
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(rows())
+
+
+@edge("the call of a_step_without_tensors.<locals>.<lambda> has not reached Pfeife")
+def a_step_without_tensors():
+    pfeife.compile(lambda x: 3, microbatches=2)(rows())
+
+
+@edge("the call of torch_is_turned_off.<locals>.<lambda> has not reached Pfeife")
+def torch_is_turned_off():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+    with torch.compiler.set_stance("force_eager"):
+        step(rows())
+
+
+@edge("torch.compile has broken the step into several graphs")
+def two_graphs_in_one_call_with_dynamic():
+    model = net()
+
+    def step(x):
+        h = model[0](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[2](h), x)
+
+    torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
+
+
+@edge("torch.compile has broken the step into several graphs")
+def errors_that_are_suppressed():
+    model = net()
+
+    def step(x):
+        h = model[0](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[2](h), x)
+
+    with torch._dynamo.config.patch(suppress_errors=True):
+        torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
+
+
+@edge("the step could not be captured as one graph")
+def a_branch_on_a_value_names_its_line():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return h.mean() if h.sum().item() > 0 else -h.mean()
+
+    try:
+        pfeife.compile(step, microbatches=2)(rows())
+    except ValueError as error:
+        assert f'File "{__file__}", line' in str(error), error
+        raise
+
+
+@edge()
+def capture_then_compile_in_one_process():
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    pfeife.capture(step, rows(2))
+    ran = []
+
+    def backend(module, examples):
+        ran.append(len(module.graph.nodes))
+        return module.forward
+
+    assert torch.equal(torch.compile(step, backend=backend)(rows()), step(rows())) and ran
+
+
+@edge()
+def a_compiled_step_inside_of_a_compiled_step():
+    model = net()
+
+    def loss(x):
+        return model(x).square().mean()
+
+    inner = pfeife.compile(loss, microbatches=2)
+    inner(rows())
+
+    def step(x):
+        return inner(x) * 2
+
+    expected = eager_accumulation(lambda x: loss(x) * 2, model, [(p,) for p in rows().chunk(2)])
+    assert torch.equal(pfeife.compile(step, microbatches=2)(rows()), expected.loss)

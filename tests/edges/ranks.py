@@ -1,0 +1,158 @@
+"""Ranks that differ: seen at the call, on all of them, before anything is sent."""
+
+import logging
+import os
+
+import torch
+from torch import nn
+
+import pfeife
+from edges import edge
+from pfeife.testing import eager_accumulation
+
+OTHER_BATCH = "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x"
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def rows(seed: int = 1, count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(model, x):
+    def step(x):
+        return model(x).square().mean()
+
+    return eager_accumulation(step, model, [(p,) for p in x.chunk(2)]).loss
+
+
+def compiled(model, **options):
+    return pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, **options)
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
+)
+def another_batch_after_the_first_call():
+    step = compiled(net())
+    step(rows())
+    step(rows(seed=2 + RANK))
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
+)
+def the_same_rows_in_another_order():
+    step = compiled(net())
+    step(rows())
+    step(rows().flip(0) if RANK else rows())
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
+)
+def a_batch_that_one_rank_left_out():
+    step = compiled(net())
+    for seed in (1, 2, 3):
+        if seed == 2 and RANK == 1:
+            continue  # its loader raised, and somebody caught that
+        step(rows(seed=seed))
+
+
+@edge(ranks=(2,))
+def the_comparison_of_batches_turned_off():
+    step = compiled(net(), compare_batches=False)
+    step(rows())
+    step(rows(seed=2 + RANK))
+
+
+@edge(ranks=(2,))
+def a_batch_that_one_rank_cannot_trace():
+    """Its own error there; the others are told, and the next batch is right everywhere."""
+    model = net()
+
+    def step(x, flag):
+        return model(x).square().mean() * (1.0 if flag else missing)  # noqa: F821
+
+    run = pfeife.compile(step, microbatches=2)
+    assert torch.equal(run(rows(), True), expected(model, rows()))
+    try:
+        run(rows(), RANK == 0)
+    except ValueError as error:
+        assert "missing" in str(error), error
+        assert str(error).startswith("the step could" if RANK else "rank 1: ValueError: the step")
+    else:
+        raise AssertionError("rank 0 went on alone")
+    assert torch.equal(run(rows(), True), expected(model, rows()))
+
+
+@edge(ranks=(2,))
+def a_batch_that_one_rank_cannot_cut():
+    model = net()
+    step = compiled(model)
+    step(rows())
+    try:
+        step(rows(count=0) if RANK else rows())
+    except ValueError as error:
+        assert "the batch is empty" in str(error), error
+    else:
+        raise AssertionError("rank 0 went on alone")
+    assert torch.equal(step(rows()), expected(model, rows()))
+
+
+@edge(ranks=(2,))
+def a_mode_on_one_rank_whose_program_is_not_built():
+    """Known at the call, without waiting for who builds what."""
+    model = nn.Sequential(*net(), nn.Dropout(0.5))
+    step = compiled(model)
+    step(rows())
+    model.train(RANK == 0)
+    try:
+        step(rows())
+    except ValueError as error:
+        assert "rank 1 has 'a program that is not built yet' where rank 0 has 'program " in str(
+            error
+        )
+    else:
+        raise AssertionError("ranks ran different programs")
+
+
+@edge(ranks=(2,))
+def a_mode_on_one_rank_whose_program_is_built():
+    model = nn.Sequential(*net(), nn.Dropout(0.5))
+    step = compiled(model, loss=0)
+    for training in (True, False):
+        model.train(training)
+        step(rows())
+    model.train(RANK == 0)
+    try:
+        step(rows())
+    except ValueError as error:
+        assert "rank 1 has 'program " in str(error), error
+    else:
+        raise AssertionError("ranks ran different programs")
+
+
+@edge(ranks=(2,))
+def another_seed_on_a_rank():
+    """All draw as rank 0 does, and it is said once."""
+    model = nn.Sequential(*net(), nn.Dropout(0.5))
+    step = compiled(model)
+    torch.manual_seed(5)
+    alone = step(rows())
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("pfeife").addHandler(handler)
+    try:
+        for _ in range(2):
+            torch.manual_seed(5 + RANK)
+            assert torch.equal(step(rows()), alone)
+    finally:
+        logging.getLogger("pfeife").removeHandler(handler)
+    said = [r for r in records if "seed every rank alike" in r.getMessage()]
+    assert len(said) == 1, [r.getMessage() for r in records]

@@ -1,0 +1,95 @@
+"""What cannot be is said in words: what was found, where, and what to do."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pfeife
+from edges import edge
+from edges.batch import net, rows, same
+
+
+@edge("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
+def an_embedding_with_max_norm():
+    model = nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 8))
+    pfeife.compile(lambda t: model(t).square().mean(), microbatches=2)(torch.tensor([1, 2, 3, 4]))
+
+
+@edge("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
+def weights_that_are_clipped_in_the_step():
+    model = net()
+
+    def step(x):
+        with torch.no_grad():
+            model[0].weight.clamp_(-1, 1)
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(rows())
+
+
+@edge("the step does more than to compute its results (it prints, asserts or calls out:")
+def an_effect_in_the_step():
+    model = net()
+
+    def step(x):
+        torch._higher_order_ops.print("a step of {} rows", x.shape[0])
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(rows())
+
+
+@edge("input x is a nested tensor, which has no rows of equal size to cut")
+def a_jagged_batch_with_the_named_backend():
+    model = net()
+    x = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
+    options = {"microbatches": 2}
+    torch.compile(lambda x: model(x).mean(), backend="pfeife", options=options, dynamic=True)(x)
+
+
+@edge("microbatches=2, but the step is given no tensor that could be cut")
+def a_step_without_a_batch():
+    model, x = net(), rows()
+    pfeife.compile(lambda: model(x).square().mean(), microbatches=2)()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = net(), 0.5
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+@edge("the step asks for the value of a tensor while it is captured; with dynamic=True")
+def a_float_in_a_checkpoint_with_dynamic():
+    model = Scaled()
+
+    def step(x):
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    options = {"microbatches": 2}
+    torch.compile(step, backend="pfeife", options=options, dynamic=True)(rows(6))
+
+
+@edge()
+def a_float_in_a_checkpoint():
+    model = Scaled()
+
+    def step(x):
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    parts = [(p,) for p in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2), step, model, (rows(),), parts)
+
+
+@edge(ranks=(1, 2))
+def a_branch_of_torch_cond():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return torch.cond(h.sum() > 0, lambda h: h.mean(), lambda h: -h.square().mean(), (h,))
+
+    parts = [(p,) for p in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2), step, model, (rows(),), parts)
