@@ -108,8 +108,8 @@ def check_loop() -> None:
             optimizer.zero_grad()
     # Another compiled step finds the trained parameters where they are.
     again = torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)
-    parts = zip(*(x.chunk(4) for x in one.batch(8)), strict=True)
-    assert torch.equal(again(*one.batch(8)), sum(other.step(*part) / 4 for part in parts))
+    parts = zip(*(x.chunk(4) for x in one.batch(12)), strict=True)
+    assert torch.equal(again(*one.batch(12)), sum(other.step(*part) / 4 for part in parts))
 
 
 def check_placement_is_kept() -> None:

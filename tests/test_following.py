@@ -97,3 +97,12 @@ def test_a_gradient_reaches_all_homes_of_its_parameter():
     assert (reduction.name, reduction.ranks) == ("head.weight", (0, 1))
     found = LocalPipeline(sent, lowered(plan, sent))(state, microbatches)
     assert_same(pfeife.evaluate(program, state, microbatches), found)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "loops", "search"])
+def test_ranks_without_anything_to_do(schedule):
+    """Of three ranks the middle one trains all that a program uses."""
+    _, program, state, microbatches = captured("UNet")
+    fused = clusters(program)
+    homes = dict.fromkeys(ranks_of(fused), frozenset({1}))
+    check(fused, state, microbatches, homes, 3, schedule)
