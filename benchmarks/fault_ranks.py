@@ -215,7 +215,7 @@ def end(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], Non
 
 def idle(case: Case, trial: Trial, timeout: float) -> Callable[[int, Report], None]:
     """The victim does something else when the others come to their step: it ends its program
-    ("left"), or it comes much too late ("away")."""
+    ("left"), or it comes later than the timeout ("away")."""
 
     def main(rank: int, report: Report) -> None:
         pipeline = DistributedPipeline(case.program, case.schedule, timeout=timeout)

@@ -46,7 +46,8 @@ from pfeife.progress import shown
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end
-SILENT = ("SIGSTOP", WAITING, LATE, "slow", "away", "skipped a backward")
+SILENT = ("SIGSTOP", WAITING, LATE, "slow", "skipped a backward")
+AWAY = "away"  # outside of a step, for longer than the timeout
 
 
 @attrs.frozen
@@ -163,6 +164,13 @@ def judge_end(plan: Plan, launch: Launch) -> list[Outcome]:
     return [_outcome(plan, trial, wrong, seconds)]
 
 
+def judge_waited(plan: Plan, launch: Launch) -> list[Outcome]:
+    """A launch with one trial, in which a rank comes late and all is well."""
+    heard = [f"rank {r['rank']}: {r['text']}" for r in launch.reports() if r["event"] == "error"]
+    codes = {rank: one.code for rank, one in launch.ranks.items() if one.code != 0}
+    return [_outcome(plan, plan.trials[0], [*heard, f"exit codes {codes}" if codes else ""], 0.0)]
+
+
 def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> Outcome:
     found = [one for one in wrong if one]
     at = f"rank {trial.victim}, action {trial.at}"
@@ -215,8 +223,9 @@ def ending(case: Case, fault: str, victim: int, at: int, agent: bool = True) -> 
 
 def idling(case: Case, fault: str, victim: int, agent: bool = True) -> Plan:
     trial = Trial(fault, victim)
-    timeout = SHORT if fault in SILENT else PATIENT
-    return Plan(case, [trial], idle(case, trial, timeout), 40, judge_end, agent)
+    timeout = SHORT if fault == AWAY else PATIENT
+    judge = judge_waited if fault == AWAY else judge_end
+    return Plan(case, [trial], idle(case, trial, timeout), 40, judge, agent)
 
 
 def missing(case: Case, victim: int, agent: bool = True) -> Plan:
@@ -282,9 +291,10 @@ def quick() -> list[Plan]:
         ending(two, WAITING, 0, len(two.actions(0)) - 3),
         ending(four, LATE, 0, -1),
         ending(two, "slow", 0, 3),
+        ending(two, "slow", 1, 3, agent=False),
         ending(two, "exit", 1, 2),
         ending(two, "SIGINT", 0, 2),
-        idling(two, "away", 1),
+        idling(two, AWAY, 1),
         idling(two, "left", 0),
         idling(two, "left", 0, agent=False),
         missing(two, 1),
@@ -316,11 +326,12 @@ def full() -> list[Plan]:
             plans += [ending(one, "SIGSTOP", victim, at) for at in ats[:: 1 if whole else 6]]
             for fault in ("exit", "SIGINT"):
                 plans += [ending(one, fault, victim, at) for at in ats[:: 3 if whole else 6]]
-            inside = ats[1 :: 3 if whole else 6]  # who is slow outside of a step is "away"
+            inside = ats[1 :: 3 if whole else 6]  # who is slow outside of a step is AWAY
             plans += [ending(one, "slow", victim, at) for at in inside]
-            plans += [idling(one, fault, victim) for fault in ("away", "left")]
+            plans += [idling(one, fault, victim) for fault in (AWAY, "left")]
             plans.append(missing(one, victim))
             plans.append(missing(one, victim, agent=False))
+        plans += [ending(one, "slow", victim, 3, agent=False) for victim in victims if victim]
         alone = range(-1, len(one.actions(0)))
         plans += [
             ending(one, fault, 0, at, agent=False)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._C import DispatchKey
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
@@ -55,11 +56,13 @@ __all__ = [
     "broken_guard",
     "compilation",
     "flop_formulas",
+    "frame",
     "frame_arguments",
     "frame_name",
     "gloo_device",
     "gloo_group",
     "graph_break",
+    "hooks_of",
     "inductor",
     "is_dynamo_error",
     "is_last_compilation",
@@ -68,7 +71,9 @@ __all__ = [
     "leaf_dims",
     "many_programs",
     "marked_dims",
+    "no_autocast",
     "placeholder_source",
+    "result_paths",
     "source_value",
     "source_words",
     "trace_artifact",
@@ -97,9 +102,20 @@ def _whole_interpolation() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
+def no_autocast() -> Any:
+    """While captured operations run, which have their casts in the graph. torch's own compiled
+    functions run so; if it moves: `torch.autocast(type, enabled=False)` for each device type."""
+    return torch._C._DisableAutocast()
+
+
 def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
-    """The flat joint graph of a module; without gradients the forward graph alone."""
-    with contextlib.ExitStack() as stack, _whole_interpolation():
+    """The flat joint graph of a module; without gradients the forward graph alone.
+
+    The forward is traced under the autocast of the caller, the backward outside of it, as eager
+    runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
+    """
+    outside = torch._functorch.config.patch(backward_pass_autocast="off")
+    with contextlib.ExitStack() as stack, _whole_interpolation(), outside:
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
@@ -265,6 +281,60 @@ def frame_name() -> str:
     return str(InstructionTranslator.current_tx().f_code.co_name)
 
 
+def frame() -> Any:
+    """The code of the frame that Dynamo compiles right now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().f_code
+
+
+def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
+    """Where the tensors stand in what the frame returns that Dynamo compiles right now, with their
+    nodes, in order; None where the frame ends at a graph break, or returns an object of a class
+    that is no tuple, list, mapping or dataclass.
+
+    Dynamo has what is returned on its stack. The graph's results are in an order of its own, and
+    nothing public tells which is which. If it moves: return None, and an index means the graph's
+    results.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    written = translator.output.side_effects.store_attr_mutations
+    found: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
+
+    def walk(value: Any, path: tuple[int | str, ...]) -> bool:
+        value = value.realize()
+        if hasattr(value, "proxy"):
+            if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
+                found.append((path, value.proxy.node))
+            return True
+        if value.is_python_constant():
+            return True
+        inside = getattr(value, "items", None)
+        if not isinstance(inside, list | tuple | dict):
+            inside = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
+            if inside is not None:
+                return walk(inside, path)
+            inside = written.get(value)
+        if inside is None:
+            return False
+        pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
+        return all([walk(one, (*path, _plain_key(key))) for key, one in pairs])
+
+    whole = len(translator.stack) == 1 and walk(translator.stack[-1], ())
+    return found if whole else None
+
+
+_HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has
+
+
+def _plain_key(key: Any) -> int | str:
+    """A key of a dict as Dynamo has it."""
+    value = key.vt.as_python_constant() if hasattr(key, "vt") else key
+    return value if isinstance(value, int | str) else str(value)
+
+
 def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
     """Inductor's code for a graph of aten operations. `torch.compile` would trace the graph by
     Dynamo first; `torch._inductor.standalone_compile` writes an artifact beside the caches."""
@@ -272,6 +342,13 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
 
     made: Any = compile_fx(graph, examples)  # other types for other modes
     return made
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """Those who look at a tensor's gradients as they are made or added. torch has no public
+    question for it; if these attributes move: nobody is warned."""
+    several = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for hooks in several for hook in (hooks or {}).values()]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

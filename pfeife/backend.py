@@ -16,11 +16,12 @@ from pfeife.artifacts import Artifacts
 from pfeife.build import Builder
 from pfeife.call import Compiled, run_step
 from pfeife.cost import machine
-from pfeife.microbatch import BatchedGraph, Graph
+from pfeife.graphs import BatchedGraph, Graph
 from pfeife.options import Options, options_from, versions
 from pfeife.plan import Machine, Network
 from pfeife.program import Role
 from pfeife.progress import shown
+from pfeife.results import Key
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.world import World, checksum, refusal
@@ -37,6 +38,7 @@ class Backend:
         self.options = options
         self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
+        self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
         if options.schedule != "search":
             policy(options.schedule)
         given = options.machine
@@ -54,7 +56,7 @@ class Backend:
         """
         try:
             _check_whole()
-            steps = Steps(self, BatchedGraph(module, examples), _torch.frame_name())
+            steps = Steps(self, BatchedGraph(module, examples, self.losses), _torch.frame_name())
         except Exception as error:
             return _raising(error)
         return lambda *args: steps(args)

@@ -49,10 +49,10 @@ class Arguments:
         index = self.places.get(id(value)) if isinstance(value, torch.Tensor) else None
         return value if index is None else self.leaves[index].whole
 
-    def grown(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the first microbatch with one row more."""
-        known = {id(leaf.first): _grown(leaf, self.rows) for leaf in self.leaves}
-        return self.made(known[id(leaf.first)] for leaf in self.leaves)
+    def grown(self, times: int) -> tuple["Leaf", ...]:
+        """The leaves of a first microbatch that has so many times as many rows."""
+        known = {id(leaf.first): _grown(leaf, times) for leaf in self.leaves}
+        return tuple(attrs.evolve(leaf, first=known[id(leaf.first)]) for leaf in self.leaves)
 
     @property
     def rows(self) -> int:
@@ -195,12 +195,11 @@ def _dim(name: str, value: torch.Tensor, dim: int) -> int:
     return dim % value.dim()
 
 
-def _grown(leaf: Leaf, rows: int) -> torch.Tensor:
+def _grown(leaf: Leaf, times: int) -> torch.Tensor:
     if leaf.dim is None:
         return leaf.first
-    more = leaf.first.narrow(leaf.dim, 0, leaf.first.shape[leaf.dim] // rows)
-    both = torch.cat([leaf.first, more], leaf.dim)
-    return both.detach().requires_grad_(leaf.first.requires_grad)
+    several = torch.cat([leaf.first] * times, leaf.dim)
+    return several.detach().requires_grad_(leaf.first.requires_grad)
 
 
 def _first(value: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:

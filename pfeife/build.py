@@ -17,7 +17,7 @@ from pfeife.capture import Captured
 from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
 from pfeife.first_call import check_first_call
-from pfeife.microbatch import Graph
+from pfeife.graphs import Graph
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
@@ -63,7 +63,10 @@ class Builder:
         options = self.options
         captured = self._captured(graph, args, world, show)
         program = captured.program
+        if captured.warning() and not (world and world.rank):
+            log.warning(captured.warning())
         artifacts.program("capture", program)
+        device = _home(program, device)
         target = self.machine or default_machine(device)
         # With the loss outside the gradients arrive when all forwards are done.
         order = options.schedule if program.ports(Role.LOSS) else "gpipe"
@@ -259,6 +262,11 @@ class Builder:
                 + (", a process each" if many else "")
             )
         return [torch.device(name) for name in given]
+
+
+def _home(program: Program, otherwise: torch.device) -> torch.device:
+    """The device of the parameters; a batch may still come from another one."""
+    return next((port.device for port in program.ports(Role.PARAMETER)), otherwise)
 
 
 def _counted(program: Program) -> str:

@@ -1,28 +1,37 @@
 """One call of a compiled step: from its arguments to results that autograd can use."""
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
 import torch
 
+from pfeife import _torch
 from pfeife.capture import Captured
-from pfeife.evaluate import Result
+from pfeife.evaluate import Divisor, Result, divisors
 from pfeife.microbatch import cut, join
 from pfeife.options import Options
+from pfeife.outline import read_by_backwards
 from pfeife.plan import Plan, Schedule
-from pfeife.program import STATE_ROLES, Program, Role
+from pfeife.program import STATE_ROLES, Port, Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.foreign import Borrowed
 from pfeife.runtime.interpret import Observer, Watch
 from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.optimizers import is_ours
+
+log = logging.getLogger("pfeife")
+Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Compiled:
-    """One graph at one shape, ready to run: what was captured, decided and built."""
+    """One graph at one shape, ready to run: what was captured, decided and built; `said` is what
+    has been logged about it."""
 
     captured: Captured
     clusters: Program
@@ -32,6 +41,7 @@ class Compiled:
     pipeline: LocalPipeline | DistributedPipeline
     digest: str  # of the program, the same on every rank
     borrowed: Borrowed | None = None
+    said: set[str] = attrs.field(factory=set, repr=False)
 
     @property
     def summary(self) -> str:
@@ -42,6 +52,20 @@ class Compiled:
         each = f" of {min(rows)} rows" if rows else ""
         count = self.schedule.microbatches * self.program.replicas
         return f"{stages} stages on {ranks} ranks, {count} microbatches{each}"
+
+    @cached_property
+    def leaves(self) -> tuple[Port, ...]:
+        """The inputs that get gradients here: batch inputs, and parameters whose gradients this
+        process makes. The hooks of those of other ranks must not run here."""
+        names = {port.fqn for port in self.program.ports(Role.BATCH_GRADIENT)}
+        names |= self.pipeline.gradients
+        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
+        return tuple(port for port in ports if port.fqn in names)
+
+    @cached_property
+    def read_later(self) -> frozenset[str]:
+        """The names of the input ports that a backward reads as the call has left them."""
+        return read_by_backwards(self.program)
 
 
 def run_step(
@@ -55,12 +79,28 @@ def run_step(
     given for the first one, which takes longest."""
     program = compiled.captured.program
     slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
-    trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
-    leaves = {p.fqn: slots[p.name] for p in program.inputs if p.name in slots and p.fqn in trained}
-    call = Call(compiled, options, slots, tuple(leaves), seed, show)
-    if program.ports(Role.TANGENT) and torch.is_grad_enabled():
-        return list(_PipelinedStep.apply(call, *leaves.values()))
-    return list(call.forward())
+    if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
+        return list(Call(compiled, options, (), seed, show).forward(slots))
+    leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
+    if options.microbatches > 1 and "hooks" not in compiled.said:
+        _warn_of_hooks(compiled, leaves)
+    if not leaves:  # the results have a backward on every rank
+        leaves[""] = torch.empty(0, requires_grad=True)
+    function = _LossInside if program.ports(Role.LOSS) else _LossOutside
+    call = Call(compiled, options, tuple(leaves), seed, show)
+    return list(function.apply(call, slots, *leaves.values()))
+
+
+def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
+    parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
+    found = next(
+        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
+    )
+    if found is not None:
+        compiled.said.add("hooks")
+        log.warning(
+            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
+        )
 
 
 class Call:
@@ -70,56 +110,56 @@ class Call:
         self,
         compiled: Compiled,
         options: Options,
-        slots: dict[str, Any],
         leaves: tuple[str, ...],
         seed: int = 0,
         show: Shown | None = None,
     ):
         self.seed = seed
         self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
-        self.compiled, self.options, self.slots, self.leaves = compiled, options, slots, leaves
+        self.compiled, self.options, self.leaves = compiled, options, leaves
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
-        self.devices = {p.fqn: p.device for p in self.program.inputs}
         self.step: Any = None
-        self.finished: Result | None = None
-        self.versions: dict[str, int] = {}
+        self.result: Result | None = None
+        self.divided: dict[str, list[Divisor]] = {}
 
-    def forward(self) -> tuple[torch.Tensor, ...]:
+    def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
-        state = {p.fqn: self.slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         trains = bool(self.program.ports(Role.TANGENT))
-        tangents = None if self.inside or not trains else _later(self.program, self.options)
+        later = trains and not self.inside
+        tangents = _later(self.program, self.options) if later else None
+        state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         self.step = self.compiled.pipeline.start(
-            state, self._microbatches(), seed=self.seed, tangents=tangents
+            state, self._microbatches(slots), seed=self.seed, tangents=tangents
         )
-        whole = self.inside or not trains
-        self._run("first step" if whole else "first forward", self.step, backward=whole)
+        self._run("first forward" if later else "first step", backward=not later)
         result = self.step.result()
-        if self.inside:
-            self.finished, self.step = result, None
-        parameters = self.program.ports(Role.PARAMETER)
-        self.versions = {port.name: self._version(port.name) for port in parameters}
+        if not later:
+            self.step, self.result = None, result
         with torch.no_grad():
             for port in self.program.ports(Role.BUFFER):
                 if port.fqn in result.buffers:
-                    self.slots[port.name].copy_(result.buffers[port.fqn])
+                    slots[port.name].copy_(result.buffers[port.fqn])
+        outputs = self.program.ports(Role.OUTPUT)
+        self.divided = {port.name: self._divided(port, slots) for port in outputs}
         joined = {
-            port.name: join(port, [outputs[port.fqn] for outputs in result.outputs], self.options)
-            for port in self.program.ports(Role.OUTPUT)
+            port.name: join(
+                port, [one[port.fqn] for one in result.outputs], self.divided[port.name]
+            )
+            for port in outputs
         }
         if result.loss is not None:
             joined["loss"] = result.loss
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in self.compiled.captured.results)
 
-    def _run(self, label: str, step: Any, **part: bool) -> None:
-        """Runs a step or a part of it; the first one is shown."""
+    def _run(self, label: str, **part: bool) -> None:
+        """Runs the step or a part of it; the first one is shown."""
         if self.show is None:
-            step.run(**part)
+            self.step.run(**part)
             return
         with self.show.phase(label) as phase:
-            step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
+            self.step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
 
     def _watch(self, progress: Progress) -> Watch:
         """Counts the actions of rank 0; of several replicas those of the first that begins."""
@@ -132,63 +172,41 @@ class Call:
 
         return watch
 
-    def _version(self, name: str) -> int:
-        value = self.slots[name]
-        return -1 if value.is_inference() else value._version
-
-    def _microbatches(self) -> list[dict[str, torch.Tensor]]:
+    def _microbatches(self, slots: Slots) -> list[dict[str, torch.Tensor]]:
         count = self.options.microbatches
         parts = {
-            port.fqn: self.slots[port.name].detach().chunk(count, port.batch_dim or 0)
+            port.fqn: slots[port.name].detach().chunk(count, port.batch_dim or 0)
             for port in self.program.ports(Role.BATCH)
         }
         return [{name: part[index] for name, part in parts.items()} for index in range(count)]
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The leaves' gradients for the given gradients of the results; None where this rank
-        has none."""
-        if self.inside:
-            assert self.finished is not None
-            at = self.compiled.captured.results.index("loss")
-            scale = gradients[at]
-            others = [i for i, g in enumerate(gradients) if g is not None and i != at]
-            if others:
-                raise RuntimeError(
-                    f"result {others[0]} of the step received a gradient, but result {at} was "
-                    "taken as the loss and only its gradient is computed: return the whole loss, "
-                    'or say with loss= which result it is, or loss="outside" if none is'
-                )
-            if scale is None:  # nothing of what was differentiated came from the loss
-                return [None] * len(self.leaves)
-            return [None if g is None else g * scale for g in self._gradients(self.finished)]
-        if self.step is None:
-            raise RuntimeError(
-                "backward ran a second time through one call of a pipelined step; its "
-                "activations are gone: call the step again"
-            )
-        changed = [name for name, value in self.versions.items() if value != self._version(name)]
-        if changed:
-            raise RuntimeError(
-                f"{changed[0]} was changed in place between the call and its backward"
-            )
-        step, self.step = self.step, None
-        step.set_tangents(self._tangents(gradients))
-        self._run("first backward", step, forward=False)
-        return self._gradients(step.result(outputs=False))
+    def _divided(self, port: Port, slots: Slots) -> list[Divisor]:
+        """What the microbatches of a result without rows are divided by."""
+        if port.batch_dim is not None:
+            return []
+        return divisors(self.program, port, self._microbatches(slots))
 
-    def _tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
+    def tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
+        """The gradients of the results as those of the microbatches' outputs."""
         count = self.options.microbatches
         tangents: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
         given = dict(zip(self.compiled.captured.results, gradients, strict=True))
         for port in self.program.ports(Role.TANGENT):
-            whole = given[port.fqn]
-            for index, part in enumerate(cut(outputs[port.fqn], whole, count, self.options)):
+            whole, divided = given[port.fqn], self.divided[port.fqn]
+            for index, part in enumerate(cut(outputs[port.fqn], whole, count, divided)):
                 tangents[index][port.name] = part
         return tangents
 
-    def _gradients(self, result: Result) -> list[torch.Tensor | None]:
+    def backward(self) -> list[torch.Tensor | None]:
+        """Runs the backwards; returns the gradients of the leaves."""
+        self._run("first backward", forward=False)
+        return self.gradients(self.step.result(outputs=False))
+
+    def gradients(self, result: Result) -> list[torch.Tensor | None]:
+        """The leaves' gradients; None for a leaf that is none of the step's."""
         dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
+        devices = {port.fqn: port.device for port in self.program.inputs}
         found: list[torch.Tensor | None] = []
         for name in self.leaves:
             if name in dims:
@@ -196,7 +214,7 @@ class Call:
                 found.append(torch.cat(parts, dims[name]))
             else:
                 gradient = result.gradients.get(name)
-                found.append(gradient if gradient is None else gradient.to(self.devices[name]))
+                found.append(gradient if gradient is None else gradient.to(devices[name]))
         return found
 
 
@@ -207,19 +225,85 @@ def _later(program: Program, options: Options) -> list[dict[str, torch.Tensor]]:
     return [zeros] * options.microbatches
 
 
-class _PipelinedStep(torch.autograd.Function):
-    """A whole pipelined step as one node of the user's autograd graph."""
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class _LossInside(torch.autograd.Function):
+    """A whole step as one node of the user's autograd graph. Its gradients wait among autograd's
+    saved tensors, which are freed by the backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return call.forward()
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        assert call.result is not None
+        ctx.save_for_backward(*call.gradients(call.result))
+        _wire(ctx, call.compiled.captured, results)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
+        others = [i for i, g in enumerate(given) if g is not None and i != at]
+        if others:
             raise RuntimeError(
-                "a pipelined step has no second derivatives: backward without create_graph"
+                f"result {others[0]} of the step received a gradient, but result {at} was "
+                "taken as the loss and only its gradient is computed: return the whole loss, "
+                'or say with loss= which result it is, or loss="outside" if none is'
             )
-        return (None, *ctx.call.backward(gradients))
+        scale = given[at]  # None where nothing of what was differentiated came from the loss
+        nothing = scale is None
+        return (None, None, *(None if nothing or g is None else g * scale for g in gradients))
+
+
+class _LossOutside(torch.autograd.Function):
+    """A step whose backwards run when the gradients of its results arrive. What they read of the
+    caller's tensors is saved, so that autograd sees if it was changed in place in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        ctx.save_for_backward(*(slots[name] for name in call.compiled.read_later))
+        ctx.call = call
+        _wire(ctx, call.compiled.captured, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        call, ctx.call = ctx.call, None
+        if call is None:
+            ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
+            raise RuntimeError(
+                "backward ran a second time through one call of a pipelined step; with the loss "
+                "outside its activations are gone: call the step again"
+            )
+        with call.step.preparing():
+            ctx.saved_tensors  # noqa: B018  raises if one was changed in place
+            call.step.set_tangents(call.tangents(given))
+        return (None, None, *call.backward())
+
+
+def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:
+    ctx.captured = captured
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
+
+
+def _check_backward(program: Program) -> None:
+    """Raises RuntimeError for what eager's backward would do and that of a step cannot."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a pipelined step has no second derivatives: backward without create_graph"
+        )
+    for kind in sorted({port.device.type for port in program.inputs}):
+        if torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                "backward was called under autocast, where eager would cast it too; a pipelined "
+                "step's backward runs outside, as torch.amp asks for: call it after the autocast "
+                f'block, or under torch.autocast("{kind}", enabled=False)'
+            )

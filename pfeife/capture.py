@@ -1,7 +1,8 @@
 """A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -11,11 +12,12 @@ from pfeife import _torch
 from pfeife.arguments import Argument, Given, Inputs, describe, is_below
 from pfeife.batch import Cutter
 from pfeife.program import Port, Program, Role, output_node, returned, verify
+from pfeife.reductions import LossReduction, told
+from pfeife.results import Key, Leaf, Loss, find_loss, label, leaves_of
 from pfeife.seeding import is_random, seeded
 
+log = logging.getLogger("pfeife")
 T = TypeVar("T")
-# Which result is the loss: an index, none of them, or the only one that can be.
-Loss = int | Literal["outside"] | None
 
 
 @attrs.frozen(eq=False)
@@ -23,19 +25,40 @@ class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
 
     `arguments` has an input port's name for every argument of the graph, None for a number; those
-    are in `numbers`. `results` has an output port's name for every result.
+    are in `numbers`. `results` has an output port's name for every result, `leaves` where each
+    stands in what the step returns. `detached` are the indices of those that the step has
+    detached. `unknown` says of results why it is not known how their microbatches combine.
     """
 
     program: Program
     arguments: tuple[str | None, ...]
     numbers: tuple[Any, ...]
     results: tuple[str, ...]
+    detached: tuple[int, ...]
+    leaves: tuple[Leaf, ...] | None = None
+    unknown: Mapping[str, str] = attrs.field(factory=dict)
+
+    def label(self, result: str) -> Key:
+        """How options call a result."""
+        return label(self.results.index(result), self.leaves)
+
+    def warning(self) -> str:
+        """What to say where the loss is averaged because nothing else is known; "" else."""
+        return "".join(
+            f"how the losses of microbatches combine is not known, because of "
+            f"{self.unknown[port.name]}: they are averaged; say "
+            'loss_reduction="mean" if that is right, or "sum" if the loss is a sum over the rows '
+            "(perhaps divided by a count that is an input)"
+            for port in self.program.ports(Role.LOSS)
+            if port.name in self.unknown
+        )
 
 
 def capture(
     step: Callable[..., Any],
     *example_microbatch: Any,
     loss: Loss = None,
+    loss_reduction: LossReduction = "auto",
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Program:
@@ -43,24 +66,51 @@ def capture(
 
     `step` is a module or any callable that closes over modules; it returns a scalar loss or a
     pytree with the loss in it (`loss` says which of its tensors, where several could be it, or
-    "outside" if none is).
+    "outside" if none is). `loss_reduction` says how the losses of microbatches combine, see
+    `pfeife.reductions`.
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
     device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
     no single graph can be captured.
     """
     call = Cutter(step, None, 1)(example_microbatch, kwargs)
-    given = {
-        id(leaf.first): Given(leaf.name, position) for position, leaf in enumerate(call.leaves)
-    }
     target = torch.device(device)
 
-    def read(module: fx.GraphModule, examples: list[Any]) -> tuple[fx.GraphModule, Inputs]:
-        module = _off_meta(module, target)
-        return module, describe(module, examples, target, given)
+    def flat(values: Sequence[torch.Tensor]) -> Captured:
+        given = {
+            id(one): Given(leaf.name, i)
+            for i, (leaf, one) in enumerate(zip(call.leaves, values, strict=True))
+        }
 
-    module, inputs = dynamo_graph(step, call.args, call.kwargs, read)
-    return trace(module, inputs, loss).program
+        def read(
+            module: fx.GraphModule, examples: list[Any]
+        ) -> tuple[fx.GraphModule, Inputs, tuple[Leaf, ...] | None]:
+            moved = _off_meta(module, target)
+            return moved, describe(moved, examples, target, given), leaves_of(module)
+
+        args, named = call.made(values)
+        module, inputs, leaves = dynamo_graph(step, args, named, read)
+        return trace(module, inputs, loss, leaves=leaves)
+
+    def larger() -> Program:
+        values = [leaf.first for leaf in call.leaves]
+        return flat([torch.cat([one, one]) if one.dim() else one for one in values]).program
+
+    captured = with_reductions(flat([leaf.first for leaf in call.leaves]), loss_reduction, larger)
+    if captured.warning():
+        log.warning(captured.warning())
+    return captured.program
+
+
+def with_reductions(
+    captured: Captured,
+    loss_reduction: LossReduction,
+    larger: Callable[[], Program] | None = None,
+) -> Captured:
+    """A captured program that says how the microbatches of its results are put together; see
+    `reductions.told`."""
+    program, unknown = told(captured.program, loss_reduction, larger)
+    return attrs.evolve(captured, program=program, unknown=unknown)
 
 
 def dynamo_graph(
@@ -182,51 +232,19 @@ def _rest(arguments: Sequence[Argument]) -> list[Argument]:
     return sorted(rest, key=lambda argument: argument.position)
 
 
-def find_loss(module: fx.GraphModule, loss: Loss) -> int | None:
-    """The index of the loss among the graph's results, None when the loss is outside.
-
-    Raises ValueError when several results could be the loss and `loss` does not say which.
-    Where nothing trains, only `loss` makes a scalar the loss.
-    """
-    results = [node.meta.get("example_value") for node in returned(module)]
-    for index, value in enumerate(results):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"result {index} of the step is {value!r}, which is not a tensor that the graph "
-                "computes; return tensors only"
-            )
-    trains = any(value.requires_grad for value in results)
-    scalars = [i for i, v in enumerate(results) if v.dim() == 0 and v.dtype.is_floating_point]
-    losses = [i for i in scalars if results[i].requires_grad or not trains]
-    if loss == "outside":
-        return None
-    if loss is not None:
-        if loss not in losses:
-            raise ValueError(
-                f"loss={loss}: result {loss} is no differentiable scalar; those are {losses}"
-            )
-        return loss
-    if not trains:
-        return None  # a mean and a sum look alike: nobody has said that this is a loss
-    if len(losses) > 1:
-        raise ValueError(
-            f"results {losses} are all differentiable scalars; say which is the loss with "
-            f'loss={losses[0]} and detach or add up the others, or loss="outside" if none is'
-        )
-    return losses[0] if len(losses) == 1 else None
-
-
 def trace(
     module: fx.GraphModule,
     inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
+    leaves: tuple[Leaf, ...] | None = None,
 ) -> Captured:
     """The joint program of Dynamo's graph at the shapes of the arguments' examples.
 
-    `result_dims` says for every result along which dimension microbatches are joined.
+    `result_dims` says for every result along which dimension microbatches are joined, `leaves`
+    where it stands in what the step returns.
     """
-    at = find_loss(module, loss)
+    at = find_loss(module, loss, leaves)
     arguments = [  # a tensor from outside of any module is trained if it asks for gradients
         attrs.evolve(a, role=Role.PARAMETER)
         if a.role == Role.CONSTANT and a.example.requires_grad
@@ -237,7 +255,7 @@ def trace(
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in _rest(arguments)))
     count = len(returned(module))
     porter = _Porter(joint, arguments, at, result_dims or [None] * count)
-    return porter.captured(module, inputs.roots)
+    return attrs.evolve(porter.captured(module, inputs.roots), leaves=leaves)
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -291,11 +309,13 @@ class _Porter:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
         program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        values = [node.meta["example_value"] for node in returned(module)]
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
             tuple(a.example if a.role is None else None for a in self.arguments),
             tuple(_result_name(i, self.loss) for i in range(len(self.result_dims))),
+            tuple(i for i, value in enumerate(values) if not value.requires_grad),
         )
 
     def _input(self, node: fx.Node) -> None:

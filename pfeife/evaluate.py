@@ -1,6 +1,7 @@
 """What a program means: one step over its microbatches, in one process, level by level the same."""
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pfeife.program import STATE_ROLES, Port, Program, Role
+from pfeife import _torch
+from pfeife.program import STATE_ROLES, Count, Port, Program, Role
 from pfeife.seeding import mix
 
 State = Mapping[str, torch.Tensor]
@@ -19,9 +21,9 @@ State = Mapping[str, torch.Tensor]
 class Result:
     """What a step gives.
 
-    `loss` is the mean of the microbatch losses (each divided by their number, then added in
-    index order), None without a loss. `outputs` and `batch_gradients` have one dict a
-    microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
+    `loss` is the sum of the microbatch losses, each divided by its divisor (for a mean their
+    number), added in index order; None without a loss. `outputs` and `batch_gradients` have one
+    dict a microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
     parameters' canonical names, `buffers` are the updated ones.
     """
 
@@ -87,19 +89,98 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     return {port.name: value for port, value in zip(ports, values, strict=True)}
 
 
-def loss_tangents(program: Program, microbatches: int) -> dict[str, torch.Tensor]:
-    """By port name the gradient that `(loss / microbatches).backward()` sends into the loss, for
-    every microbatch of a step the same."""
-    return {
-        port.name: torch.ones(port.shape, dtype=port.dtype, device=port.device) / microbatches
-        for port in program.ports(Role.TANGENT)
-        if port.fqn == "loss"
-    }
+Divisor = int | torch.Tensor  # a scalar in float64, or a number
 
 
-def mean_loss(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each divided by their number, then added in index order."""
-    return add([loss / len(losses) for loss in losses])
+def loss_divisors(program: Program, microbatches: Sequence[Any]) -> list[Divisor]:
+    """What every microbatch's loss is divided by before the losses are added: see `divisors`."""
+    ports = program.ports(Role.LOSS)
+    if not ports:
+        return [1] * len(microbatches)
+    return divisors(program, ports[0], microbatches, program.replicas)
+
+
+def divisors(
+    program: Program, port: Port, microbatches: Sequence[Any], pipelines: int = 1
+) -> list[Divisor]:
+    """What every microbatch of a result is divided by before they are added: 1 for a sum, their
+    number for a mean, and their mean count over its own count for a weighted mean.
+
+    `microbatches` are those of all pipelines, of which each has its own mean; the means are
+    averaged. Raises ValueError for a mean over nothing.
+    """
+    if port.reduction == "sum" or len(microbatches) == 1:
+        return [1] * len(microbatches)
+    weighted = port.reduction == "weighted"
+    for index in port.counts:
+        count = program.counts[index]
+        found = _counted(program, count, microbatches)
+        _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
+        if weighted and not _even(found):
+            total = add(found)
+            return [total / pipelines / one for one in found]
+        if not weighted:
+            _warn_uneven(count, found)
+    return [len(microbatches) // pipelines] * len(microbatches)
+
+
+def _counted(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+    names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
+    batches = [named_batch(program, one, index) for index, one in enumerate(microbatches)]
+    with torch.no_grad():
+        return [count.module.forward(*(one[name] for name in names)).double() for one in batches]
+
+
+def _even(found: Sequence[torch.Tensor]) -> bool:
+    """Whether all counts are known to be the same: a plain mean, which costs less. Other devices
+    than the CPU would have to be waited for."""
+    return all(one.device.type == "cpu" and float(one) == float(found[0]) for one in found)
+
+
+def _refuse_nothing(count: Count, found: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
+    """Looks at the CPU's counts alone."""
+    empty = [i for i, one in enumerate(found) if one.device.type == "cpu" and not one]
+    if empty and not (empty_is_zero and len(empty) < len(found)):
+        raise ValueError(
+            f"microbatch {empty[0]} has nothing to take the mean of (every target is ignored, or "
+            f"the mask is empty): {count.line}; leave such rows out, or take fewer microbatches"
+        )
+
+
+def _warn_uneven(count: Count, found: Sequence[torch.Tensor]) -> None:
+    sizes = [float(one) for one in found]
+    if len(set(sizes)) > 1:
+        warnings.warn(
+            f"the microbatches count {sizes} in {count.line}, but the loss has other terms too: "
+            "the mean of the microbatches' means is not the mean of the batch; divide sums by "
+            'counts that the step is given, and pass loss_reduction="sum"',
+            stacklevel=2,
+        )
+
+
+def loss_tangents(program: Program, divided: Sequence[Divisor]) -> list[dict[str, torch.Tensor]]:
+    """For every microbatch, by port name, the gradient that `(loss / divisor).backward()` sends
+    into the loss."""
+    ports = [port for port in program.ports(Role.TANGENT) if port.fqn == "loss"]
+    made: dict[Any, dict[str, torch.Tensor]] = {}
+    for by in divided if ports else ():
+        if by not in made:
+            one = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
+            made[by] = {ports[0].name: over(one, by)}
+    return [made[by] if ports else {} for by in divided]
+
+
+def over(value: torch.Tensor, divisor: Divisor) -> torch.Tensor:
+    """A microbatch's part of a result; nothing where it counts for nothing."""
+    if isinstance(divisor, int):
+        return value / divisor
+    by = divisor.to(value.device)
+    return torch.where(by.isinf(), 0, value.double() / by).to(value.dtype)
+
+
+def combined(values: Sequence[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
+    """Each divided by its divisor, then added in index order."""
+    return add([over(value, by) for value, by in zip(values, divided, strict=True)])
 
 
 def step_inputs(
@@ -139,8 +220,9 @@ def evaluate(
     `state` maps canonical names to tensors and is not changed; `tangents` gives, per
     microbatch, the gradient of each output where the loss is outside. Buffers are updated in
     microbatch order. With replicas the microbatches are dealt to them in equal, contiguous
-    parts; each takes a step of its own from the same buffers, loss and gradients are averaged
-    in replica order (added, where the loss is outside), and the buffers are those of the first.
+    parts; each takes a step of its own from the same buffers, loss and gradients are averaged in
+    replica order (added, where the loss is outside or a sum), and the buffers are those of the
+    first.
     Raises ValueError when shapes, dtypes or counts do not fit.
     """
     count = len(microbatches)
@@ -149,18 +231,22 @@ def evaluate(
             f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
         )
     each = count // program.replicas
+    divided = loss_divisors(program, microbatches)
     parts = [
-        _one_pipeline(program, state, microbatches, tangents, seed, range(start, start + each))
+        _one_pipeline(
+            program, state, microbatches, tangents, seed, range(start, start + each), divided
+        )
         for start in range(0, count, each)
     ]
     if len(parts) == 1:
         return parts[0]
+    losses = [part.loss for part in parts if part.loss is not None]
+    together = mean if program.averages else add
     return Result(
-        loss=None if parts[0].loss is None else mean([part.loss for part in parts]),  # type: ignore[misc]
+        loss=together(losses) if losses else None,
         outputs=tuple(output for part in parts for output in part.outputs),
         gradients={
-            name: (mean if program.averages else add)([part.gradients[name] for part in parts])
-            for name in parts[0].gradients
+            name: together([part.gradients[name] for part in parts]) for name in parts[0].gradients
         },
         buffers=parts[0].buffers,
         batch_gradients=averaged(
@@ -195,9 +281,10 @@ def _one_pipeline(
     tangents: Sequence[Mapping[str, torch.Tensor]] | None,
     seed: int,
     mine: range,
+    divided: Sequence[Divisor],
 ) -> Result:
     held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
-    held |= loss_tangents(program, len(mine))
+    arriving = loss_tangents(program, divided)
     slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
     losses, outputs, batch_gradients = [], [], []
     sums: dict[str, torch.Tensor] = {}
@@ -205,8 +292,8 @@ def _one_pipeline(
     for index in mine:
         batch = named_batch(program, microbatches[index], index)
         given = tangents[index] if tangents is not None else None
-        values = held | step_inputs(program, batch, index, seed, given)
-        with torch.no_grad():
+        values = held | arriving[index] | step_inputs(program, batch, index, seed, given)
+        with torch.no_grad(), _torch.no_autocast():
             results = program.module(*(values[port.name] for port in program.inputs))
         outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
         batch_gradients.append(
@@ -224,7 +311,7 @@ def _one_pipeline(
         part = sums[port.name]
         gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
     return Result(
-        loss=mean_loss(losses) if losses else None,
+        loss=combined(losses, divided[mine.start : mine.stop]) if losses else None,
         outputs=tuple(outputs),
         gradients=gradients,
         buffers=updated,

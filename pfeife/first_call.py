@@ -11,7 +11,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.capture import Captured
-from pfeife.program import Program, Role, returned
+from pfeife.program import Port, Program, Role, returned
 from pfeife.seeding import is_random
 
 log = logging.getLogger("pfeife")
@@ -47,8 +47,8 @@ def check_first_call(
     module: fx.GraphModule, captured: Captured, args: Sequence[Any], sure: bool
 ) -> None:
     """Raises ValueError if the order of the rows matters, or if the program computes something
-    else than Dynamo's graph `module`, both beyond rounding, and if rows depend on one another where
-    nobody is `sure` that they are the batch; else warns of that.
+    else than Dynamo's graph `module`, both beyond rounding, or if rows depend on one another where
+    nobody is `sure` that they are the batch.
 
     `args` are those of a call with the whole batch, two microbatches or more. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which
@@ -62,7 +62,8 @@ def check_first_call(
         runs.check_program(found)
         if runs.rows > 1:
             runs.check_order(found)
-            runs.check_mixing(found, sure)
+        if runs.rows > 1 and not sure:
+            runs.check_mixing(found)
     except _Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
 
@@ -147,49 +148,54 @@ class _Runs:
             "if the order of the rows matters"
         )
 
-    def check_mixing(self, found: Sequence[torch.Tensor], sure: bool) -> None:
-        """Warns if the loss of rows is another one in the company of other rows; raises ValueError
-        if nobody is `sure` that these rows are the batch."""
-        if self._separable(found):
-            return
+    def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if a row gives something else in the company of other rows."""
+        mixed = self._mixed(self.rows // 2)
         targets = [str(node.target) for node in self.module.graph.nodes]
-        if any(word in target for target in targets for word in _STATISTICS):
-            return
-        names = [self._name(index) for index in self.cut]
-        said = (
-            f"the rows of {names} (dimension {self._dim(self.cut[0])}) depend on one another, as "
-            "in a masked mean, with negatives from the batch, or if the batch is in another "
-            "dimension: the loss of a call, the mean of the microbatch losses, is not that of the "
-            "whole batch"
-        )
-        if not sure:
+        statistics = any(word in target for target in targets for word in _STATISTICS)
+        for port, before, after in zip(self.results, found, self(mixed), strict=True):
+            unknown = port.role == Role.LOSS and port.name in self.captured.unknown
+            if not unknown and (statistics or self._alike(port, before, after)):
+                continue
+            names = [self._name(index) for index in self.cut]
             raise ValueError(
-                f"{said}; say where the batch is with in_dims of pfeife.compile, or check=False"
+                f"the rows of {names} (dimension {self._dim(self.cut[0])}) depend on one another, "
+                "as negatives from a batch do, or places if the batch is in another dimension: say "
+                "where it is with in_dims of pfeife.compile, or check=False if it is there"
             )
-        log.warning("%s", said)
 
-    def _separable(self, found: Sequence[torch.Tensor]) -> bool:
-        """Whether the losses of two microbatches have the sum that they have once these have
-        exchanged half of their rows."""
-        one, other, size = self.part(0), self.part(1), self.rows // 2
-        mixed, rest = [*one], [*other]
+    def _mixed(self, size: int) -> Values:
+        """The first rows of the first microbatch with the last ones of the second."""
+        one, other = self.part(0), self.part(1)
+        mixed = [*one]
         for index in self.cut:
-            dim = self._dim(index)
-            (a, d), (b, c) = (
-                part[index].split([size, self.rows - size], dim) for part in (one, other)
-            )
-            mixed[index], rest[index] = torch.cat([a, c], dim), torch.cat([b, d], dim)
-        runs = zip(self.results, found, self(other), self(mixed), self(rest), strict=True)
-        losses = [four for port, *four in runs if port.role == Role.LOSS]
-        return all(_close(one + other, mixed + rest) for one, other, mixed, rest in losses)
+            dim, sizes = self._dim(index), [size, self.rows - size]
+            first, last = one[index].split(sizes, dim)[0], other[index].split(sizes, dim)[1]
+            mixed[index] = torch.cat([first, last], dim)
+        return mixed
+
+    def _alike(self, port: Port, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two results have the same first rows, if they have any."""
+        if port.batch_dim is None:
+            return True
+        size = self.rows // 2
+        return _close(self._rows(port, one)[:size], self._rows(port, other)[:size])
 
     def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
         """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
-        for port, one, value in zip(self.results, found, other, strict=True):
-            back = value.flip(port.batch_dim) if port.batch_dim is not None else value
-            if not _close(one, back):
-                return False
-        return True
+        pairs = zip(self.results, found, other, strict=True)
+        return all(
+            _close(one, value)
+            if port.batch_dim is None
+            else _close(self._rows(port, one), self._rows(port, value).flip(0))
+            for port, one, value in pairs
+        )
+
+    def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        """A result with its rows in front, each of which may have several places along the
+        dimension of the batch."""
+        assert port.batch_dim is not None
+        return value.movedim(port.batch_dim, 0).unflatten(0, (self.rows, -1))
 
     def _dim(self, index: int) -> int:
         """Where the batch is in an argument that is cut."""

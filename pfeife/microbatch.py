@@ -1,321 +1,78 @@
-"""Where the batch is in Dynamo's graph, and how it is cut into microbatches and joined again."""
+"""How the microbatches of results are joined to the batch's, and its gradients cut again."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
-from torch import fx
 
-from pfeife import _torch
-from pfeife.arguments import Argument, Given, Inputs, describe, fake_like
-from pfeife.capture import Captured, trace
+from pfeife.capture import Captured
+from pfeife.evaluate import Divisor, add, combined, over
 from pfeife.options import Options
-from pfeife.program import Port, Role, returned, source_line
+from pfeife.program import Port, Role
+from pfeife.results import Key, index_of
 
 
-class Graph(Protocol):
-    """Dynamo's graph, and how it is captured as a program of one microbatch."""
-
-    module: fx.GraphModule
-    inputs: Inputs
-    sure: bool  # whether the caller has said where the batch is
-
-    @property
-    def dims(self) -> Sequence[int | None]:
-        """Where the batch is in every argument, None for nowhere."""
-
-    def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for."""
-
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
-        """The program; raises ValueError for a graph that cannot be cut into microbatches."""
-
-
-class MicrobatchGraph:
-    """Dynamo's graph of a step at the shapes of a microbatch.
-
-    `given` has what the caller hands over, by the identity of what the first microbatch has of
-    it; `result_dims` finds out where the batch is in the results, if that is not plain.
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        examples: Sequence[Any],
-        given: Mapping[int, Given],
-        result_dims: Callable[[fx.GraphModule], Sequence[int | None]],
-    ):
-        self.module, self.inputs = module, describe(module, examples, given=given)
-        self.result_dims, self.sure = result_dims, True
-        self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
-
-    def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for, beside the shapes and numbers that Dynamo guards."""
-        return ()
-
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
-        """The program. Raises ValueError for results that cannot be joined."""
-        if options.microbatches > 1 and all(dim is None for dim in self.dims):
+def check_outputs(captured: Captured, options: Options, count: int) -> Captured:
+    """The results' reductions with those that the options ask for. Raises ValueError unless it is
+    known how to join every result's microbatches."""
+    asked = {captured.results[_result(key, captured)]: how for key, how in options.reduce.items()}
+    ports = []
+    for port in captured.program.outputs:
+        if port.role == Role.LOSS and asked.get(port.name, port.reduction) != port.reduction:
             raise ValueError(
-                f"microbatches={options.microbatches}, but the step is given no tensor that could "
-                "be cut: pass the batch as arguments, and say with in_dims where it is"
+                f"option reduce: the result {captured.label(port.name)!r} is the loss, and its "
+                f"microbatches are combined as {port.reduction!r}: say loss_reduction="
+                f'"{asked[port.name]}"'
             )
-        results = [node.meta.get("example_value") for node in returned(self.module)]
-        several = any(getattr(result, "ndim", 0) for result in results)
-        dims = self.result_dims(self.module) if several else None
-        captured = trace(self.module, self.inputs, options.loss, dims)
-        check_outputs(captured, options, options.microbatches)
-        return captured
+        if port.role == Role.OUTPUT and port.name in asked:
+            how: Any = asked[port.name]
+            port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
+        if port.role == Role.OUTPUT and count > 1 and not (port.reduction or _joined(port)):
+            raise ValueError(_unjoinable(captured, port))
+        ports.append(port)
+    return attrs.evolve(captured, program=attrs.evolve(captured.program, outputs=tuple(ports)))
 
 
-def grown_dims(module: fx.GraphModule, other: fx.GraphModule) -> list[int | None]:
-    """Where the batch is in the results of a graph: the only dimension that grows in the graph of
-    the same step with another number of rows."""
-    pairs = zip(returned(module), returned(other), strict=True)
-    return [_grown(_shape(one), _shape(grown)) for one, grown in pairs]
+def _result(key: Key, captured: Captured) -> int:
+    index = index_of(key, captured.leaves, "option reduce")
+    if not 0 <= index < len(captured.results):
+        raise ValueError(f"option reduce: there are no results {[index]}")
+    return index
 
 
-def _shape(node: fx.Node) -> Sequence[Any]:
-    """The shape of what a node of Dynamo's graph computes, () if it is no tensor."""
-    return tuple(getattr(node.meta.get("example_value"), "shape", ()))
+def _joined(port: Port) -> bool:
+    return port.batch_dim is not None
 
 
-def _grown(shape: Sequence[int], other: Sequence[int]) -> int | None:
-    grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
-    return grown[0] if len(grown) == 1 else None
+def _unjoinable(captured: Captured, port: Port) -> str:
+    key = captured.label(port.name)
+    why = captured.unknown.get(port.name)
+    return (
+        f"result {key!r} of the step ({port.dtype} {list(port.shape)}) has no batch dimension of "
+        "its own, so its microbatches cannot be joined"
+        f"{f' (what it is of the batch is not known, because of {why})' if why else ''}: say how "
+        f'with reduce={{{key!r}: "mean"}} or "sum", say that it is the loss with loss={key!r}, '
+        "or return the loss alone (a buffer that the step assigns anew is a result too: "
+        "change it in place)"
+    )
 
 
-class BatchedGraph:
-    """Dynamo's graph of the whole batch, whose rows are a symbol. Raises ValueError where it
-    cannot be told which symbol that is."""
-
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any]):
-        self.module, self.inputs = module, describe(module, examples)
-        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.shapes: list[Sequence[Any]] = [
-            getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
-        ]
-        self.results = [n.meta.get("example_value") for n in returned(module)]
-        # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
-        self.numbers = [
-            bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
-            for n in nodes
-        ]
-        self.marked = self.sure = any(_marks(e) for e in examples)
-        self.sizes = self._batch_sizes(examples)
-
-    @functools.cached_property
-    def dims(self) -> Sequence[int | None]:
-        """Where the batch is in every argument, None for nowhere."""
-        return [
-            self._dim(argument, shape) if argument.role == Role.CONSTANT else None
-            for argument, shape in zip(self.inputs.arguments, self.shapes, strict=True)
-        ]
-
-    def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for: the shapes, and the numbers that are baked in."""
-        return tuple(
-            repr(float(value))
-            if number
-            else tuple(value.shape)
-            if isinstance(value, torch.Tensor)
-            else int(value)
-            for value, number in zip(args, self.numbers, strict=True)
-        )
-
-    def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
-        """The symbolic sizes that count rows: those of the marked dimensions; without marks,
-        that of dimension 0 of the tensor arguments."""
-        given = [
-            (argument, shape, example)
-            for argument, shape, example in zip(
-                self.inputs.arguments, self.shapes, examples, strict=True
-            )
-            if argument.role == Role.CONSTANT and argument.given and len(shape)
-        ]
-        if self.marked:
-            found = [shape[dim] for _, shape, example in given for dim in _marks(example)]
-        else:
-            found = [shape[0] for _, shape, _ in given]
-        return [size for size in found if not isinstance(size, int)]
-
-    def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
-        dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
-        if len(dims) > 1 or (dims and not argument.given):
-            what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
-            raise ValueError(
-                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
-                "pfeife.compile, which cuts the batch before it is captured (in_dims)"
-            )
-        return dims[0] if dims else None
-
-    def _is_batch(self, size: Any) -> bool:
-        if isinstance(size, int):
-            return False
-        return any(size.node.expr == batch.node.expr for batch in self.sizes)
-
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
-        """The program at the microbatch's shapes. Raises ValueError if the batch does not
-        divide, or the graph was specialised to the full batch."""
-        count = options.microbatches
-        arguments = self.inputs.arguments
-        if count > 1 and all(dim is None for dim in self.dims):
-            raise ValueError(
-                f"microbatches={count}, but the graph is specialised to this batch: no input has "
-                "a symbolic batch dimension. Use pfeife.compile(step, ...), or "
-                "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic on every batch "
-                "input; a batch of one row is always specialised"
-            )
-        if count > 1:
-            self._check_rows(args, count)
-            self._check_pairs()
-        arguments = [
-            attrs.evolve(argument, role=None, example=_Number(float(value)))
-            if number
-            else self._at_microbatch(argument, dim, value, count)
-            for argument, dim, value, number in zip(
-                arguments, self.dims, args, self.numbers, strict=True
-            )
-        ]
-        inputs = attrs.evolve(self.inputs, arguments=arguments)
-        found = [self._result_dim(getattr(result, "shape", ())) for result in self.results]
-        try:
-            captured = trace(self.module, inputs, options.loss, found)
-        except _torch.DataDependentOutputException as error:
-            raise ValueError(
-                "the step asks for the value of a tensor while it is captured; with dynamic=True "
-                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
-                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
-            ) from error
-        check_outputs(captured, options, count)
-        return captured
-
-    def _result_dim(self, shape: Sequence[Any]) -> int | None:
-        dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
-        return dims[0] if len(dims) == 1 else None
-
-    def _check_rows(self, args: Sequence[Any], count: int) -> None:
-        """Raises ValueError unless all tensor arguments have as many rows, and these divide."""
-        rows: dict[str, int] = {}
-        each: dict[Any, int] = {}
-        inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
-        for argument, dim, shape, value in sorted(inputs, key=lambda item: item[0].position):
-            if argument.role == Role.CONSTANT and argument.given and len(shape):
-                if not self.marked:
-                    rows[argument.names[0]] = value.shape[0]
-                elif dim is not None:
-                    rows[argument.names[0]] = value.shape[dim]
-            if dim is not None:
-                each[shape[dim].node.expr] = value.shape[dim] // count
-        if len(set(rows.values())) > 1:
-            raise ValueError(
-                f"microbatch: the inputs have {rows} rows, which do not belong together: backend="
-                '"pfeife" cuts every tensor argument along dimension 0. Use pfeife.compile and say '
-                "with in_dims where the batch is (None: nowhere)"
-            )
-        for name, size in rows.items():
-            if size % count:
-                fits = next(n for n in range(count, 0, -1) if size % n == 0)
-                raise ValueError(
-                    f"microbatch: input {name} with {size} rows does not divide into {count} "
-                    f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
-                )
-        broken = _torch.broken_guard(self.sizes, each)
-        if broken:
-            raise ValueError(
-                f"the step depends on the batch size: with {sorted(set(each.values()))} rows a "
-                f"microbatch, {broken} no longer holds. If that is a kernel's choice rather than "
-                "the step's, pfeife.compile captures the step at a microbatch's size"
-            )
-
-    def _check_pairs(self) -> None:
-        """Raises ValueError if something has a number for every pair of rows: then the dimension
-        may be another one than the batch, such as that of a sequence."""
-        for node in self.module.graph.nodes:
-            pairs = sum(self._is_batch(size) for size in _shape(node)) > 1
-            if node.target is F.scaled_dot_product_attention:  # makes none that could be seen
-                pairs = self._is_batch(_shape(node.args[0])[-2])
-            if pairs:
-                raise ValueError(
-                    f"{source_line(node)} computes something for every pair of rows of dimension "
-                    "0, so this may not be the batch. Use pfeife.compile and say with in_dims "
-                    "where the batch is"
-                )
-
-    def _at_microbatch(
-        self, argument: Argument, dim: int | None, value: Any, count: int
-    ) -> Argument:
-        if argument.role is None:
-            batch = self._is_batch(argument.example)
-            return attrs.evolve(argument, example=int(value) // count if batch else int(value))
-        if argument.role != Role.CONSTANT:
-            return argument
-        shape = [*value.shape]
-        if dim is None:
-            return attrs.evolve(argument, example=fake_like(argument.example.fake_mode, value))
-        shape[dim] //= count
-        example = fake_like(argument.example.fake_mode, value, tuple(shape))
-        return attrs.evolve(argument, role=Role.BATCH, example=example, batch_dim=dim)
-
-
-@attrs.frozen
-class _Number:
-    """A Python float where Dynamo's graph expects a tensor and asks for its item."""
-
-    value: float
-
-    def item(self) -> float:
-        return self.value
-
-
-def _marks(example: Any) -> list[int]:
-    return sorted(_torch.marked_dims(example)) if isinstance(example, torch.Tensor) else []
-
-
-def check_outputs(captured: Captured, options: Options, count: int) -> None:
-    """Raises ValueError unless it is known how to join every result's microbatches."""
-    program = captured.program
-    beyond = sorted(index for index in options.reduce if index >= len(captured.results))
-    if beyond:
-        raise ValueError(f"option reduce: there are no results {beyond}")
-    for port in program.ports(Role.LOSS):
-        if options.reduce.get(captured.results.index(port.name), "mean") != "mean":
-            raise ValueError(
-                "option reduce: the loss of a call is the mean of the microbatch losses; divide a "
-                "sum by the number of rows of the whole batch, or compile the model alone"
-            )
-    for port in program.ports(Role.OUTPUT):
-        index = captured.results.index(port.name)
-        if count > 1 and port.batch_dim is None and index not in options.reduce:
-            raise ValueError(
-                f"result {index} of the step ({port.dtype} {list(port.shape)}) has no batch "
-                "dimension of its own, so its microbatches cannot be joined: say how with "
-                f'reduce={{{index}: "mean"}} or "sum", say that it is the loss with loss={index}, '
-                "or return the loss alone (a buffer that the step assigns anew is a result too: "
-                "change it in place)"
-            )
-
-
-def join(port: Port, values: list[torch.Tensor], options: Options) -> torch.Tensor:
+def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
+    """A result of the whole batch; `divided` are its divisors (`evaluate.divisors`)."""
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
-    if len(values) == 1:
-        return values[0]
-    total = functools.reduce(torch.add, values)
-    how = options.reduce[int(port.name.removeprefix("output_"))]
-    return total / len(values) if how == "mean" else total
+    if len(values) == 1 or port.reduction == "same":
+        return values[0].clone()  # the caller may write to it before the backward
+    return add(values) if port.reduction == "sum" else combined(values, divided)
 
 
 def cut(
-    port: Port, whole: torch.Tensor | None, count: int, options: Options
+    port: Port, whole: torch.Tensor | None, count: int, divided: Sequence[Divisor]
 ) -> Sequence[torch.Tensor]:
     """An output's gradient as the gradients of its microbatches."""
     if whole is None:
         return [torch.zeros(port.shape, dtype=port.dtype, device=port.device)] * count
     if port.batch_dim is not None:
         return whole.chunk(count, port.batch_dim)
-    how = options.reduce.get(int(port.name.removeprefix("output_")), "sum")
-    return [whole / count if how == "mean" else whole] * count
+    return [over(whole, by) for by in divided]

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -45,6 +46,14 @@ def _of(kinds: Any, what: str) -> Callable[[object, attrs.Attribute, Any], None]
     return check
 
 
+def _folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(str | os.PathLike | None, "the path of a folder")(instance, attribute, value)
+    path = Path(value or "")
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    if there and not os.path.isdir(there):
+        raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
+
+
 def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     _of(int | float, "seconds")(instance, attribute, value)
     if not 0 < value < math.inf:
@@ -65,8 +74,18 @@ def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
 
 
 def _loss(instance: object, attribute: attrs.Attribute, value: Any) -> None:
-    if value not in (None, "outside") and type(value) is not int:
-        raise ValueError(f"option loss={value!r}: must be the index of a result, or 'outside'")
+    if value is not None and not _is_key(value):
+        raise ValueError(
+            f"option loss={value!r}: must be the name, the path or the index of a result, or "
+            "'outside'"
+        )
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value says where a result stands in what a step returns."""
+    if isinstance(value, tuple):
+        return bool(value) and all(type(one) in (int, str) for one in value)
+    return type(value) in (int, str)
 
 
 @attrs.frozen(kw_only=True)
@@ -86,13 +105,16 @@ class Options:
     cache: a folder in which measured costs are kept.
     memory_limit: bytes a rank may use.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
-    timeout: under torchrun, after how many seconds of silence a rank is given up.
+    timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
-    loss: which result is the loss, where several could be or nothing trains: an index into the
-        tensors that the compiled graph computes, or "outside" if none of them is.
-    reduce: for results without a batch dimension, {index: "mean" or "sum"} over microbatches.
+    loss: which result is the loss, where several could be: a name ("loss"), a path (("aux", 0))
+        or an index into the tensors that the step returns, or "outside" if none of them is.
+    loss_reduction: how the losses of microbatches combine: "mean", "sum", or "auto" for what the
+        graph tells, see `pfeife.reductions`.
+    reduce: for results without a batch dimension of which the graph does not tell, {name, path or
+        index: "mean" or "sum"} over microbatches.
     fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
         many microbatches, runs with as many as keep them from having more rows.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
@@ -113,17 +135,16 @@ class Options:
     costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
-    cache: str | os.PathLike[str] | None = attrs.field(
-        default=None, validator=_of(str | os.PathLike | None, "the path of a folder")
-    )
+    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     devices: tuple[str, ...] | None = attrs.field(
         default=None,
         converter=lambda given: tuple(given) if isinstance(given, list) else given,
         validator=_devices,
     )
-    loss: int | Literal["outside"] | None = attrs.field(default=None, validator=_loss)
-    reduce: Mapping[int, str] = attrs.field(
+    loss: int | str | tuple[int | str, ...] | None = attrs.field(default=None, validator=_loss)
+    loss_reduction: Literal["mean", "sum", "auto"] = attrs.field(default="auto")
+    reduce: Mapping[int | str | tuple[int | str, ...], str] = attrs.field(
         factory=dict, validator=_of(Mapping, "a way by index such as {1: 'mean'}")
     )
     timeout: float = attrs.field(default=300.0, validator=_seconds)
@@ -146,6 +167,10 @@ class Options:
             )
         if self.costs not in ("estimate", "measure"):
             raise ValueError(f"option costs={self.costs!r}: must be 'estimate' or 'measure'")
+        if self.loss_reduction not in ("mean", "sum", "auto"):
+            raise ValueError(
+                f"option loss_reduction={self.loss_reduction!r}: must be 'mean', 'sum' or 'auto'"
+            )
         wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
         if wrong:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")

@@ -12,7 +12,18 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.program import Call, Kind, Program, is_source, receive, returned, send, source_line
+from pfeife.program import (
+    STATE_ROLES,
+    Call,
+    Kind,
+    Program,
+    Role,
+    is_source,
+    receive,
+    returned,
+    send,
+    source_line,
+)
 
 
 class Group(NamedTuple):
@@ -275,6 +286,21 @@ def storage_owner(node: fx.Node) -> fx.Node:
     if base.target is operator.getitem and is_view(base.all_input_nodes[0]):
         return storage_owner(base.all_input_nodes[0])
     return base
+
+
+def read_by_backwards(program: Program) -> frozenset[str]:
+    """The input ports whose storage the backward calls of a program read: by themselves, or as
+    views of them that forwards hand over."""
+    flat, groups = inline(program)
+    roles = (*STATE_ROLES, Role.BATCH)
+    names = {port.name for port in program.ports(*roles)}
+    later = [
+        node
+        for node in flat.module.graph.nodes
+        if node.name in groups and groups[node.name].kind != Kind.FORWARD
+    ]
+    read = {storage_owner(source).name for node in later for source in node.all_input_nodes}
+    return frozenset(read & names)
 
 
 def owns_storage(body: fx.GraphModule, index: int) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import networkx as nx
@@ -55,7 +55,10 @@ class Port:
     parameter of a gradient, the buffer of an update, the output of a tangent. Several gradient
     ports may share their names: the gradient is their sum in the order of the ports.
     `batch_dim` is the dimension along which microbatches are cut or joined, None where there
-    is none or nobody said.
+    is none or nobody said. `reduction` says how the microbatches of a loss or another result
+    without that dimension are put together, None where nobody said: "weighted" is a mean by the
+    program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
+    alike in every microbatch.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Port:
     dtype: torch.dtype
     device: torch.device
     batch_dim: int | None = None
+    reduction: Literal["mean", "sum", "weighted", "same"] | None = None
+    counts: tuple[int, ...] = ()
 
     @property
     def fqn(self) -> str:
@@ -78,7 +83,9 @@ class Port:
         dtype = str(self.dtype).removeprefix("torch.")
         dims = "x".join(map(str, self.shape)) or "scalar"
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
-        return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}"
+        by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
+        how = f" {self.reduction}{by}" if self.reduction else ""
+        return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
 
 
 @attrs.frozen
@@ -112,13 +119,27 @@ class Reduction:
     average: bool = False
 
 
+@attrs.frozen(eq=False)
+class Count:
+    """How much a microbatch counts in a mean, such as its targets that are not ignored: a graph
+    from batch ports by name to a scalar; `line` is where the user's model divides by it.
+    `empty_is_zero`: where there is nothing to count, gradients are zero rather than nan."""
+
+    module: fx.GraphModule
+    line: str
+    empty_is_zero: bool = False
+
+    def __str__(self) -> str:
+        return f"count in {self.line}: {self.module.code.strip()}"
+
+
 @attrs.frozen(eq=False, slots=False)
 class Program:
     """A graph module of one microbatch with its ports; see the module's docstring.
 
     `calls` says what each call_module node is (empty for a flat graph), `reductions` what
     happens to gradients once a step, and `replicas` over how many pipelines the microbatches
-    are spread.
+    are spread. `counts` are what the results' means are weighted by.
     """
 
     module: fx.GraphModule
@@ -127,6 +148,7 @@ class Program:
     calls: tuple[Call, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     replicas: int = 1
+    counts: tuple[Count, ...] = ()
 
     @cached_property
     def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:
@@ -141,9 +163,10 @@ class Program:
 
     @property
     def averages(self) -> bool:
-        """Whether replicas average: each has the loss of its own rows. With the loss outside it
-        is the loss of all rows, and the replicas' parts of a gradient are added."""
-        return self.replicas > 1 and bool(self.ports(Role.LOSS))
+        """Whether replicas average: each has the mean loss of its own rows. The parts of a loss
+        that is a sum are added, and so are those of a gradient if the loss is outside."""
+        means = [port for port in self.ports(Role.LOSS) if port.reduction != "sum"]
+        return self.replicas > 1 and bool(means)
 
     def call(self, kind: Kind, unit: int) -> Call:
         for call in self.calls:
@@ -192,6 +215,7 @@ class Program:
         lines = [f"# {port}" for port in self.inputs]
         lines += [f"# -> {port}" for port in self.outputs]
         lines += [f"# {reduction}" for reduction in self.reductions]
+        lines += [f"# {line}" for count in self.counts for line in str(count).splitlines()]
         return "\n".join([*lines, self.module.print_readable(print_output=False)])
 
 

@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.arguments import Given
+from pfeife.arguments import Given, Inputs, describe
 from pfeife.backend import Backend, Steps, backend
-from pfeife.batch import Arguments, Cutter
+from pfeife.batch import Arguments, Cutter, Leaf
 from pfeife.capture import dynamo_graph, plain_error
-from pfeife.microbatch import MicrobatchGraph, grown_dims
+from pfeife.graphs import MicrobatchGraph
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.world import World, refusal
@@ -110,11 +110,8 @@ class _Step:
     def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
-        given = {
-            id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
-            for index, leaf in enumerate(self.call.leaves)
-        }
-        graph = MicrobatchGraph(module, examples, given, self._result_dims)
+        losses = self.backend.losses
+        graph = MicrobatchGraph(module, examples, _given(self.call.leaves), self._grown, losses)
         steps = Steps(self.backend, graph, self.name)
 
         def run(*args: Any) -> list[torch.Tensor]:
@@ -126,11 +123,14 @@ class _Step:
 
         return run
 
-    def _result_dims(self, module: fx.GraphModule) -> list[int | None]:
-        """Where the batch is in the results: Dynamo captures the step with one more row."""
+    def _grown(self, times: int) -> tuple[fx.GraphModule, Inputs]:
+        """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
         assert self.call is not None
-        args, kwargs = self.call.grown()
-        return grown_dims(module, dynamo_graph(self.step, args, kwargs, lambda other, _: other))
+        leaves = self.call.grown(times)
+        args, kwargs = self.call.made(leaf.first for leaf in leaves)
+        return dynamo_graph(
+            self.step, args, kwargs, lambda m, e: (m, describe(m, e, given=_given(leaves)))
+        )
 
     def _checked(self, call: Arguments, result: Any) -> Any:
         """The result with the caller's own tensors in place of their first microbatches. Raises
@@ -151,6 +151,14 @@ class _Step:
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:
+    """What the caller hands over, by the identity of what the first microbatch has of it."""
+    return {
+        id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
+        for index, leaf in enumerate(leaves)
+    }
 
 
 def _holders(step: Any) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pfeife.cost import machine
-from pfeife.evaluate import Result, State, evaluate, mean_loss
+from pfeife.evaluate import Result, State, combined, evaluate
 from pfeife.outline import inline
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
@@ -28,7 +28,8 @@ def fingerprint(program: Program) -> str:
     """The text of a program and of every body it calls, and of its ports, calls, reductions."""
     bodies = [str(program.body(call).graph) for call in program.calls]
     rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
-    return "\n".join([str(program.module.graph), *bodies, *map(str, rest)])
+    counts = [str(count) for count in program.counts]
+    return "\n".join([str(program.module.graph), *bodies, *counts, *map(str, rest)])
 
 
 def check_pass(
@@ -111,7 +112,8 @@ def eager_accumulation(
     model.load_state_dict(before)
     for parameter, gradient in kept.items():
         parameter.grad = gradient
-    return Result(mean_loss(losses), tuple({} for _ in losses), gradients, changed)
+    loss = combined(losses, [len(losses)] * len(losses))
+    return Result(loss, tuple({} for _ in losses), gradients, changed)
 
 
 @attrs.frozen

@@ -16,14 +16,16 @@ LAYERS = [
     "program seeding boundary plain progress envelope",
     "plan outline _torch",
     "compilers",
-    "arguments evaluate options wiring clocks",
+    "rows results batch",
+    "arguments evaluate options wiring clocks reductions",
     "capture passes cost",
     "sched runtime microbatch",
     "compare",
-    "report testing call",
-    "artifacts state",
+    "report testing call graphs",
+    "artifacts state first_call",
     "build",
     "backend __main__",
+    "step",
 ]
 APART = {"passes", "sched", "runtime"}  # what they share lives below them
 

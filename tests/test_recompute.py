@@ -17,6 +17,8 @@ from pfeife import plain, sched
 from pfeife.cost import machine, memory_curves, stage_memory
 from pfeife.cost.body import kept_storages
 from pfeife.cost.estimate import compute_bound, node_seconds
+from pfeife.evaluate import named_batch
+from pfeife.outline import read_by_backwards
 from pfeife.plan import Plan, RecomputeOption
 from pfeife.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline
@@ -55,6 +57,34 @@ def run(plan: Plan, staged: pfeife.Program, split: bool, state, microbatches):
         staged = pfeife.split_backward()(staged)
     sent = pfeife.verify(pfeife.insert_send_recv()(staged))
     return LocalPipeline(sent, lowered(plan, sent))(state, microbatches)
+
+
+@pytest.mark.parametrize("budget", ["none", "full"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_no_backward_reads_may_change_before(name, budget):
+    """Of parameters, constants and the batch: all that is not said to be read. Of buffers: those
+    that the step updates."""
+    drawn, _, state, microbatches = captured(name)
+    plan, staged = chosen(name, 2, budget, "gpipe")
+    program = pfeife.insert_send_recv()(staged)
+    pipeline = LocalPipeline(program, lowered(plan, program))
+    expected = pipeline(state, microbatches)
+    state = {name: value.clone() for name, value in state.items()}
+    places = {port.name: port.fqn for port in program.ports(Role.BATCH)}
+    batch = [
+        {places[n]: value.clone() for n, value in named_batch(program, one).items()}
+        for one in microbatches
+    ]
+    step = pipeline.start(state, batch)
+    step.run(backward=False)
+    read, updated = read_by_backwards(program), program.ports(Role.BUFFER_UPDATE)
+    names = {p.fqn for p in program.inputs if p.name not in read} | {p.fqn for p in updated}
+    assert names
+    for values in (state, *batch):
+        for name in names & set(values):
+            values[name].fill_(3)
+    step.run(forward=False)
+    assert_same(expected, attrs.evolve(step.result(), buffers=expected.buffers), drawn.tied)
 
 
 @pytest.mark.parametrize("budget", ["none", "full", "selective", 0.5])

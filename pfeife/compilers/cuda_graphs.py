@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pfeife import _torch
 from pfeife.compilers.draws import draws
 from pfeife.program import Call, Program, value_of
 
@@ -36,13 +37,14 @@ def captured(run: Callable, slots: list[torch.Tensor]) -> Callable:
     device = slots[0].device
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.no_grad(), torch.cuda.stream(stream):
+    with torch.no_grad(), _torch.no_autocast(), torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
             run(*slots)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with (
         torch.no_grad(),
+        _torch.no_autocast(),
         torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
         kept = run(*slots)

@@ -27,9 +27,7 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     if compiler == "aot_eager":
         return piece.forward
     values = [node.meta["val"] for node in inputs(piece)]
-    device = next((value.device.type for value in values), "cpu")
-    # The step may be called under autocast; its casts are in the graph already.
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    with torch.no_grad(), _torch.no_autocast():
         if callable(compiler):
             made = compiler(_copied(piece), [example(value) for value in values])
         else:

@@ -1,5 +1,6 @@
 """Costs by running the bodies themselves on the target device."""
 
+import logging
 import os
 import platform
 import statistics
@@ -12,11 +13,14 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.plan import Costs
 from pfeife.program import Call, Kind, Program, Role, find_node, node_bytes, returned
 from pfeife.progress import Progress
+
+log = logging.getLogger("pfeife")
 
 HELD = 2  # microbatches of which a body's results are held, if a step holds them
 
@@ -52,10 +56,10 @@ def measure(
         if found is not None and found.repeats >= repeats:
             known[key] = found
     missing = [body for key, body in distinct.items() if key not in known]
-    for measured in _run_in_turn(missing, repeats, compiler, progress):
-        known[measured.key] = measured
-        if cache:
-            keep(cache, measured)
+    measured = _run_in_turn(missing, repeats, compiler, progress)
+    known |= {one.key: one for one in measured}
+    if cache:
+        _keep(cache, measured)
     found_by = {node: known[body.key] for node, body in bodies.items()}
     return Costs(
         "measured",
@@ -63,6 +67,15 @@ def measure(
         {node: found.spread for node, found in found_by.items()},
         {node: found.accumulate for node, found in found_by.items() if found.accumulate},
     )
+
+
+def _keep(cache: Path, measured: Sequence[Measured]) -> None:
+    """Writes entries; without them the next run measures again, and nothing else is lost."""
+    try:
+        for one in measured:
+            keep(cache, one)
+    except (OSError, ValueError) as error:
+        log.warning("cache=%s cannot be written, so the costs are not kept: %s", cache, error)
 
 
 @attrs.frozen(eq=False)
@@ -116,11 +129,11 @@ def _run_in_turn(
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
     given = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
-    runs: list[Callable] = [
-        compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
-    ]
     times: list[list[tuple[float, float]]] = [[] for _ in bodies]
-    with torch.no_grad():
+    with torch.no_grad(), _torch.no_autocast():
+        runs: list[Callable] = [
+            compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
+        ]
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()

@@ -12,7 +12,7 @@ from pfeife.program import Program, Role, holders
 def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
     """A pass that spreads a step's microbatches over the mesh's replicas.
 
-    Where the loss is outside the step, gradients are added rather than averaged.
+    Where the loss is a sum or outside the step, gradients are added rather than averaged.
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
     schedule runs after the last weight gradient. This re-associates the sum over microbatches.
     Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already.

@@ -1,22 +1,30 @@
 """Whose fault it is that a message does not come: from the ranks' signs of life."""
 
-from pfeife.runtime.failure import Failure
-from pfeife.runtime.lifeline import ALL, ANSWER, BEAT, Beats, Lifeline, kept_by_torchrun
+import math
+import time
 
+import attrs
+
+from pfeife.runtime.failure import Failure
+from pfeife.runtime.lifeline import (
+    ALL,
+    ANSWER,
+    BEAT,
+    BUILDING,
+    OUTSIDE,
+    Beat,
+    Beats,
+    Lifeline,
+    kept_by_torchrun,
+)
+
+LONGEST = 10  # times the timeout that a rank may prepare something while others wait
 _LISTENING = 2.5 * BEAT  # seconds in which a rank that lives gives a sign of it
 
 
-def cause(
-    lifeline: Lifeline,
-    peer: int | None,
-    waited: float,
-    timeout: float,
-    error: RuntimeError,
-    doing: str,
-) -> Failure:
-    """Why nothing came from a rank (None if it is not known which) for `waited` seconds, in which
-    this one was `doing` something: what any rank has said by now, or what can be seen. Takes some
-    seconds."""
+def cause(lifeline: Lifeline, peer: int | None, error: RuntimeError, doing: str) -> Failure:
+    """Why an operation with a rank (None if it is not known which) has failed, while this one was
+    `doing` something: what any rank has said by now, or what can be seen. Takes some seconds."""
     first, said = lifeline.beats(), lifeline.heard(_LISTENING)
     if said is not None:
         return said
@@ -24,9 +32,6 @@ def cause(
     if peer is None:
         others = [rank for rank in range(lifeline.size) if rank != lifeline.rank]
         peer = next((rank for rank in others if not lives(rank, first, second)), others[0])
-    if waited >= 0.9 * timeout:
-        limit = f"rank {lifeline.rank} has waited {waited:.0f} s (timeout={timeout:g})"
-        return _silent(peer, limit, first, second)
     awaited = f"while rank {lifeline.rank} waited for it in {doing}"
     if not lives(peer, first, second):
         return _gone(peer, awaited, second, error)
@@ -41,6 +46,18 @@ def lives(rank: int, first: Beats | None, second: Beats | None) -> bool:
     return now is not None and now != (first or {}).get(rank)
 
 
+def wait_until_told(lifeline: Lifeline, seconds: float) -> None:
+    """Until all ranks that live know of the failure, but not longer than so many seconds."""
+    begun, first = time.monotonic(), lifeline.beats()
+    while (waited := time.monotonic() - begun) < seconds:
+        unaware, now = set(range(lifeline.size)) - set(lifeline.told()), lifeline.beats()
+        if waited > _LISTENING:
+            unaware = {rank for rank in unaware if lives(rank, first, now)}
+        if not unaware:
+            return
+        time.sleep(0.05)
+
+
 def _gone(peer: int, awaited: str, beats: Beats | None, error: RuntimeError) -> Failure:
     """Its process has closed the connection."""
     if beats is None and not kept_by_torchrun():
@@ -51,25 +68,80 @@ def _gone(peer: int, awaited: str, beats: Beats | None, error: RuntimeError) -> 
     return Failure(peer, "", f"its process is gone {awaited}{last} ({_short(error)})")
 
 
-def _silent(peer: int, limit: str, first: Beats | None, second: Beats | None) -> Failure:
-    """Nothing came in time: follows who waits for whom."""
-    if first is None or second is None:
-        host = None if kept_by_torchrun() else 0
-        cause = "the store of the process group, which its process keeps, does not answer"
-        return Failure(peer if host is None else host, "", f"{cause}; {limit}")
-    at, seen = peer, set[int]()
-    while at not in seen:
-        seen.add(at)
-        now = second.get(at)
-        if now is None or not lives(at, first, second):
-            where = now.doing if now else ""
-            return Failure(at, where, f"its process gives no sign of life; {limit}")
-        if now.waits_for in (None, ALL):
-            cause = f"it has been there for {now.seconds:.0f} s; {limit}"
-            return Failure(at, now.doing, cause)
-        at = now.waits_for
-    where = second[at].doing
-    return Failure(at, where, f"the ranks {sorted(seen)} wait for one another; {limit}")
+@attrs.frozen
+class Wait:
+    """That `rank` of `size` ranks has waited `seconds` for another one, or for `ALL`, and the
+    ranks' signs of life some time ago and now (None: the store did not answer)."""
+
+    rank: int
+    size: int
+    awaited: int
+    seconds: float
+    timeout: float
+    before: Beats | None
+    now: Beats | None
+
+    def failure(self) -> Failure | None:
+        """Why there is no use in waiting on, None if there is.
+
+        A rank that lives is waited for while it is outside of a step, and ten times the timeout
+        while it prepares one; in a step it must come on within the timeout.
+        """
+        if self.now is None:
+            host = None if kept_by_torchrun() else 0
+            return Failure(host, "", f"the store of the process group does not answer; {self}")
+        chain = self._chain(self.rank)
+        others = [rank for rank in range(self.size) if rank != self.rank and rank not in chain]
+        for rank in (*chain[1:], *others):
+            beat = self.now.get(rank)
+            if beat is None or not lives(rank, self.before, self.now):
+                where = beat.doing if beat else ""
+                return Failure(rank, where, f"its process gives no sign of life; {self}")
+            if beat.waits_for is None and beat.seconds >= self._longest(beat.doing):
+                return Failure(rank, beat.doing, f"it is there for {beat.seconds:.0f} s; {self}")
+        beats = [beat for rank, beat in self.now.items() if rank != self.rank]
+        if all(b.waits_for is not None and b.seconds >= self.timeout for b in beats):
+            return self._deadlock()
+        return None
+
+    def working(self) -> list[tuple[int, Beat]]:
+        """The ranks that live and wait for nobody."""
+        return [
+            (rank, beat)
+            for rank, beat in sorted((self.now or {}).items())
+            if beat.waits_for is None and rank != self.rank and lives(rank, self.before, self.now)
+        ]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has waited {self.seconds:.0f} s (timeout={self.timeout:g})"
+
+    def _longest(self, doing: str) -> float:
+        if doing == OUTSIDE:
+            return math.inf
+        return (LONGEST if doing.startswith(BUILDING) else 1) * self.timeout
+
+    def _chain(self, start: int) -> list[int]:
+        """Who waits for whom, from one rank to one that waits for nobody, for all, or round."""
+        found, at = list[int](), start
+        while at != ALL and at not in found:
+            found.append(at)
+            beat = (self.now or {}).get(at)
+            waits_for = self.awaited if at == self.rank else beat.waits_for if beat else None
+            at = ALL if waits_for is None else waits_for
+        return found
+
+    def _deadlock(self) -> Failure:
+        """All ranks wait. Somebody waits for one that waits for all, or they do so in a circle."""
+        now = self.now or {}
+        waits = {rank: beat.waits_for for rank, beat in now.items()} | {self.rank: self.awaited}
+        start = next((rank for rank, other in sorted(waits.items()) if other != ALL), None)
+        chain = self._chain(self.rank if start is None else start)
+        last = chain[-1]
+        where = now[last].doing if last in now else ""
+        if start is not None and waits[last] == ALL:
+            return Failure(last, where, f"it waits there for all, and others for it; {self}")
+        those = sorted(chain if start is not None else waits)
+        return Failure(last, where, f"the ranks {those} wait for one another; {self}")
 
 
 def _short(error: RuntimeError) -> str:

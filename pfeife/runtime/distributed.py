@@ -1,5 +1,6 @@
 """A rank a process: sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
+import contextlib
 import copy
 import functools
 import time
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife.envelope import APART, Channel, Envelope, Layout, Tensors
-from pfeife.evaluate import Result, State, averaged, mean
+from pfeife.evaluate import Result, State, add, averaged, loss_divisors, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role, messages
 from pfeife.runtime.buffers import Buffers
@@ -58,7 +59,8 @@ class DistributedTransport:
         self.leaving: dict[int, deque[tuple[Works, list[torch.Tensor]]]] = {}
         self.apart = set[int]()  # ranks to which the world's sender sends
         self.finished: Counter[int] = Counter()
-        self.awaited: int | None = None  # the rank of the pipeline that this one waits for
+        # The rank that this one waits for, and since when.
+        self.awaited: tuple[int, float] | tuple[None, None] = None, None
 
     def for_step(self) -> "DistributedTransport":
         """The same transport with messages of its own: steps may overlap, and each knows when
@@ -116,7 +118,7 @@ class DistributedTransport:
             try:
                 works = [line.group.recv([one], peer, 0) for one in buffers]
             except RuntimeError as error:
-                raise self.world.lost(self.offset + source, time.monotonic(), error) from error
+                raise self.world.lost(self.offset + source, error) from error
             waiting.append((values, works))
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
@@ -136,7 +138,7 @@ class DistributedTransport:
                 return self.world.sender.send(line, pieces, peer)
             return [line.group.send([piece], peer, 0) for piece in pieces]
         except RuntimeError as error:
-            raise self.world.lost(self.offset + destination, time.monotonic(), error) from error
+            raise self.world.lost(self.offset + destination, error) from error
 
     def release(self, destination: int, count: int) -> None:
         # Gloo's sends say that they are completed only when they have been waited for, so it
@@ -147,13 +149,13 @@ class DistributedTransport:
             self._wait(destination, self.leaving[destination].popleft()[0])
 
     def _wait(self, peer: int, works: Works) -> None:
-        begun, self.awaited = time.monotonic(), peer
+        self.awaited = self.offset + peer, time.monotonic()
         try:
             for work in works:
                 work.wait(*self.patience)
-            self.awaited = None
+            self.awaited = None, None
         except RuntimeError as error:
-            raise self.world.lost(self.offset + peer, begun, error) from error
+            raise self.world.lost(self.offset + peer, error) from error
 
     def receive(self, source: int) -> Tensors:
         values, works = self.waiting[source].popleft()
@@ -196,8 +198,8 @@ class DistributedPipeline:
 
     Building one is collective: all ranks check that they have the same program and schedule. A
     step returns the loss and the outputs on every rank, and the gradients and buffers of this
-    rank's stages. `timeout` is how many seconds of silence count as the failure of a rank (300
-    unless the world has been told another).
+    rank's stages. `timeout` is after how many seconds without progress inside of a step a rank is
+    given up (300 unless the world has been told another).
 
     Raises ValueError for a program or schedule that other ranks do not have, PipelineError when
     a rank does not arrive. When a step fails on any rank it raises PipelineError on all others,
@@ -222,6 +224,7 @@ class DistributedPipeline:
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program)
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
+            self.gradients = self.runner.gradients
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)
@@ -247,11 +250,12 @@ class DistributedPipeline:
                 raise ValueError(
                     f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
                 )
-            inputs = microbatch_inputs(
-                self.program, microbatches, seed, tangents, self.transport.replica
-            )
+            divided, replica = loss_divisors(self.program, microbatches), self.transport.replica
+            inputs = microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
             transport = self.transport.for_step()
-            return DistributedStep(self, self.runner.start(state, inputs, transport), transport)
+            mine = divided[replica * len(inputs) : (replica + 1) * len(inputs)]
+            step = self.runner.start(state, inputs, mine, transport)
+            return DistributedStep(self, step, transport)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -284,9 +288,13 @@ class DistributedStep:
 
     def _doing(self) -> Doing:
         """Read by the lifeline's thread."""
-        actions, awaited = self.pipeline.runner.actions, self.transport.awaited
+        actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
-        return Doing(where, None if awaited is None else self.transport.offset + awaited)
+        return Doing(where, *self.transport.awaited)
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared, which fails on all ranks if it does on one."""
+        return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
@@ -303,16 +311,18 @@ class DistributedStep:
             self.parts.check()
             mine = self.pipeline.runner.result(self.step)
             shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
-            batch_gradients = averaged(
-                self.pipeline.program, self._shared(mine.batch_gradients, Role.BATCH_GRADIENT)
+            finished = "backward" in self.parts.done
+            shared_gradients = (
+                self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )
+            batch_gradients = averaged(self.pipeline.program, shared_gradients)
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss = self._loss(mine)
             return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients)
 
     def _loss(self, mine: Result) -> torch.Tensor | None:
-        """The mean of the replicas' losses, in their order. Every rank gives something, those
-        without a loss zero: nobody goes on before all have come."""
+        """The mean or sum of the replicas' losses, in their order. Every rank gives something,
+        those without a loss zero: nobody goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
         ports = program.ports(Role.LOSS)
         dtype = ports[0].dtype if ports else torch.uint8
@@ -324,7 +334,7 @@ class DistributedStep:
             return None
         first = owner(program, ports[0])
         whole = [one.view(dtype).reshape(ports[0].shape) for one in found[first :: mesh.ranks]]
-        return mean(whole) if len(whole) > 1 else whole[0]
+        return (mean if program.averages else add)(whole)
 
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role

@@ -2,15 +2,25 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.clocks import released
 from pfeife.envelope import Channel, Envelope, Tensors
-from pfeife.evaluate import Result, State, loss_tangents, mean_loss, named_batch, step_inputs
+from pfeife.evaluate import (
+    Divisor,
+    Result,
+    State,
+    combined,
+    loss_tangents,
+    named_batch,
+    step_inputs,
+)
 from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.program import (
     STATE_ROLES,
@@ -54,12 +64,13 @@ class Transport(Protocol):
 class Step:
     """What one rank knows during a step.
 
-    `values` has one mapping a microbatch; `at` is the index of the action under way, for those
-    who look on from other threads.
+    `values` has one mapping a microbatch, `divided` what its loss is divided by; `at` is the index
+    of the action under way, for those who look on from other threads.
     """
 
     transport: Transport
     values: list[dict[str, torch.Tensor]]
+    divided: Sequence[Divisor]
     buffers: dict[str, torch.Tensor]
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
@@ -111,10 +122,21 @@ class RankRunner:
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
 
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """The names of the parameters whose gradients this rank has after a step."""
+        made = {p.fqn for p in self.program.ports(Role.GRADIENT) if self.computes(p)}
+        return frozenset(made | {r.name for r in self.program.reductions if self.rank in r.ranks})
+
     def start(
-        self, state: State, inputs: Sequence[Mapping[str, torch.Tensor]], transport: Transport
+        self,
+        state: State,
+        inputs: Sequence[Mapping[str, torch.Tensor]],
+        divided: Sequence[Divisor],
+        transport: Transport,
     ) -> Step:
-        """A step on this rank: `state` by canonical names, `inputs` per microbatch by port."""
+        """A step on this rank: `state` by canonical names, `inputs` per microbatch by port,
+        `divided` by what each microbatch's loss is."""
         held = {
             port.name: state[port.fqn]
             for port in self.program.ports(*STATE_ROLES)
@@ -125,6 +147,7 @@ class RankRunner:
         return Step(
             transport=transport,
             values=[held | dict(given) for given in inputs],
+            divided=divided,
             buffers={name: held[name] for name in self.buffers if name in held},
             results=[{} for _ in inputs],
         )
@@ -146,7 +169,7 @@ class RankRunner:
         try:
             for source, channel in self._expected(begin, last).items():
                 step.transport.expect(source, channel)
-            with torch.no_grad():
+            with torch.no_grad(), _torch.no_autocast():
                 for step.at in range(begin, last):
                     handler, microbatch, drops, arrived = self.instructions[step.at]
                     handler(step, microbatch)
@@ -303,7 +326,7 @@ class RankRunner:
             if fqn == port.fqn and self.computes(port)
         }
         return Result(
-            loss=mean_loss(losses) if losses else None,
+            loss=combined(losses, step.divided) if losses else None,
             outputs=by_name(Role.OUTPUT),
             gradients=self._local_gradients(step) | step.gradients,
             buffers=updated,
@@ -368,18 +391,20 @@ def microbatch_inputs(
     microbatches: Sequence[object],
     seed: int,
     tangents: Sequence[Mapping[str, torch.Tensor]] | None,
+    divided: Sequence[Divisor],
     replica: int = 0,
 ) -> list[dict[str, torch.Tensor]]:
-    """The checked inputs of one replica's microbatches, by port name."""
+    """The checked inputs of one replica's microbatches, by port name; `divided` are the divisors
+    of all microbatches' losses."""
     count = len(microbatches)
     if count == 0 or count % program.replicas:
         raise ValueError(
             f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
         )
     each = count // program.replicas
-    shared = loss_tangents(program, each)
+    arriving = loss_tangents(program, divided)
     return [
-        shared
+        arriving[index]
         | step_inputs(
             program,
             named_batch(program, microbatches[index], index),

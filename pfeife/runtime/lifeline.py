@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import TypeVar
@@ -20,16 +20,20 @@ from pfeife.runtime.failure import Failure, PipelineError
 
 BEAT = 0.5  # seconds between two signs of life
 ANSWER = 5.0  # seconds in which the store answers, unless it is lost
+MISSED = 3  # signs of life in a row that the store refuses before it counts as gone
 ALL = -1  # who a rank waits for in an operation of all ranks
+OUTSIDE = "the program outside of a step"
+BUILDING = "building: "  # how it begins where a rank prepares something
 T = TypeVar("T")
 
 
 @attrs.frozen
 class Doing:
-    """What a rank is at, and which rank it waits for, or `ALL`."""
+    """What a rank is at, and which rank it waits for, or `ALL`, since when (time.monotonic)."""
 
     text: str
     waits_for: int | None = None
+    since: float | None = None
 
 
 @attrs.frozen
@@ -49,8 +53,8 @@ class Lifeline:
     """One rank's end. All that uses the store runs on its thread, so nobody waits for a store
     that has stopped to answer.
 
-    `look` says what the rank does; `hear` is called once, on the thread, with the first failure
-    that any rank has announced.
+    `look` says what the rank does; `hear` is called once, on a thread, with the first failure
+    that any rank has announced. That the store is gone is a failure too.
     """
 
     def __init__(
@@ -65,10 +69,16 @@ class Lifeline:
         self.look, self.hear = look, hear
         self.failure: Failure | None = None
         self.mute = False  # whether the store owes an answer for too long
+        self.missed = 0  # signs of life since the last one that the store has taken
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.count, self.doing, self.since = 0, Doing(""), time.monotonic()
         self.thread = threading.Thread(target=self._run, name="pfeife lifeline", daemon=True)
         self.thread.start()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the store is gone. It does not come back."""
+        return self.missed >= MISSED
 
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
@@ -95,6 +105,16 @@ class Lifeline:
                 time.sleep(0.05)
         return self.failure
 
+    def told(self) -> Collection[int]:
+        """The ranks that know of the failure or have left; all if the store is gone."""
+        everyone = range(self.size)
+
+        def know() -> list[int]:
+            return [rank for rank in everyone if self.store.check([f"heard {rank}"])]
+
+        found = self.ask(know)
+        return everyone if found is None else {self.rank, *found}
+
     def beats(self) -> Beats | None:
         """The last signs of life; None if the store does not answer."""
         return self.ask(self._beats)
@@ -102,7 +122,7 @@ class Lifeline:
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
         answer: Future[T] = Future()
-        if self.mute:
+        if self.mute or self.gone:
             return None
 
         def job() -> None:
@@ -129,16 +149,24 @@ class Lifeline:
                 job, due = self._round, time.monotonic() + BEAT
             if job is None:
                 return
-            try:
-                job()
-            except RuntimeError:  # the store is gone: what waits for messages will notice
-                continue
+            job()
             self.mute = False
             if self.failure is not None and not told:
                 told = True
                 threading.Thread(target=self.hear, args=(self.failure,), daemon=True).start()
 
     def _round(self) -> None:
+        if self.gone:
+            return
+        try:
+            self._beat()
+            self.missed = 0
+        except RuntimeError:  # the store is lost
+            self.missed += 1
+            if self.gone:
+                self.failure = self.failure or store_gone()
+
+    def _beat(self) -> None:
         doing = self.look()
         if doing != self.doing:
             self.doing, self.since = doing, time.monotonic()
@@ -147,6 +175,12 @@ class Lifeline:
         beat = Beat(self.count, doing.text, seconds, doing.waits_for)
         self.store.set(f"beat {self.rank}", plain.to_json(beat))
         self.failure = self.failure or self._published()
+        if self.failure is not None:
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Says, on the thread, that this rank knows of the failure, or that it needs not to."""
+        self.store.set(f"heard {self.rank}", "")
 
     def _published(self) -> Failure | None:
         if not self.store.check(["failure"]):
@@ -215,3 +249,10 @@ def met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0)
 def kept_by_torchrun() -> bool:
     """Whether torchrun keeps the store, which else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_gone() -> Failure:
+    """The failure of the process that keeps the store."""
+    if kept_by_torchrun():
+        return Failure(None, "", "torchrun, which keeps the store of the process group, is gone")
+    return Failure(0, "", "its process is gone, and with it the store of the process group")

@@ -1,5 +1,6 @@
 """All ranks in one process: a thread for each, queues between them."""
 
+import contextlib
 import threading
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +9,10 @@ from typing import Any
 import torch
 
 from pfeife.envelope import Channel, Envelope, Tensors
-from pfeife.evaluate import Result, State, add, averaged, mean
-from pfeife.plan import Schedule
+from pfeife.evaluate import Divisor, Result, State, add, averaged, loss_divisors, mean
+from pfeife.plan import Action, Schedule
 from pfeife.program import Program, Reduction
-from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.interpret import Observer, RankRunner, Step, Watch, microbatch_inputs
 from pfeife.runtime.parts import Parts
 from pfeife.runtime.peer_copy import PeerCopies, made_by_now
 
@@ -113,6 +114,7 @@ class LocalPipeline:
         self.program, self.schedule = program, schedule
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
         self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
+        self.gradients = frozenset[str]().union(*(one.gradients for one in self.runners))
 
     def start(
         self,
@@ -126,11 +128,12 @@ class LocalPipeline:
         each = self.schedule.microbatches * self.program.replicas
         if len(microbatches) != each:
             raise ValueError(f"{len(microbatches)} microbatches, the schedule is for {each}")
+        divided = loss_divisors(self.program, microbatches)
         inputs = [
-            microbatch_inputs(self.program, microbatches, seed, tangents, replica)
+            microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
             for replica in range(self.program.replicas)
         ]
-        return LocalStep(self, state, inputs)
+        return LocalStep(self, state, inputs, divided)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments and result as `evaluate`."""
@@ -145,9 +148,15 @@ class LocalStep:
     After a failure it has no results: to ask for them raises.
     """
 
-    def __init__(self, pipeline: LocalPipeline, state: State, inputs: list[list[dict]]):
+    def __init__(
+        self,
+        pipeline: LocalPipeline,
+        state: State,
+        inputs: list[list[dict]],
+        divided: Sequence[Divisor],
+    ):
         self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program, self.parts = pipeline.program, Parts()
+        self.program, self.parts, self.divided = pipeline.program, Parts(), divided
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)
@@ -166,14 +175,16 @@ class LocalStep:
         offset = replica * len(pipeline.runners)
         transport = LocalTransport(self.world, runner.rank, offset, device)
         inputs = [_moved(values, device) for values in given]
-        return runner.start(_moved(state, device), inputs, transport)
+        first = replica * len(given)
+        divided = self.divided[first : first + len(given)]
+        return runner.start(_moved(state, device), inputs, divided, transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
-        failure is raised with its own traceback, after every thread has ended. Raises
-        RuntimeError for a part that has run already."""
+        failure, or an interrupt of this thread, is raised with its own traceback after every
+        thread has ended its action. Raises RuntimeError for a part that has run already."""
         with self.parts.running(forward, backward):
             self._run(forward, backward, watch)
 
@@ -188,7 +199,7 @@ class LocalStep:
                 torch.set_num_threads(kernel_threads)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, begin, end, watch(runner.rank) if watch else None)
+                runner.run(step, begin, end, self._observer(runner.rank, watch))
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
@@ -199,13 +210,36 @@ class LocalStep:
             )
             for pair in self.runners
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # such as Ctrl-C, which only the main thread gets
+            self.world.fail()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         first = next((error for error in errors if not isinstance(error, Aborted)), None)
         if first is not None or errors:
             raise first or errors[0]
+
+    def _observer(self, rank: int, watch: Watch | None) -> Observer:
+        """Ends a thread after its action if another one has failed."""
+        see, world = watch(rank) if watch else None, self.world
+
+        def observe(action: Action) -> None:
+            if see:
+                see(action)
+            if world.failed:
+                raise Aborted(f"rank {rank} stops: the step has failed")
+
+        return observe
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared."""
+        return contextlib.nullcontext()
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
@@ -230,7 +264,7 @@ class LocalStep:
             return pipelines[0]
         losses = [part.loss for part in pipelines if part.loss is not None]
         return Result(
-            loss=mean(losses) if losses else None,
+            loss=(mean if self.program.averages else add)(losses) if losses else None,
             outputs=tuple(output for part in pipelines for output in part.outputs),
             gradients=pipelines[0].gradients,
             buffers=pipelines[0].buffers,

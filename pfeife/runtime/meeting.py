@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 from datetime import timedelta
 
 import torch
@@ -25,7 +26,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     naming them, if ranks do not arrive within `timeout` seconds.
     """
     limit = TIMEOUT if timeout is None else timeout
-    if not dist.is_initialized() and _number("WORLD_SIZE", "1") > 1:
+    if not dist.is_initialized() and _number("WORLD_SIZE", 1, default="1") > 1:
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -52,7 +53,8 @@ def world_so_far() -> World | None:
 
 
 def _initialize(device: torch.device, timeout: float) -> None:
-    rank, size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    size, port = _number("WORLD_SIZE", 1), _number("MASTER_PORT", 1, 2**16 - 1)
+    rank = _number("RANK", 0, size - 1)
     host = os.environ.get("MASTER_ADDR", "localhost")
     limit = timedelta(seconds=timeout)
     mine = rank == 0 and not kept_by_torchrun()
@@ -66,18 +68,24 @@ def _initialize(device: torch.device, timeout: float) -> None:
     store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
     store = dist.PrefixStore(f"start {met(store, rank, size, timeout)}", store)
     if device.type == "cuda":
-        torch.cuda.set_device(_number("LOCAL_RANK", "0"))
+        torch.cuda.set_device(_number("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    # Without our timeout: the user's own collectives keep that of torch.
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(leave_world)
 
 
-def _number(name: str, default: str = "") -> int:
+def _number(name: str, least: int, most: int | None = None, default: str = "") -> int:
     """A variable of the environment that torchrun sets."""
     text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise ValueError(f"the environment has {name}={text!r}, not a number; torchrun sets it")
-    return int(text)
+    number = int(text) if re.fullmatch(r"-?\d{1,9}", text.strip()) else None
+    if number is None or number < least or (most is not None and number > most):
+        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(
+            f"the environment has {name}={text!r}: must be a number {limit}; torchrun sets "
+            "WORLD_SIZE, RANK (from 0 to WORLD_SIZE - 1), MASTER_ADDR and MASTER_PORT"
+        )
+    return number
 
 
 def _leave() -> None:
@@ -86,7 +94,8 @@ def _leave() -> None:
 
 
 def leave_world() -> None:
-    """Ends the default process group if there is one."""
+    """Ends the default process group if there is one and nothing is in it."""
+    used = any(world.inside for world in _worlds)
     _leave()
-    if dist.is_initialized():
+    if dist.is_initialized() and not used:
         dist.destroy_process_group()

@@ -37,6 +37,14 @@ def _some(gradient: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
 
 
+def is_ours(hook: Any) -> bool:
+    """Whether a parameter's hook is that of `Gradients`."""
+    return (
+        isinstance(hook, functools.partial)
+        and getattr(hook.func, "__func__", None) is Gradients.note
+    )
+
+
 class Gradients:
     """Notices what scales the gradients of this rank between backward and optimizer.step().
 

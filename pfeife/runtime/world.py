@@ -3,10 +3,7 @@
 import contextlib
 import hashlib
 import logging
-import os
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,10 +14,21 @@ import torch.distributed as dist
 
 from pfeife import _torch, plain
 from pfeife.runtime import diagnosis
+from pfeife.runtime.ending import end_process
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 from pfeife.runtime.homes import Homes
-from pfeife.runtime.lifeline import ALL, BEAT, Beats, Doing, Lifeline, met
+from pfeife.runtime.lifeline import (
+    ALL,
+    BEAT,
+    BUILDING,
+    OUTSIDE,
+    Doing,
+    Lifeline,
+    kept_by_torchrun,
+    met,
+)
 from pfeife.runtime.line import Line
+from pfeife.runtime.patience import Patience
 from pfeife.runtime.sending import Sender
 
 log = logging.getLogger("pfeife")
@@ -28,8 +36,7 @@ log = logging.getLogger("pfeife")
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=BEAT)
-_BUILDING = "building: "
-LONGEST = 10  # times the timeout that a rank may prepare something while others wait
+FOREVER = timedelta(days=1)  # of a wait that a thread ends
 
 
 class World:
@@ -37,8 +44,8 @@ class World:
 
     Building one is collective. When any rank fails, all leave what they wait for with the same
     `PipelineError` within some seconds; a rank that does not come out of its own computing is
-    ended. `timeout` is how many seconds of silence count as a failure; `before` is the world of
-    the same process group that has failed. Raises PipelineError when a rank does not arrive.
+    ended. `timeout` is how many seconds without progress count as a failure; `before` is the world
+    of the same process group that has failed. Raises PipelineError when a rank does not arrive.
     """
 
     def __init__(self, device: torch.device, timeout: float, before: "World | None" = None):
@@ -55,18 +62,20 @@ class World:
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
-        self.inside, self.waiting, self.asking = 0, False, False
+        self.inside, self.asking = 0, False
+        self.waiting: float | None = None  # since when for all ranks
         self.look: Callable[[], Doing] = _outside
         self.gloo = None if device.type == "cuda" else _torch.gloo_device()
         self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
         self.sender = Sender()
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
+        self.watch = Patience(self.lifeline, lambda: self.timeout, self._look, self.stop)
         try:
             with self.building("the connections"):
                 self.line = self.line_of(range(self.size))
         except BaseException:
-            self.lifeline.end()
+            self._end_threads()
             raise
 
     def _store(self) -> Any:
@@ -77,29 +86,23 @@ class World:
     def patience(self) -> tuple[timedelta, ...]:
         """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
         watchdog looks after it."""
-        return () if self.device.type == "cuda" else (timedelta(seconds=self.timeout),)
-
-    @property
-    def stillness(self) -> float:
-        """Seconds without a sign of life in which a rank that prepares something, and so keeps
-        Python to itself now and then, is still believed to live."""
-        return max(10 * BEAT, 0.1 * self.timeout)
+        return () if self.device.type == "cuda" else (FOREVER,)
 
     def line_of(self, ranks: Sequence[int], purpose: str = "") -> Line:
         """The line of some ranks; new ones are made by all ranks of the world in one order."""
         key = (tuple(ranks), purpose)
         if key not in self.lines:
-            begun = time.monotonic()
             own = dist.PrefixStore(f"world {self.generation}", self.store)
             try:
                 self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose, self.gloo)
             except RuntimeError as error:
-                raise self.lost(None, begun, error) from error
+                raise self.lost(None, error) from error
         return self.lines[key]
 
     def _look(self) -> Doing:
         doing = self.look()
-        return attrs.evolve(doing, waits_for=ALL) if self.waiting else doing
+        since = self.waiting
+        return doing if since is None else attrs.evolve(doing, waits_for=ALL, since=since)
 
     @contextlib.contextmanager
     def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
@@ -124,7 +127,7 @@ class World:
 
     def building(self, what: str) -> contextlib.AbstractContextManager[None]:
         """While this rank prepares something, which may take longer than the timeout."""
-        return self.busy(lambda: Doing(_BUILDING + what))
+        return self.busy(lambda: Doing(BUILDING + what))
 
     def check(self) -> None:
         """Raises PipelineError if any rank has failed."""
@@ -160,18 +163,14 @@ class World:
                 failure,
                 self.look().text,
             )
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(1)
+            end_process()
 
-    def lost(self, peer: int | None, begun: float, error: RuntimeError) -> PipelineError:
+    def lost(self, peer: int | None, error: RuntimeError) -> PipelineError:
         """The error to raise when a message from or to a rank of the world (None if it is not
-        known which) has failed that was waited for since `begun` (of time.monotonic)."""
-        waited = time.monotonic() - begun
+        known which) has failed."""
         with self._diagnosis():
             doing = self.look().text
-            found = diagnosis.cause(self.lifeline, peer, waited, self.timeout, error, doing)
-            return self._stopped(found)
+            return self._stopped(self.failure or diagnosis.cause(self.lifeline, peer, error, doing))
 
     @contextlib.contextmanager
     def _diagnosis(self) -> Iterator[None]:
@@ -184,45 +183,20 @@ class World:
             self.asking = False
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for a collective operation of all ranks, or of some: as long as the timeout for
-        ranks that do something else, ten times as long for those that prepare what it needs."""
-        begun, self.waiting = time.monotonic(), True
+        """Waits for a collective operation of all ranks, or of some."""
+        self.waiting = time.monotonic()
         try:
-            self._wait(work, begun)
+            while True:
+                over = work.is_completed()  # then an error is its own, not that of the time
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError as error:
+                    self.check()
+                    if over:
+                        raise self.lost(None, error) from None
         finally:
-            self.waiting = False
-
-    def _wait(self, work: dist.Work, begun: float) -> None:
-        seen: deque[Beats] = deque(maxlen=1 + round(self.stillness / BEAT))
-        while True:
-            over = work.is_completed()  # then an error is its own, not that of the time
-            try:
-                work.wait(SLICE)
-                return
-            except RuntimeError as error:
-                self.check()
-                waited = time.monotonic() - begun
-                if over:
-                    raise self.lost(None, begun, error) from None
-                seen.append(self.lifeline.beats() or {})
-                late = self._late(waited, seen) if waited > self.timeout else None
-                if late is not None and not work.is_completed():
-                    raise self.lost(late, begun, error) from None
-
-    def _late(self, waited: float, seen: deque[Beats]) -> int | None:
-        """A rank that neither waits nor prepares anything, or has done so for too long, or gives
-        no new signs of life. Those that wait for all as well are not to blame."""
-        before, now = seen[0] if len(seen) == seen.maxlen else {}, seen[-1]
-        patient = waited < LONGEST * self.timeout
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        working = {
-            rank
-            for rank, beat in now.items()
-            if patient
-            and (beat.doing.startswith(_BUILDING) or beat.waits_for is not None)
-            and diagnosis.lives(rank, before, now)
-        }
-        return next((rank for rank in others if rank not in working), None)
+            self.waiting = None
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
@@ -314,22 +288,30 @@ class World:
     def close(self) -> None:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
         keep it for long: torch.compile does."""
-        self.lifeline.end()
+        self._end_threads()
         self.sender.close()
         for line in self.lines.values():
             line.close()
         self.gloo = None
 
     def leave(self) -> None:
-        """Tells the others that this process ends."""
+        """Tells the others that this process ends; after a failure, who keeps the store waits
+        until all that live know of it."""
         self.homes.gradients.end()
         if self.lifeline.thread.is_alive():
+            if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
+                diagnosis.wait_until_told(self.lifeline, GRACE)
+            self.lifeline.ask(self.lifeline.acknowledge)
             self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
-            self.lifeline.end()
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self.watch.end()
+        self.lifeline.end()
 
 
 def _outside() -> Doing:
-    return Doing("the program outside of a step")
+    return Doing(OUTSIDE)
 
 
 def _encoded(text: str) -> bytes:

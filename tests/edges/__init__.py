@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 import attrs
 
-TOPICS = ("batch", "dynamo", "ranks", "state", "words")
+TOPICS = (
+    "autocast",
+    "autograd",
+    "batch",
+    "dynamo",
+    "hang",
+    "ranks",
+    "reductions",
+    "state",
+    "words",
+)
 
 
 @attrs.frozen

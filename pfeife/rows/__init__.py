@@ -1,0 +1,1 @@
+"""How values depend on the rows of the batch, operation by operation."""

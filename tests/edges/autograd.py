@@ -1,0 +1,310 @@
+"""What autograd promises to a loop: what it frees, what it checks, whom it calls."""
+
+import copy
+import gc
+import logging
+import os
+
+import torch
+from torch import nn
+
+import pfeife
+from edges import edge
+from pfeife.testing import eager_accumulation
+
+STAGES = {} if "RANK" in os.environ else {"stages": 2}
+TWO = {**STAGES, "microbatches": 2}
+AGAIN = "Trying to backward through the graph a second time"
+SCALARS = 64  # bytes that a step's small messages may still hold
+CHANGED = "one of the variables needed for gradient computation has been modified"
+
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Sigmoid())
+
+
+def rows(width=8, seed=1):
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
+
+
+def live():
+    """Bytes of all tensors that Python knows, those in cycles of garbage too."""
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+
+
+def same(model, other):
+    """The gradients that this rank has are those of the other model."""
+    theirs = dict(other.named_parameters())
+    mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert mine
+    for name, gradient in mine.items():
+        assert torch.equal(gradient, theirs[name].grad), name
+
+
+def by_parts(model, x, gradient):
+    """Plain accumulation of a model whose loss is outside."""
+    for part, one in zip(x.chunk(2), gradient.chunk(2), strict=True):
+        model(part).backward(one)
+
+
+def loop(model, step):
+    def once():
+        loss = step(rows(64))
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    return once
+
+
+@edge(ranks=(1, 2))
+def a_loop_keeps_no_second_set_of_gradients():
+    model = net(64)
+    once = loop(model, pfeife.compile(lambda x: model(x).square().mean(), **TWO))
+    for _ in range(2):  # receive buffers are made and kept
+        once()
+    gc.collect()
+    before = live()
+    loss = once()
+    assert loss.nbytes and live() <= before + SCALARS
+
+
+@edge(ranks=(1, 2))
+def kept_losses_are_small():
+    model = net(64)
+    once = loop(model, pfeife.compile(lambda x: model(x).square().mean(), **TWO))
+    kept = [once() for _ in range(2)]
+    before = live()
+    kept += [once() for _ in range(8)]
+    assert live() - before <= 8 * SCALARS
+
+
+@edge(ranks=(1, 2))
+def activations_are_freed():
+    """With the loss outside: by the backward, and with a result that is dropped without one."""
+    model = net(64)
+    compiled = pfeife.compile(model, **TWO)
+
+    def run(backward):
+        out = compiled(rows(64))
+        if backward:
+            out.sum().backward()
+            model.zero_grad()
+        return out
+
+    size = run(True).nbytes
+    gc.collect()
+    before = live()
+    out = run(True)
+    assert live() <= before + size + SCALARS, "the backward has left something"
+    del out
+    out = run(False)
+    assert live() > before + size + SCALARS, "nothing waits for a backward"
+    del out
+    assert live() <= before + SCALARS, "something has outlived the result"
+
+
+@edge(refused=AGAIN, ranks=(1, 2))
+def a_second_backward():
+    model = net()
+    loss = pfeife.compile(lambda x: model(x).square().mean(), **TWO)(rows())
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss.backward()
+    for name, gradient in once.items():
+        assert torch.equal(model.get_parameter(name).grad, 2 * gradient)
+    loss.backward()
+
+
+@edge(ranks=(1, 2))
+def a_retained_graph():
+    """With the loss outside there is one backward: a second one says so."""
+    model = net()
+    out = pfeife.compile(model, **TWO)(rows())
+    out.sum().backward(retain_graph=True)
+    for words, retain in ((AGAIN, False), ("backward ran a second time", True)):
+        other = pfeife.compile(model, **TWO)(rows())
+        other.sum().backward(retain_graph=retain)
+        try:
+            other.sum().backward()
+        except RuntimeError as error:
+            assert str(error).startswith(words), error
+        else:
+            raise AssertionError("not refused")
+
+
+@edge(ranks=(1, 2))
+def a_detached_result():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return h.square().mean(), h.detach()
+
+    loss, h = pfeife.compile(step, **TWO)(rows())
+    assert not h.requires_grad and loss.requires_grad
+    assert torch.equal(h, torch.cat([model(part) for part in rows().chunk(2)]))
+    h.numpy()
+
+
+@edge(ranks=(1, 2))
+def a_detached_result_with_the_loss_outside():
+    model = net()
+
+    def call(x):
+        h = model(x)
+        return h, h.detach() * 2
+
+    out, h = pfeife.compile(call, **TWO)(rows())
+    assert not h.requires_grad and out.requires_grad
+
+
+@edge(refused=CHANGED, ranks=(1, 2))
+def the_batch_is_changed_in_between():
+    x = rows()
+    out = pfeife.compile(net(), **TWO)(x)
+    x.zero_()
+    out.sum().backward()
+
+
+@edge(ranks=(2,))
+def one_ranks_batch_is_changed_in_between():
+    """The other rank does not wait for a backward that does not come."""
+    x, rank = rows(), int(os.environ.get("RANK", 0))
+    out = pfeife.compile(net(), **TWO)(x)
+    if rank == 0:
+        x.zero_()
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        assert str(error).startswith(CHANGED if rank == 0 else "rank 0, the gradients"), error
+    else:
+        raise AssertionError("not refused")
+
+
+@edge(refused=CHANGED, ranks=(1, 2))
+def a_batch_that_is_saved_as_a_view():
+    x = rows().reshape(4, 2, 4)
+    out = pfeife.compile(net(4), **TWO)(x)
+    x.zero_()
+    out.sum().backward()
+
+
+@edge(refused=CHANGED, ranks=(1, 2))
+def a_weight_that_is_saved_in_parts():
+    first, weight = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 8, 8))
+    out = pfeife.compile(lambda x: first(x).tanh() @ weight.unbind()[1], **TWO)(rows())
+    with torch.no_grad():
+        weight.zero_()
+    out.sum().backward()
+
+
+@edge(refused=CHANGED, ranks=(1, 2))
+def a_weight_is_changed_in_between():
+    model = net()
+    out = pfeife.compile(model, **TWO)(rows())
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.mul_(2)
+    out.sum().backward()
+
+
+@edge(ranks=(1, 2))
+def what_no_backward_reads_is_changed_in_between():
+    model, other = net(), net()
+    other.load_state_dict(model.state_dict())
+    shift = rows(seed=2)
+    out = pfeife.compile(lambda x, y: model(x) + y, **TWO)(rows(), shift)
+    with torch.no_grad():
+        shift.zero_()
+        for layer in (model[0], model[2]):
+            layer.bias.add_(1)
+    out.sum().backward()
+    by_parts(other, rows(), torch.ones(4, 8))
+    same(model, other)
+
+
+@edge(ranks=(1, 2))
+def an_uncut_result_is_changed_in_between():
+    """Eager refuses it, because its backward reads the result itself; ours reads another copy."""
+    model = net()
+    other = copy.deepcopy(model)
+    out = torch.compile(model, backend="pfeife", options=STAGES)(rows())
+    with torch.no_grad():
+        out.mul_(2)
+    out.sum().backward()
+    other(rows()).sum().backward()
+    same(model, other)
+
+
+@edge(ranks=(2,))
+def a_hook_of_another_ranks_parameter():
+    model, seen = net(), {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.setdefault(name, gradient))
+    step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+    step(rows()).backward()
+    mine = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert set(seen) == mine and all(gradient is not None for gradient in seen.values())
+
+
+@edge(ranks=(1, 2))
+def hooks_of_parameters_are_announced():
+    model, calls, said = net(), [], []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter))
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("pfeife").addHandler(handler)
+    try:
+        step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
+        for _ in range(2):
+            step(rows()).backward()
+    finally:
+        logging.getLogger("pfeife").removeHandler(handler)
+    mine = [p for p in model.parameters() if p.grad is not None]
+    assert len(calls) == 2 * len(mine)
+    assert len([text for text in said if "run once a call" in text]) == bool(mine)
+
+
+@edge(ranks=(2,))
+def an_eager_encoder_before_a_compiled_model():
+    encoder, model = nn.Linear(8, 8), net()
+    others = copy.deepcopy(encoder), copy.deepcopy(model)
+    out = pfeife.compile(model, **TWO)(encoder(rows()))
+    out.square().mean().backward()
+    code = others[0](rows())
+    seen = code.detach().requires_grad_()
+    whole = torch.cat([others[1](part) for part in seen.chunk(2)]).detach().requires_grad_()
+    whole.square().mean().backward()
+    by_parts(others[1], seen, whole.grad)
+    code.backward(seen.grad)
+    same(model, others[1])
+    same(encoder, others[0])
+
+
+@edge(ranks=(1, 2))
+def a_rank_that_trains_nothing():
+    """Its loss has a backward all the same, and no parameter of the others gets anything."""
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    model["b"].requires_grad_(False)
+    step = pfeife.compile(
+        lambda x: model["b"](model["a"](x).tanh()).square().mean(),
+        split_at={"b": "begin"},
+        **TWO,
+    )
+    expected = eager_accumulation(
+        lambda x: model["b"](model["a"](x).tanh()).square().mean(),
+        model,
+        [(part,) for part in rows().chunk(2)],
+    )
+    loss = step(rows())
+    loss.backward()
+    assert torch.equal(loss, expected.loss)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert str(error).startswith(AGAIN)
+    else:
+        raise AssertionError("not refused")

@@ -1,0 +1,418 @@
+"""How the losses and the other results of microbatches combine, and which result is the loss."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from edges import edge
+
+WORDS = 20
+
+
+def lm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS))
+
+
+def text(rows: int = 4, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    seeded = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(WORDS, (2, rows, length), generator=seeded)
+    return tokens, targets
+
+
+def scores(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).flatten(0, 1)
+
+
+def plainly(
+    model: nn.Module, step: Callable, microbatches: list[tuple], divisor: int = 1
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Plain accumulation: `(loss / divisor).backward()` for each."""
+    model.zero_grad()
+    losses = [step(*one) / divisor for one in microbatches]
+    for loss in losses:
+        loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return sum(losses[1:], losses[0]).detach(), gradients
+
+
+def check(
+    model: nn.Module,
+    loss: torch.Tensor,
+    expected: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    same: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+) -> None:
+    """The loss and the gradients that this rank has, bit for bit unless said otherwise."""
+    same = same or bitwise
+    loss.backward()
+    same(loss.detach(), expected[0])
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found
+    for name, gradient in found.items():
+        same(gradient, expected[1][name])
+
+
+def bitwise(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert torch.equal(one, other), f"{one} {other}"
+
+
+def parts(batch: tuple, count: int) -> list[tuple]:
+    cut = [x.chunk(count) if x.dim() else [x] * count for x in batch]
+    return list(zip(*cut, strict=True))
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What is logged or warned meanwhile; logged only on rank 0."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("pfeife")
+    log.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield found
+        found += [str(one.message) for one in warned if "microbatches count" in str(one.message)]
+    finally:
+        log.removeHandler(handler)
+
+
+@edge(ranks=(1, 2))
+def a_sum_over_a_count_that_is_an_input():
+    model, batch = lm(), (*text(), torch.tensor(24))
+
+    def step(tokens, targets, count):
+        return F.cross_entropy(scores(model, tokens), targets.flatten(), reduction="sum") / count
+
+    expected = plainly(model, step, parts(batch, 2))
+    check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+
+
+@edge(ranks=(1, 2))
+def a_sum_over_a_number_that_may_count_rows():
+    """24 is 12 times the rows of a microbatch; in a larger one it would be the same."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten(), reduction="sum") / 24
+
+    expected = plainly(model, step, parts(batch, 2))
+    check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+
+
+@edge(ranks=(1,))
+def a_mean_times_the_rows():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten()) * tokens.numel()
+
+    expected = plainly(model, step, parts(batch, 2))
+    check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+
+
+@edge(ranks=(1, 2))
+def a_sum_by_name():
+    """A sum and a penalty that the graph adds up otherwise: the user knows better."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        loss = F.cross_entropy(scores(model, tokens), targets.flatten(), reduction="sum")
+        return loss + 1e-3 * model[3].weight.square().sum()
+
+    expected = plainly(model, step, parts(batch, 2))
+    with said() as found:
+        loss = pfeife.compile(step, microbatches=2, loss_reduction="sum")(*batch)
+    # Within rounding: the weight of the penalty may be one that two stages share.
+    check(model, loss, expected, torch.testing.assert_close)
+    assert not found, found
+
+
+@edge(ranks=(1, 2))
+def a_sum_in_replicas():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten(), reduction="sum")
+
+    expected = plainly(model, step, parts(batch, 4))
+    found = pfeife.compile(step, microbatches=4, replicas=2, stages=1)(*batch)
+    check(model, found, expected, torch.testing.assert_close)  # replicas add up otherwise
+
+
+@edge(ranks=(1, 2))
+def a_loss_that_nobody_can_tell():
+    """A root of a mean: averaged as before, and one warning names the line, on rank 0."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        return scores(model, tokens).square().mean().sqrt() + 0 * targets.sum()
+
+    expected = plainly(model, step, parts(batch, 2), 2)
+    with said() as found:
+        compiled = pfeife.compile(step, microbatches=2)
+        compiled(*batch)
+        check(model, compiled(*batch), expected)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    assert len(found) == (rank == 0), found
+    assert rank or ("sqrt in File" in found[0] and "loss_reduction=" in found[0]), found
+
+
+@edge(ranks=(1, 2))
+def a_token_mean_with_uneven_masks():
+    """The mean of all tokens, as of the uncut batch; not the mean of the microbatches' means."""
+    model, (tokens, targets) = lm(), text()
+    targets[:2, 1:] = -100
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten())
+
+    expected = plainly(model, step, [(tokens, targets)])
+    found = pfeife.compile(step, microbatches=2)(tokens, targets)
+    check(model, found, expected, torch.testing.assert_close)
+
+
+@edge(ranks=(1, 2))
+def a_token_mean_with_uneven_masks_in_replicas():
+    model, (tokens, targets) = lm(), text()
+    targets[:2, 1:] = -100
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten())
+
+    expected = plainly(model, step, [(tokens, targets)])
+    found = pfeife.compile(step, microbatches=4, replicas=2, stages=1)(tokens, targets)
+    check(model, found, expected, torch.testing.assert_close)
+
+
+@edge(ranks=(1, 2))
+def a_microbatch_without_targets():
+    """It counts for nothing, where its own mean is 0/0."""
+    model, (tokens, targets) = lm(), text()
+    targets[:2] = -100
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten())
+
+    expected = plainly(model, step, [(tokens, targets)])
+    found = pfeife.compile(step, microbatches=2)(tokens, targets)
+    check(model, found, expected, torch.testing.assert_close)
+
+
+@edge("microbatch 0 has nothing to take the mean of", ranks=(1, 2))
+def no_targets_at_all():
+    model, (tokens, targets) = lm(), text()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten())
+
+    pfeife.compile(step, microbatches=2)(tokens, torch.full_like(targets, -100))
+
+
+@edge("microbatch 1 has nothing to take the mean of", ranks=(1, 2))
+def an_empty_mask():
+    """Its gradients would be nan."""
+    model, (tokens, _) = lm(), text()
+
+    def step(tokens, mask):
+        each = model(tokens).square().mean(-1)
+        return (each * mask).sum() / mask.sum()
+
+    mask = torch.ones(4, 6)
+    mask[2:] = 0
+    pfeife.compile(step, microbatches=2)(tokens, mask)
+
+
+@edge(ranks=(1, 2))
+def a_mean_over_a_mask():
+    model, (tokens, _) = lm(), text()
+    mask = (torch.arange(24).view(4, 6) % 5 < 2).float()
+
+    def step(tokens, mask):
+        each = model(tokens).square().mean(-1)
+        return (each * mask).sum() / mask.sum().clamp(min=1)
+
+    expected = plainly(model, step, [(tokens, mask)])
+    found = pfeife.compile(step, microbatches=2)(tokens, mask)
+    check(model, found, expected, torch.testing.assert_close)
+
+
+@edge(ranks=(1, 2))
+def two_means_by_different_counts():
+    """No weight of a microbatch is right for both: averaged, and said."""
+    model, (tokens, targets) = lm(), text()
+    targets[:2, 1:] = -100
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return F.cross_entropy(found, targets.flatten()) + 0.1 * found.square().mean()
+
+    expected = plainly(model, step, parts((tokens, targets), 2), 2)
+    with said() as found:
+        loss = pfeife.compile(step, microbatches=2)(tokens, targets)
+    check(model, loss, expected)
+    assert len(found) == 1 and "[2.0, 12.0]" in found[0] and "reductions.py" in found[0], found
+
+
+@edge(ranks=(1, 2))
+def a_loss_by_its_name():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return {
+            "aux": (found.square().mean(), None, found.sum()),
+            "loss": F.cross_entropy(found, targets.flatten()),
+        }
+
+    expected = plainly(model, lambda *one: step(*one)["loss"], parts(batch, 2), 2)
+    check(model, pfeife.compile(step, microbatches=2, loss="loss")(*batch)["loss"], expected)
+
+
+@edge(ranks=(1, 2))
+def a_loss_by_its_path():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        loss = F.cross_entropy(found, targets.flatten())
+        return {"aux": (found.square().mean(), None, found.sum()), "loss": loss}
+
+    expected = plainly(model, lambda *one: step(*one)["aux"][2], parts(batch, 2))
+    compiled = pfeife.compile(step, microbatches=2, loss=("aux", 2))
+    check(model, compiled(*batch)["aux"][2], expected)
+
+
+@edge(ranks=(1,))
+def a_loss_by_its_index():
+    """The third tensor of the step; Dynamo's graph has one less, for two are the same."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        other = found.square().mean()
+        return other, other, F.cross_entropy(found, targets.flatten()), found.abs().mean()
+
+    expected = plainly(model, lambda *one: step(*one)[2], parts(batch, 2), 2)
+    check(model, pfeife.compile(step, microbatches=2, loss=2)(*batch)[2], expected)
+
+
+@edge("loss='los': there are no results ['los']; the step returns ['aux', 'loss']", ranks=(1, 2))
+def a_name_that_is_not_returned():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return {"aux": found.mean(), "loss": F.cross_entropy(found, targets.flatten())}
+
+    pfeife.compile(step, microbatches=2, loss="los")(*batch)
+
+
+@edge("results ['aux', 'loss'] are all differentiable scalars", ranks=(1,))
+def two_losses_are_called_by_their_names():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return {"aux": found.mean(), "loss": F.cross_entropy(found, targets.flatten())}
+
+    pfeife.compile(step, microbatches=2)(*batch)
+
+
+@edge(ranks=(1, 2))
+def evaluation_after_training():
+    """What was the loss with gradients is the loss without, even where nothing else tells."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return F.cross_entropy(found, targets.flatten()).exp().log(), found.detach()
+
+    compiled = pfeife.compile(step, microbatches=2)
+    trained, _ = compiled(*batch)
+    trained.backward()
+    with torch.no_grad():
+        assert torch.equal(compiled(*batch)[0], trained)
+
+
+@edge(ranks=(1, 2))
+def evaluation_alone():
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten())
+
+    with torch.no_grad():
+        expected = [step(*part) / 2 for part in parts(batch, 2)]
+        found = pfeife.compile(step, microbatches=2)(*batch)
+    assert torch.equal(found, expected[0] + expected[1])
+
+
+@edge(ranks=(1, 2))
+def counts_and_accuracies():
+    """Right without `reduce=`: a count is added up, a mean averaged."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        right = found.argmax(-1) == targets.flatten()
+        loss = F.cross_entropy(found, targets.flatten())
+        return loss, right.sum(), right.float().mean(), found.argmax(-1).view_as(tokens)
+
+    loss, right, accuracy, words = pfeife.compile(step, microbatches=2)(*batch)
+    whole = step(*batch)
+    assert torch.equal(right, whole[1]) and torch.equal(words, whole[3])
+    torch.testing.assert_close((loss, accuracy), (whole[0], whole[2]))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=WORDS,
+        )
+    )  # fmt: skip
+
+
+@edge(ranks=(1, 2))
+def hugging_face_with_num_items_in_batch():
+    """What its Trainer passes: labels, and a tensor that counts those of the whole batch."""
+    model, (tokens, labels) = llama(), text()
+    labels[:2, 3:] = -100
+    batch = tokens, labels, (labels[:, 1:] != -100).sum()
+
+    def step(tokens, labels, count):
+        kept = {"use_cache": False, "num_items_in_batch": count}
+        return model(input_ids=tokens, labels=labels, **kept).loss
+
+    expected = plainly(model, step, parts(batch, 2))
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+    assert not found, found
+
+
+@edge(ranks=(1, 2))
+def hugging_face_with_padding():
+    """Its own mean over the labels that are not ignored, of the whole batch; and its own result,
+    which has the loss by name."""
+    model, (tokens, labels) = llama(), text()
+    labels[:2, 3:] = -100
+    mask = (labels != -100).long()
+
+    def step(tokens, labels, mask):
+        return model(input_ids=tokens, labels=labels, attention_mask=mask, use_cache=False)
+
+    expected = plainly(model, lambda *one: step(*one).loss, [(tokens, labels, mask)])
+    loss = pfeife.compile(step, microbatches=2, loss="loss")(tokens, labels, mask).loss
+    check(model, loss, expected, torch.testing.assert_close)
