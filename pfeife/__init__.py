@@ -18,6 +18,7 @@ from pfeife.passes import (
 from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Schedule, Timeline
 from pfeife.program import Call, Kind, Port, Program, Role, verify
 from pfeife.runtime.failure import PipelineError
+from pfeife.state import clip_grad_norm_, full_state_dict
 from pfeife.step import compile
 
 __all__ = [
@@ -39,10 +40,12 @@ __all__ = [
     "annotate",
     "backend",
     "capture",
+    "clip_grad_norm_",
     "compile",
     "compose",
     "dp_wrap",
     "evaluate",
+    "full_state_dict",
     "fuse",
     "insert_send_recv",
     "partition",

@@ -62,7 +62,7 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "graph_break",
-    "has_hooks",
+    "hooks_of",
     "inductor",
     "is_dynamo_error",
     "is_last_compilation",
@@ -344,10 +344,11 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
     return made
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody looks at a tensor's gradients as they are made or added. torch has no public
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """Those who look at a tensor's gradients as they are made or added. torch has no public
     question for it; if these attributes move: nobody is warned."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    several = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for hooks in several for hook in (hooks or {}).values()]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

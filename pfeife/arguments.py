@@ -3,6 +3,7 @@
 import builtins
 import keyword
 import re
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,10 +46,11 @@ class Given:
 @attrs.frozen(eq=False)
 class Inputs:
     """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
-    step finds by itself, by Dynamo's name for it."""
+    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes."""
 
     arguments: list[Argument]
     roots: dict[str, str]
+    modules: weakref.WeakSet[nn.Module]
 
 
 def describe(
@@ -118,7 +120,9 @@ def describe(
                 given=handed is not None or (root in order and not path),
             )
         )
-    return Inputs(arguments, roots)
+    modules = [_torch.source_value(base) for base in bases]
+    found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
+    return Inputs(arguments, roots, found)
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:

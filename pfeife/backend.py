@@ -78,15 +78,17 @@ class Steps:
         """
         options = options or self.backend.options
         world = join_world(self._device(args), options.timeout)
+        builder = attrs.evolve(self.backend.builder, options=options)
         key = (options.microbatches, *self.graph.key(args))
         compiled = self.known.get(key)
+        if world and compiled and builder.outdated(compiled, args, world):
+            compiled = None
         seed = _seed(compiled)
         if world:
             seed = self._agreed(world, args, compiled, options, seed)
         if compiled is not None:
             return run_step(compiled, options, args, seed)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
-        builder = attrs.evolve(self.backend.builder, options=options)
         with world.building("a step") if world else contextlib.nullcontext():
             device = self._device(args)
             compiled = builder.build(self.graph, args, world, device, show, self.artifacts)
@@ -120,6 +122,8 @@ class Steps:
                 seeds = world.agreed(text, _ARGUMENTS, seed)
             except Refusal as other:
                 raise (Refusal(str(refused)) if refused else other) from refused
+            told = world.homes.news(compiled.borrowed if compiled else None, args)
+            world.homes.agree(world, world.from_all_ranks(told))
         return _common_seed(world, seeds)
 
     def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:

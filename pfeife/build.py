@@ -18,7 +18,6 @@ from pfeife.compilers import BodyCompiler, compile_bodies
 from pfeife.cost import default_machine, estimate, measure, memory_curves
 from pfeife.first_call import check_first_call
 from pfeife.graphs import Graph
-from pfeife.homes import Homes
 from pfeife.options import Options
 from pfeife.passes import (
     annotate,
@@ -35,7 +34,7 @@ from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
 from pfeife.runtime.world import World, refusal
-from pfeife.sched import follow, lower, predict, split_at, splits, verify_schedule
+from pfeife.sched import lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 from pfeife.sched.room import rank_passes
 
@@ -44,12 +43,11 @@ log = logging.getLogger("pfeife")
 
 @attrs.frozen(eq=False)
 class Builder:
-    """Builds steps with some options; `homes` is where their state is."""
+    """Builds steps with some options."""
 
     options: Options
     machine: Machine | None
     network: Network | None
-    homes: Homes = attrs.Factory(Homes)
 
     def build(
         self,
@@ -77,13 +75,9 @@ class Builder:
         if world:
             world.check_agreement(text, "the program")
         slots = dict(zip(captured.arguments, args, strict=True))
-        homes = self.homes.of(program, slots) if world else {}
-        wishes = {
-            "machine": target,
-            "schedule": order,
-            "cuts": self._cuts(clusters, homes),
-            "placement": self.homes.placed if homes else None,
-        }
+        homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
+        by_hand = split_at(clusters, options.split_at) if options.split_at else None
+        wishes = {"machine": target, "schedule": order, "cuts": by_hand, "homes": homes}
         with show.phase("planning") as phase:
             plan, history = self._planned(clusters, wishes, world, phase.progress)
             phase.outcome = lambda: f"{order}, {self._described(plan, history[-1].program)}"
@@ -100,17 +94,29 @@ class Builder:
         artifacts.ranks(program, mine)
         bodies = self._bodies(program, world, show)
         pipeline: DistributedPipeline | LocalPipeline
+        borrowed = None
         with show.phase("building") as phase:
             if world:
                 limit = options.timeout
                 pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                self.homes.settle(captured, program, plan.stage_ranks, args, world)
+                world.homes.settle(program, slots, mesh, graph.inputs.modules, world)
+                borrowed = world.homes.borrowed(program, captured.arguments, args, mine[0])
             else:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest)
+        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest, borrowed)
+
+    def _mesh(self, world: World) -> Mesh:
+        replicas = self.options.replicas
+        return Mesh(max(1, world.size // replicas), replicas)
+
+    def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
+        """Whether a step must be built anew, since another one has been the first to train state
+        that it reads, elsewhere."""
+        slots = dict(zip(compiled.captured.arguments, args, strict=True))
+        return world.homes.outdated(compiled.program, slots, self._mesh(world))
 
     def _captured(
         self, graph: Graph, args: Sequence[Any], world: World | None, show: Shown
@@ -120,7 +126,9 @@ class Builder:
             captured, refused = None, None
             try:
                 captured = graph.captured(args, self.options)
-                if self.options.check and self.options.microbatches > 1:
+                # Where state has a home, a rank has no values of what others train.
+                known = world is not None and world.homes.among(args)
+                if self.options.check and self.options.microbatches > 1 and not known:
                     check_first_call(graph.module, captured, args, graph.sure)
             except ValueError as error:
                 refused = error
@@ -171,7 +179,8 @@ class Builder:
             progress=progress,
         )
         plan = self._decided(make, world) if world else make()
-        return plan, record(clusters, *rank_passes(clusters, plan, options.replicas))
+        passes = rank_passes(clusters, plan, options.replicas, wishes["homes"])
+        return plan, record(clusters, *passes)
 
     @staticmethod
     def _decided(make: Callable[[], Plan], world: World) -> Plan:
@@ -210,16 +219,6 @@ class Builder:
             if text:
                 raise Refusal(f"rank {other}: {text}")
         return bodies
-
-    def _cuts(
-        self, clusters: Program, homes: Mapping[str, frozenset[tuple[int, int]]]
-    ) -> tuple[int, ...] | None:
-        """Cuts that are given: by where the state is at home already, or by the options."""
-        if homes:
-            return follow(
-                clusters, {name: frozenset(s for s, _ in at) for name, at in homes.items()}
-            )
-        return split_at(clusters, self.options.split_at) if self.options.split_at else None
 
     def _described(self, plan: Plan, program: Program) -> str:
         if log.isEnabledFor(logging.DEBUG):

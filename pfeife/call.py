@@ -19,8 +19,10 @@ from pfeife.plan import Plan, Schedule
 from pfeife.program import STATE_ROLES, Port, Program, Role
 from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.foreign import Borrowed
 from pfeife.runtime.interpret import Observer, Watch
 from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.optimizers import is_ours
 
 log = logging.getLogger("pfeife")
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
@@ -38,6 +40,7 @@ class Compiled:
     schedule: Schedule
     pipeline: LocalPipeline | DistributedPipeline
     digest: str  # of the program, the same on every rank
+    borrowed: Borrowed | None = None
     said: set[str] = attrs.field(factory=set, repr=False)
 
     @property
@@ -90,7 +93,9 @@ def run_step(
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
     parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
-    found = next((name for name in parameters if _torch.has_hooks(leaves[name])), None)
+    found = next(
+        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
+    )
     if found is not None:
         compiled.said.add("hooks")
         log.warning(

@@ -58,7 +58,8 @@ def check_step(name: str, stages: int, schedule: str, replicas: int = 1, roundin
     loss = step(*batch)
     loss.backward()
     gradients = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
-    buffers = {n: b for n, b in one.model.named_buffers() if not torch.equal(b, before[n])}
+    here = {n: b for n, b in one.model.named_buffers() if not b.isnan().any()}  # not elsewhere
+    buffers = {n: b for n, b in here.items() if not torch.equal(b, before[n])}
     assert gradients, "every rank has gradients of its own"
     mine = pfeife.Result(
         expected.loss if replicas == 1 else loss.detach(),
@@ -105,14 +106,10 @@ def check_loop() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    try:  # another compiled step does not know where the trained parameters are
-        torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)(
-            *one.batch(12)
-        )
-    except ValueError as error:
-        assert "not the same on all ranks" in str(error)
-    else:
-        raise AssertionError("stale parameters were not refused")
+    # Another compiled step finds the trained parameters where they are.
+    again = torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)
+    parts = zip(*(x.chunk(4) for x in one.batch(12)), strict=True)
+    assert torch.equal(again(*one.batch(12)), sum(other.step(*part) / 4 for part in parts))
 
 
 def check_placement_is_kept() -> None:
@@ -145,6 +142,7 @@ def check_placement_is_kept() -> None:
 def check_steps_that_overlap() -> None:
     """Two forwards before their backwards; forwards that are never differentiated keep nothing."""
     one = case("GPT")
+    plain = copy.deepcopy(one.model)
     model = pfeife.compile(one.model, microbatches=2)
     first, second = one.batch(4, 0)[0], one.batch(4, 1)[0]
     for _ in range(2):
@@ -152,7 +150,7 @@ def check_steps_that_overlap() -> None:
         found = {n: p.grad.clone() for n, p in one.model.named_parameters() if p.grad is not None}
         for parameter in one.model.parameters():
             parameter.grad = None
-        plain = CASES["GPT"](copy.deepcopy(one.model)).model
+        plain.zero_grad()
         sum(plain(part).sum() for x in (first, second) for part in x.chunk(2)).backward()
         expected = dict(plain.named_parameters())
         for name, gradient in found.items():
@@ -181,7 +179,7 @@ def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
     homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
-    plan = pfeife.Plan(sched.follow(clusters, homes), sched.interleaved(4, 4, (0, 1, 0, 1)))
+    plan = pfeife.Plan(sched.follow(clusters, homes)[0], sched.interleaved(4, 4, (0, 1, 0, 1)))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches
@@ -357,21 +355,20 @@ def check_what_is_shown() -> None:
 def check_loss_outside() -> None:
     """The model alone is compiled: every rank gets the outputs, gradients are handed back."""
     one = case("GPT")
+    plain = copy.deepcopy(one.model)
     model = pfeife.compile(one.model, microbatches=2)
     tokens, targets = one.batch(4)
     logits = model(tokens)
-    expected = torch.cat([one.model(part) for part in tokens.chunk(2)]).detach()
+    expected = torch.cat([plain(part) for part in tokens.chunk(2)]).detach()
     assert torch.equal(logits, expected)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
-    for parameter in one.model.parameters():
-        parameter.grad = None
     leaf = expected.clone().requires_grad_()
     F.cross_entropy(leaf.flatten(0, 1), targets.flatten()).backward()
     for part, gradient in zip(tokens.chunk(2), leaf.grad.chunk(2), strict=True):
-        one.model(part).backward(gradient)
+        plain(part).backward(gradient)
     for name, gradient in found.items():
-        assert torch.equal(gradient, one.model.get_parameter(name).grad), name
+        assert torch.equal(gradient, plain.get_parameter(name).grad), name
 
 
 def check_refusals() -> None:
@@ -390,6 +387,7 @@ def check_refusals() -> None:
             assert message in str(error), error
         else:
             assert not message, f"{options} was not refused"
+    one = case("GPT")
     torch._dynamo.reset()
     try:
         pfeife.compile(one.step, microbatches=2)(*one.batch(4, seed=dist.get_rank()))

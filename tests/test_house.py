@@ -22,7 +22,7 @@ LAYERS = [
     "sched runtime microbatch",
     "compare",
     "report testing call graphs",
-    "artifacts homes first_call",
+    "artifacts state first_call",
     "build",
     "backend __main__",
     "step",

@@ -20,7 +20,7 @@ def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
 
     def run(program: Program) -> Program:
         ranks = 1 + max((call.rank or 0 for call in program.calls), default=0)
-        if ranks != mesh.ranks or program.replicas != 1:
+        if ranks > mesh.ranks or program.replicas != 1:
             raise ValueError(
                 f"the pipeline has {ranks} ranks and {program.replicas} replicas, "
                 f"the mesh has {mesh.ranks} ranks to a pipeline"
@@ -30,7 +30,10 @@ def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         found = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
-        reductions = [reduction_of(name, found[name], mesh.replicas) for name in trained]
+        within = {one.name: frozenset(one.ranks) for one in program.reductions}
+        reductions = [
+            reduction_of(name, found[name], within.get(name, ()), mesh.replicas) for name in trained
+        ]
         return attrs.evolve(
             wrapped,
             reductions=tuple(attrs.evolve(one, average=wrapped.averages) for one in reductions),

@@ -1,7 +1,7 @@
 """Sends and receives for everything that crosses ranks."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 from torch import fx
@@ -20,13 +20,16 @@ from pfeife.program import (
 )
 
 
-def insert_send_recv() -> Callable[[Program], Program]:
+def insert_send_recv(
+    *, homes: Mapping[str, frozenset[int]] | None = None
+) -> Callable[[Program], Program]:
     """A pass that gives every value that crosses ranks a send, a receive and a fresh name.
 
     Afterwards each call reads only values that its own rank defined or received. What one call
     makes goes to each reading rank once, in one message, however many calls read it there.
-    Gradients that several ranks hold parts of get a `Reduction`. Raises ValueError if a call
-    has no rank.
+    Gradients that several ranks hold parts of get a `Reduction`; so do those of parameters that
+    several ranks train by their `homes`, from earlier programs, though this one may use them on
+    fewer. Raises ValueError if a call has no rank.
     """
 
     def run(program: Program) -> Program:
@@ -34,7 +37,8 @@ def insert_send_recv() -> Callable[[Program], Program]:
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
         module = fx.GraphModule(program.module, _Sender(program).graph())
-        return attrs.evolve(program, module=module, reductions=_shared_gradients(program))
+        shared = _shared_gradients(program, homes or {})
+        return attrs.evolve(program, module=module, reductions=shared)
 
     return run
 
@@ -123,15 +127,19 @@ class _Sender:
             self.here[value, rank] = copy
 
 
-def _shared_gradients(program: Program) -> tuple[Reduction, ...]:
+def _shared_gradients(
+    program: Program, homes: Mapping[str, frozenset[int]]
+) -> tuple[Reduction, ...]:
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     found = holders(program)
-    reductions = [reduction_of(name, found[name]) for name in trained]
+    reductions = [reduction_of(name, found[name], homes.get(name, ())) for name in trained]
     return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
 
 
-def reduction_of(name: str, calls: set[Call], replicas: int = 1) -> Reduction:
-    """The reduction of one gradient over all ranks whose calls use the parameter."""
-    ranks = tuple(sorted({call.rank for call in calls if call.rank is not None}))
+def reduction_of(
+    name: str, calls: set[Call], others: Iterable[int] = (), replicas: int = 1
+) -> Reduction:
+    """The reduction of one gradient over all ranks whose calls use the parameter, and `others`."""
+    ranks = tuple(sorted({*others, *(call.rank for call in calls if call.rank is not None)}))
     late = {call.unit for call in calls if call.kind != Kind.FORWARD}
     return Reduction(name, ranks, tuple(sorted(late)), replicas)

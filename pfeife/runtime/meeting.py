@@ -45,6 +45,13 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     return _worlds[0]
 
 
+def world_so_far() -> World | None:
+    """The world that this process is in already (collective after a failure), None without one."""
+    if not _worlds or not dist.is_initialized() or _worlds[0].default is not dist.group.WORLD:
+        return None
+    return join_world(_worlds[0].device)
+
+
 def _initialize(device: torch.device, timeout: float) -> None:
     size, port = _number("WORLD_SIZE", 1), _number("MASTER_PORT", 1, 2**16 - 1)
     rank = _number("RANK", 0, size - 1)

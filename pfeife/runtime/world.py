@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from pfeife import _torch, plain
 from pfeife.runtime import diagnosis
 from pfeife.runtime.ending import end_process
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
+from pfeife.runtime.homes import Homes
 from pfeife.runtime.lifeline import (
     ALL,
     BEAT,
@@ -57,6 +58,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = met(self.store, self.rank, self.size, timeout, first)
+        self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
@@ -273,12 +275,15 @@ class World:
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
-        sums = [checksum(tensor) for tensor in tensors.values()]
-        if not sums:
+        if not tensors:
             return []
-        found = self.gather(torch.tensor(sums, device=self.device))
+        found = self.checksums(tensors.values())
         wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def checksums(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some tensors, one at least, on every rank (collective)."""
+        return self.gather(torch.tensor([checksum(one) for one in tensors], device=self.device))
 
     def close(self) -> None:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
@@ -292,6 +297,7 @@ class World:
     def leave(self) -> None:
         """Tells the others that this process ends; after a failure, who keeps the store waits
         until all that live know of it."""
+        self.homes.gradients.end()
         if self.lifeline.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_told(self.lifeline, GRACE)

@@ -1,7 +1,8 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data."""
 
 from pfeife.sched.bound import lower_bound
-from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, follow, marked, split_at
+from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.following import follow
 from pfeife.sched.lower import Transfer, chain, insert_actions, lower
 from pfeife.sched.orders import folded, looped
 from pfeife.sched.planner import choose_microbatches, in_flight, plan, splits

@@ -1,7 +1,7 @@
 """Where to cut: by dynamic programming, by module names, or by markers in the model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import attrs
@@ -72,7 +72,7 @@ def clusters_of(program: Program, duplicated: Sequence[str] = ()) -> Clusters:
         change[high] -= size
     crossing = [0, *accumulate(change[: count - 1])]
     return Clusters(
-        tuple(seconds), tuple(parameters), tuple(saved), tuple(crossing), _blocked(program, calls)
+        tuple(seconds), tuple(parameters), tuple(saved), tuple(crossing), blocked_borders(program)
     )
 
 
@@ -86,7 +86,9 @@ def _flows(program: Program, calls: Mapping):
                 yield node, maker, readers
 
 
-def _blocked(program: Program, calls: Mapping) -> frozenset[int]:
+def blocked_borders(program: Program) -> frozenset[int]:
+    """The borders between clusters at which a cut would tear a buffer's updates apart."""
+    calls = {call.node: call for call in program.calls}
     updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
     names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
     results = returned(program.module)
@@ -224,33 +226,6 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     return _stages(starts, program.units)
 
 
-def follow(program: Program, homes: Mapping[str, frozenset[int]]) -> tuple[int, ...]:
-    """The stage of every cluster such that each finds its parameters where they are at home.
-
-    `homes` has the stages that hold a parameter, by canonical name. Clusters without known
-    parameters stay with the one before them. Raises ValueError if that would make values flow
-    backwards.
-    """
-    wanted: dict[int, list[str]] = {}
-    for name, users in holders(program, Role.PARAMETER, Role.BUFFER).items():
-        for unit in {call.unit for call in users if call.kind == Kind.FORWARD}:
-            if name in homes:
-                wanted.setdefault(unit, []).append(name)
-    stage_of: list[int] = []
-    for unit in range(program.units):
-        before = stage_of[-1] if stage_of else 0
-        names = wanted.get(unit, [])
-        common = frozenset.intersection(*(homes[name] for name in names)) if names else {before}
-        later = [stage for stage in common if stage >= before]
-        if not later:
-            raise ValueError(
-                f"cluster {unit} needs {', '.join(names)}, which no stage from {before} on holds "
-                "together; compile this step apart from the others, with cuts by hand"
-            )
-        stage_of.append(min(later))
-    return tuple(stage_of)
-
-
 def _stages(starts: set[int], units: int) -> tuple[int, ...]:
     return tuple(accumulate(int(unit in starts) for unit in range(units)))
 
@@ -260,15 +235,18 @@ def _inside(node: fx.Node, path: str) -> bool:
     return here == path or here.startswith(f"{path}.")
 
 
-def cheap_to_recompute(program: Program, machine: Machine) -> tuple[str, ...]:
+def cheap_to_recompute(
+    program: Program, machine: Machine, at_home: Collection[str] = ()
+) -> tuple[str, ...]:
     """Forward values that a stage computes faster for itself than it would receive them.
 
     Masks, rotary tables and their like: they depend on inputs only (no parameters, no updated
-    buffers, no random numbers), and writing their whole computation to memory takes less than
-    a transfer. Names are those of the inlined program.
+    buffers, no random numbers, nothing of what is `at_home` on some ranks alone), and writing
+    their whole computation to memory takes less than a transfer. Names are those of the inlined
+    program.
     """
     flat, groups = inline(program)
-    updated = {port.fqn for port in flat.ports(Role.BUFFER_UPDATE)}
+    updated = {*at_home, *(port.fqn for port in flat.ports(Role.BUFFER_UPDATE))}
     plain = {
         port.name
         for port in flat.ports(Role.BUFFER, Role.CONSTANT, Role.BATCH)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
 
@@ -39,6 +39,7 @@ def search_plan(
     *,
     search_seconds: float = 20.0,
     seed: int = 0,
+    at_home: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found in `search_seconds`.
@@ -48,10 +49,11 @@ def search_plan(
     every family of schedules that fits is a seed of the search; then
     borders move under the schedule that was found, and it is searched once more. The
     program is fused and annotated; if it is split into input- and weight-backwards, the schedules
-    are too. Raises NoRoom if nothing fits into the memory, with the figures of what comes nearest.
+    are too. What is `at_home` on some ranks is read there alone. Raises NoRoom if nothing fits into
+    the memory, with the figures of what comes nearest.
     """
     began = time.monotonic()
-    duplicated = cheap_to_recompute(program, wishes.machine)
+    duplicated = cheap_to_recompute(program, wishes.machine, at_home)
     work, clusters = workload_of(program, duplicated), clusters_of(program, duplicated)
     left = search_seconds - (time.monotonic() - began)
     found = search_workload(

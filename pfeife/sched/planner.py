@@ -1,7 +1,8 @@
 """Cuts and schedule decided together: a `Plan`."""
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from pfeife.sched.cuts import (
     clusters_of,
     marked,
 )
+from pfeife.sched.following import follow
 from pfeife.sched.joint import search_plan
 from pfeife.sched.layouts import Wishes
 from pfeife.sched.lower import insert_actions
@@ -29,6 +31,8 @@ from pfeife.sched.room import kept_within, worst_rank
 from pfeife.sched.simulate import simulate
 from pfeife.sched.verify import verify_schedule
 from pfeife.sched.workload import stage_problem, workload_of
+
+log = logging.getLogger("pfeife")
 
 
 def plan(
@@ -47,6 +51,7 @@ def plan(
     search_seconds: float = 20.0,
     seed: int = 0,
     placement: Sequence[int] | None = None,
+    homes: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
@@ -59,8 +64,10 @@ def plan(
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
     slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
     than ranks are dealt to them in turn. `placement` has the ranks of the stages where they are
-    given. A measured `network` takes the place of the machine's figures for links. A search
-    calls `progress` with how many of its seconds are over.
+    given. With `homes`, the ranks that hold some of the state, stages, cuts and placement are those
+    of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
+    A measured `network` takes the place of the machine's figures for links. A search calls
+    `progress` with how many of its seconds are over.
 
     The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
@@ -71,6 +78,10 @@ def plan(
     worst rank of the best one needs.
     """
     machine = network.seen_by(machine) if network else machine
+    trained = bool(program.ports(Role.TANGENT))
+    if homes:
+        stages, (cuts, placement) = None, follow(program, homes, ranks)
+        schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
     wishes = Wishes(
@@ -84,32 +95,39 @@ def plan(
         by_hand,
         tuple(placement[:count]) if placement else None,
     )
-    search = schedule == "search" and program.ports(Role.TANGENT) and wishes.ranks > 1
+    search = schedule == "search" and trained and wishes.ranks > 1
 
     def make(room: int, tries: int) -> Plan:
         less = attrs.evolve(wishes, memory_limit=room)
         if not search:
-            return _of_family(program, schedule, less)
+            return _of_family(program, schedule, less, homes or ())
         seconds = search_seconds / 4 if tries else search_seconds
-        return search_plan(program, less, search_seconds=seconds, seed=seed, progress=progress)
+        return search_plan(
+            program,
+            less,
+            search_seconds=seconds,
+            seed=seed,
+            at_home=homes or (),
+            progress=progress,
+        )
 
     of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
     return kept_within(
         wishes.memory_limit,
         of_machine if memory_limit is None else f"memory_limit={memory_limit}",
         make,
-        lambda plan: worst_rank(program, plan, optimizer, replicas),
+        lambda plan: worst_rank(program, plan, optimizer, replicas, homes),
     )
 
 
-def _of_family(program: Program, schedule: str, wishes: Wishes) -> Plan:
+def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collection[str]) -> Plan:
     """The plan with a family's schedule; its cuts keep to the memory by rough figures."""
     trained = bool(program.ports(Role.TANGENT))
     count = wishes.cuts[-1] + 1 if wishes.cuts else wishes.stages or 1
     placed = wishes.placement or _placed(schedule, count, wishes.ranks)
     family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
-    order = family(count, wishes.microbatches, placed)
-    duplicated = cheap_to_recompute(program, wishes.machine)
+    order = _over(family(count, wishes.microbatches, placed), wishes.ranks)
+    duplicated = cheap_to_recompute(program, wishes.machine, at_home)
     stage_of = wishes.cuts or balanced(
         clusters_of(program, duplicated),
         count,
@@ -172,6 +190,34 @@ def _cuts_by_hand(
     if stages not in (None, found[-1] + 1):
         raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
     return found
+
+
+def _possible(schedule: str, placement: Sequence[int], microbatches: int, ranks: int | None) -> str:
+    """The family if it can run stages that are placed so, else one that always can."""
+    try:
+        if schedule == "search":
+            idle = set(range(ranks or 0)) - set(placement)
+            why = f"ranks {sorted(idle)} have nothing to do" if idle else ""
+        else:
+            verify_schedule(policy(schedule)(len(placement), microbatches, placement))
+            why = ""
+    except ValueError as error:
+        why = str(error)
+    if not why:
+        return schedule
+    log.info(
+        "schedule=%r is not for the stages of this step, which follow the trained state on ranks "
+        "%s (%s): it runs with 1f1b",
+        schedule,
+        list(placement),
+        why,
+    )
+    return "1f1b"
+
+
+def _over(order: Schedule, ranks: int) -> Schedule:
+    """The schedule with ranks that have nothing to do, if there are more."""
+    return Schedule((*order.ranks, *[()] * (ranks - len(order.ranks))))
 
 
 def state_factor(program: Program, optimizer: Optimizer | None) -> float:

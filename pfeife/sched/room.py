@@ -1,7 +1,7 @@
 """A limit of memory that a plan keeps to, by the account of every byte."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pfeife.cost.memory import memory_curves
 from pfeife.optimizers import Optimizer
@@ -20,21 +20,31 @@ class NoRoom(ValueError):
     """By a planner's rough figures nothing fits into the memory that it was given."""
 
 
-def rank_passes(program: Program, plan: Plan, replicas: int = 1) -> tuple[Pass, ...]:
-    """The passes from a program of clusters to that of the ranks, as a plan has it."""
+def rank_passes(
+    program: Program,
+    plan: Plan,
+    replicas: int = 1,
+    homes: Mapping[str, frozenset[int]] | None = None,
+) -> tuple[Pass, ...]:
+    """The passes from a program of clusters to that of the ranks, as a plan has it; `homes` are
+    the ranks that train some of the state already."""
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     cut: tuple[Pass, ...] = (partition(plan),)
     if split and plan.recompute:  # which part repeats what is known of whole backwards
         cut = (join_backward(), partition(plan), split_backward())
     mesh = Mesh(len(plan.schedule.ranks), replicas)
-    return (*cut, insert_send_recv(), dp_wrap(mesh))
+    return (*cut, insert_send_recv(homes=homes), dp_wrap(mesh))
 
 
 def worst_rank(
-    program: Program, plan: Plan, optimizer: Optimizer | None, replicas: int
+    program: Program,
+    plan: Plan,
+    optimizer: Optimizer | None,
+    replicas: int,
+    homes: Mapping[str, frozenset[int]] | None = None,
 ) -> MemoryCurve:
     """The bytes of the rank that needs most, for a plan of a program of clusters."""
-    ranks = compose(*rank_passes(program, plan, replicas))(program)
+    ranks = compose(*rank_passes(program, plan, replicas, homes))(program)
     curves = memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
     return max(curves, key=lambda curve: curve.peak)
 

@@ -18,6 +18,7 @@ TOPICS = (
     "memory",
     "ranks",
     "reductions",
+    "state",
     "words",
 )
 

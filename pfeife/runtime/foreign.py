@@ -1,0 +1,197 @@
+"""State that other ranks train: here it is NaN, and whoever reads it is told what to do."""
+
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+_PROBED = 16  # tensors that every call looks into
+
+
+@attrs.define(eq=False)
+class _Absent:
+    """One such tensor; `version` and `place` are those of when it became NaN, `probe` is a look at
+    its first value where that can be NaN."""
+
+    tensor: weakref.ref[torch.Tensor]
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    version: int = 0
+    place: int = 0
+    probe: torch.Tensor | None = None
+
+    def moved(self) -> "_Absent":
+        """With a look at where the values are now: model.to(...) moves them."""
+        tensor = self.tensor()
+        if tensor is not None and self.probe is not None and tensor.data_ptr() != self.place:
+            self.place, self.probe = tensor.data_ptr(), _probe(tensor)
+        return self
+
+
+class Foreign:
+    """The tensors that this rank does not train, by themselves."""
+
+    def __init__(self) -> None:
+        self.found = WeakIdKeyDictionary()
+        self.listed: list[_Absent] = []
+        self.turn = 0
+        self.reading = False  # whether pfeife itself looks for the names of all state
+
+    def add(self, tensor: torch.Tensor, number: int, name: str, ranks: tuple[int, ...]) -> None:
+        """Lets go of a tensor's values."""
+        one = self.found[tensor] = _Absent(weakref.ref(tensor), number, name, ranks)
+        self.listed = [*(other for other in self.listed if other.tensor() is not None), one]
+        _fill(tensor, one)
+        if tensor.requires_grad:
+            tensor.register_hook(_Arrival(one))
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Lets go of the values of some tensors again."""
+        wanted = set(numbers)
+        for tensor, one in self.found.items() if wanted else ():
+            if one.number in wanted:
+                _fill(tensor, one)
+
+    def changed(self, values: Iterable[Any]) -> list[int]:
+        """The numbers of those among some values that somebody has written to. That leaves a trace
+        in a tensor's version unless it was done through `.data`: for that a few are looked into,
+        in turn."""
+        asked = set(map(id, values))
+        mine = [one for one in self.listed if id(one.tensor()) in asked]
+        written = [one.number for one in mine if version_of(one.tensor()) != one.version]
+        self.turn = (self.turn + _PROBED) % max(1, len(mine))
+        few = mine[self.turn : self.turn + _PROBED]
+        if not _are_nan([one.moved().probe for one in few]):
+            written += [one.number for one in mine if not _are_nan([one.moved().probe])]
+        return sorted(set(written))
+
+    def stale(self, module: nn.Module) -> _Absent | None:
+        """The first of a module's own tensors that is absent here; None if there is none, or
+        values have been loaded since."""
+        if self.reading or not self.found:
+            return None
+        own = _own(module)
+        absent = ((tensor, self.found[tensor]) for tensor in own if tensor in self.found)
+        return next((one for tensor, one in absent if version_of(tensor) == one.version), None)
+
+
+def version_of(tensor: Any) -> int:
+    """How often a tensor was changed in place, where torch counts it."""
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _fill(tensor: torch.Tensor, one: _Absent) -> None:
+    """NaN in place, in a way that neither autograd nor Dynamo takes for a change."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.data.fill_(float("nan"))
+        one.probe = _probe(tensor)
+    one.version, one.place = version_of(tensor), tensor.data_ptr()
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.data.as_strided((1,), (1,)) if tensor.numel() else None
+
+
+def _are_nan(probes: Sequence[torch.Tensor | None]) -> bool:
+    kinds: dict[tuple, list[torch.Tensor]] = {}
+    for probe in probes:
+        if probe is not None:
+            kinds.setdefault((probe.dtype, probe.device), []).append(probe)
+    return all(bool(torch.cat(same).isnan().all()) for same in kinds.values())
+
+
+@attrs.frozen
+class _Arrival:
+    """A hook of an absent parameter: autograd calls it with None after a step of ours."""
+
+    one: _Absent
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            raise ValueError(
+                f"{_where(self.one)}, and something outside of the compiled step has used it, such "
+                "as a penalty added to the loss: its gradient arrived here. Compute that inside "
+                "of the step"
+            )
+
+
+class Guard:
+    """Hooks of the modules that own state with a home (`homes`). Dynamo traces them with the
+    model, so that every rank has the same ones, and where nothing is absent they do nothing."""
+
+    def __init__(self, homes: Container[torch.Tensor], foreign: Foreign):
+        self.homes, self.foreign = homes, foreign
+        self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def watch(self, roots: Iterable[nn.Module]) -> None:
+        """Guards those among the modules under some roots."""
+        for module in {module: None for root in roots for module in root.modules()}:
+            if module not in self.watched and any(one in self.homes for one in _own(module)):
+                self.watched.add(module)
+                module.register_state_dict_pre_hook(self.saving)
+                module.register_forward_pre_hook(self.running)
+
+    def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        one = self.foreign.stale(module)
+        if one is not None:
+            raise ValueError(
+                f"{_where(one)}, so the state_dict() of this rank is not the whole state: call "
+                "pfeife.full_state_dict(model) on every rank"
+            )
+
+    def running(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        one = self.foreign.stale(module)
+        if one is not None:
+            raise ValueError(
+                f"{_where(one)}, so the model cannot be run by hand: run it in a step of "
+                "pfeife.compile, also to evaluate, or load pfeife.full_state_dict(model), which "
+                "every rank must call, into it first"
+            )
+
+    def __deepcopy__(self, memo: dict) -> "Guard":
+        return self  # copies have tensors of their own, which are not absent
+
+    def __reduce__(self) -> Any:
+        raise ValueError(
+            "a model whose parameters are trained by several ranks cannot be pickled: save "
+            "pfeife.full_state_dict(model)"
+        )
+
+
+def _where(one: _Absent) -> str:
+    ranks = ", ".join(map(str, one.ranks))
+    return f"state of other ranks: {one.name} is trained by rank {ranks} and is NaN here"
+
+
+@attrs.define(eq=False)
+class Borrowed:
+    """What one program reads on this rank and nobody trains: by their places among a call's
+    arguments. A copy of trained parameters that is kept up to date outside of the step, such as a
+    moving average, becomes NaN where these are absent."""
+
+    names: tuple[str, ...]
+    at: tuple[int, ...]
+    versions: list[int]
+
+    def spoiled(self, args: Sequence[Any]) -> list[str]:
+        """The names of those that have become NaN since the last call."""
+        versions = [version_of(args[place]) for place in self.at]
+        if versions == self.versions:
+            return []
+        news = zip(self.names, self.at, versions, self.versions, strict=True)
+        changed = [(name, args[place]) for name, place, new, old in news if new != old]
+        found = [name for name, value in changed if value.isnan().any()]
+        if not found:
+            self.versions = versions
+        return found

@@ -1,0 +1,241 @@
+"""Which ranks train which state, for all programs of this process: they keep to it."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife.plan import Mesh
+from pfeife.program import Port, Program, Role, holders
+from pfeife.runtime.failure import Refusal
+from pfeife.runtime.foreign import Borrowed, Foreign, Guard, version_of
+from pfeife.runtime.optimizers import Gradients, compared
+
+if TYPE_CHECKING:
+    from pfeife.runtime.world import World
+
+Slots = Mapping[str | None, Any]  # tensors by the names of ports
+
+
+@attrs.frozen
+class Home:
+    """The ranks of a pipeline that train one tensor, in their order.
+
+    `number` is the same for a tensor in all processes, and so is `name`: what the first program
+    that trains it calls it.
+    """
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    mesh: Mesh
+
+    @property
+    def first(self) -> int:
+        """The rank of the world whose values count."""
+        return self.ranks[0]
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank of the world trains the tensor."""
+        return rank % self.mesh.ranks in self.ranks
+
+
+class Homes:
+    """Where state is trained, by the tensors themselves.
+
+    A program that trains a tensor first gives it its home; every later one computes there what
+    uses it. What this rank does not train is `Foreign`: NaN, and guarded.
+    """
+
+    def __init__(self) -> None:
+        self.known = WeakIdKeyDictionary()
+        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # by the homes' numbers
+        self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        self.foreign = Foreign()
+        self.guard = Guard(self.known, self.foreign)
+        self.gradients = Gradients(self.known, self.foreign.found)
+
+    def among(self, values: Iterable[Any]) -> bool:
+        """Whether some rank trains any of these."""
+        return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
+
+    def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
+        """The homes of a program's state by canonical names. Raises Refusal for those in another
+        mesh."""
+        ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
+        found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
+        for name, home in found.items():
+            if home.mesh != mesh:
+                raise Refusal(
+                    f"{name} is trained on {home.mesh.replicas} replicas of {home.mesh.ranks} "
+                    f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
+                    "that use the same parameters have the same replicas"
+                )
+        return {name: frozenset(home.ranks) for name, home in found.items()}
+
+    def settle(
+        self,
+        program: Program,
+        slots: Slots,
+        mesh: Mesh,
+        modules: Iterable[nn.Module],
+        world: "World",
+    ) -> None:
+        """Gives what a program trains a home, where it has none (collective). What no program has
+        trained yet must have the same values on every rank, else Refusal is raised: then one of
+        them was seeded otherwise, or was given another batch."""
+        known = self.of(program, slots, mesh)
+        new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
+        wrong = world.differing({port.fqn: slots[port.name] for port in new})
+        if wrong:
+            raise Refusal(
+                f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
+                "given the whole batch, and seeded alike before the model is made; a copy of "
+                "trained parameters is made from pfeife.full_state_dict(model)"
+            )
+        ranks = ranks_of(program)
+        trained = {port.fqn for port in _trained(program) if slots[port.name].is_leaf}
+        wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
+        pairs = [
+            (slots[port.name], Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh))
+            for number, port in enumerate(wanted, len(self.tensors))
+        ]
+        _check_memory([*self.known.items(), *pairs])
+        for tensor, home in pairs:
+            self._note(tensor, home, world.rank)
+        mine = [t for t, home in pairs if home.holds(world.rank) and t.requires_grad]
+        self.gradients.watch(mine)
+        if pairs:
+            self.guard.watch(modules)
+            self.gradients.install()
+
+    def _note(self, tensor: torch.Tensor, home: Home, rank: int) -> None:
+        self.known[tensor] = home
+        self.tensors[home.number] = weakref.ref(tensor)
+        if not home.holds(rank):
+            self.foreign.add(tensor, home.number, home.name, home.ranks)
+
+    def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
+        """Whether a program of the ranks reads state on ranks that do not train it: another one
+        has given that a home since it was built."""
+        if self.fitting.get(program) == len(self.tensors):
+            return False
+        homes, ranks = self.of(program, slots, mesh), ranks_of(program)
+        if any(ranks.get(name, frozenset()) - home for name, home in homes.items()):
+            return True
+        self.fitting[program] = len(self.tensors)
+        return False
+
+    def borrowed(
+        self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
+    ) -> Borrowed:
+        """What a program reads on a rank and nobody trains; `names` are the arguments' ports."""
+        calls = {call.node for call in program.calls if call.rank == rank}
+        nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
+        ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
+        at = tuple(
+            place
+            for place, (name, value) in enumerate(zip(names, args, strict=True))
+            if name in ports and value not in self.known
+            if any(user.name in calls for user in nodes[name].users)
+        )
+        read = tuple(ports[names[place] or ""] for place in at)
+        return Borrowed(read, at, [version_of(args[place]) for place in at])
+
+    def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
+        """What this rank tells the others before it uses `args`, "" if all is as it was: what of
+        them has been written to, what has become NaN, by what gradients were scaled."""
+        lines = self.gradients.told()
+        if self.foreign.found:
+            lines += [f"changed {number}" for number in self.foreign.changed(args)]
+            lines += [f"nan {name}" for name in (borrowed.spoiled(args) if borrowed else ())]
+        return "\n".join(lines)
+
+    def agree(self, world: "World", news: Sequence[str]) -> None:
+        """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
+        is trained on (collective if there is one). Raises Refusal on all ranks for what would go
+        on with wrong numbers."""
+        self.gradients.forget()
+        if not any(news):
+            return
+        told: dict[str, dict[int, list[list[str]]]] = {"changed": {}, "nan": {}, "scaled": {}}
+        for rank, text in enumerate(news):
+            for line in text.splitlines():
+                kind, _, rest = line.partition(" ")
+                told[kind].setdefault(rank, []).append(rest.split(" "))
+        wrong = compared(told["scaled"]) or _spoiled(told["nan"])
+        if wrong:
+            raise Refusal(wrong)
+        if told["changed"]:
+            self._take({r: {int(n) for (n,) in them} for r, them in told["changed"].items()}, world)
+
+    def _take(self, written: Mapping[int, set[int]], world: "World") -> None:
+        """Compares what ranks have `written` to state of others with what these have."""
+        numbers = sorted(set().union(*written.values()))
+        tensors = [self.tensors[number]() for number in numbers]
+        sums = world.checksums([torch.zeros(0) if t is None else t for t in tensors])
+        for at, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
+            if tensor is None:
+                continue
+            home = self.known[tensor]
+            alike = home.mesh.replicas == 1 or tensor.requires_grad  # else statistics of replicas
+            having = [rank for rank in range(world.size) if alike and home.holds(rank)]
+            having += [rank for rank, theirs in written.items() if number in theirs]
+            others = [r for r in having if not torch.equal(sums[r][at], sums[home.first][at])]
+            if others:
+                raise Refusal(
+                    f"{home.name} has been written to on ranks {sorted(written)} since the last "
+                    f"step, but ranks {sorted(others)} have other values than rank {home.first}, "
+                    "which trains it: load a checkpoint on every rank, or on none"
+                )
+        self.foreign.forget(written.get(world.rank, ()))
+
+
+def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with state that nobody trains, "" if nothing."""
+    if not told:
+        return ""
+    rank, lines = next(iter(told.items()))
+    return (
+        f"{' '.join(lines[0])} has become NaN on rank {rank}: the step reads it and no rank trains "
+        "it. A copy of parameters that other ranks train, such as their moving average, can only "
+        "be made from pfeife.full_state_dict(model), which every rank calls"
+    )
+
+
+def ranks_of(program: Program) -> dict[str, frozenset[int]]:
+    """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
+    or update."""
+    found = holders(program, Role.PARAMETER, Role.BUFFER).items()
+    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
+
+
+def _check_memory(pairs: Iterable[tuple[torch.Tensor, Home]]) -> None:
+    """Raises Refusal for tensors in one memory that are trained on different ranks."""
+    spans = []
+    for tensor, home in pairs:
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), home))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end and one.ranks != other.ranks:
+            first, second = sorted((one, other), key=lambda home: home.number)
+            raise Refusal(
+                f"{first.name} and {second.name} share memory, but are two tensors, trained on "
+                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
+                "parameter (b.weight = a.weight)"
+            )
+
+
+def _trained(program: Program) -> list[Port]:
+    """State that the program has a gradient or an update of."""
+    changed = {port.fqn for port in program.ports(Role.GRADIENT, Role.BUFFER_UPDATE)}
+    return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]

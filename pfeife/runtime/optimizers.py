@@ -1,0 +1,182 @@
+"""What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger("pfeife")
+
+_LOOKED_AT = 32  # values of a gradient
+_FEW = 8  # gradients of a program on a rank, and all once some were scaled
+
+
+@attrs.frozen(eq=False)
+class _Handed:
+    """A gradient as autograd left it: which tensor, at which version, and some of its values."""
+
+    parameter: weakref.ref[torch.Tensor]
+    gradient: int
+    version: int
+    values: torch.Tensor | None
+
+    def ratios(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What the values were multiplied by, where that can be told."""
+        found = gradient.flatten()[:0] if self.values is None else _some(gradient) / self.values
+        return found[found.isfinite()]
+
+
+def _some(gradient: torch.Tensor) -> torch.Tensor:
+    """Some values of a gradient, spread over it."""
+    flat = gradient.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a parameter's hook is that of `Gradients`."""
+    return (
+        isinstance(hook, functools.partial)
+        and getattr(hook.func, "__func__", None) is Gradients.note
+    )
+
+
+class Gradients:
+    """Notices what scales the gradients of this rank between backward and optimizer.step().
+
+    `homes` are the tensors that some rank trains, `absent` those that this one does not.
+    torch.nn.utils.clip_grad_norm_ takes the norm of the gradients that it finds, those of one
+    rank, so that every rank scales its own otherwise.
+    """
+
+    def __init__(self, homes: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
+        self.homes, self.absent = homes, absent
+        self.handed: dict[int, _Handed] = {}
+        self.scaled = False  # whether anything has scaled gradients so far
+        self.steps = 0  # of any optimizer since the ranks have last compared
+        self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
+        self.handle: Any = None
+        self.warned = False
+
+    def install(self) -> None:
+        """From now on every optimizer's step is seen."""
+        if self.handle is None:
+            self.handle = register_optimizer_step_pre_hook(self._before)
+
+    def end(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Notes the gradients of what a program trains on this rank from now on."""
+        for index, parameter in enumerate(parameters):
+            look = functools.partial(self.note, look=index < _FEW)
+            parameter.register_post_accumulate_grad_hook(look)
+
+    def note(self, parameter: torch.Tensor, *, look: bool = False) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout == torch.strided and gradient.numel():
+            values = _some(gradient) if look or self.scaled else None
+            self.handed[id(parameter)] = _Handed(
+                weakref.ref(parameter), id(gradient), gradient._version, values
+            )
+
+    def told(self) -> list[str]:
+        """The factors since the ranks have last compared, a line each."""
+        return [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
+
+    def forget(self) -> None:
+        """After the ranks have compared."""
+        self.steps, self.factors = 0, {}
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._check_whole(parameters)
+        self._check_state(optimizer, parameters)
+        found = self._factor(parameters)
+        if found is not None:
+            self.factors[self.steps] = found
+        self.steps += 1
+
+    def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
+        for home in (self.homes[p] for p in parameters if p in self.homes):
+            if len(home.ranks) < home.mesh.ranks:
+                raise ValueError(
+                    f"torch.optim.LBFGS needs all gradients in one process, but {home.name} is "
+                    f"trained on ranks {list(home.ranks)} of {home.mesh.ranks}: use an optimizer "
+                    "that takes parameters one by one, or replicas= as many as there are ranks"
+                )
+
+    def _check_state(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """State for the parameters of other ranks, and none for those of this one, is that of
+        another rank's optimizer."""
+        state = optimizer.state
+        others = [p for p in state if p.grad is None and state[p] and p in self.absent]
+        if others and any(p.grad is not None and not state.get(p) for p in parameters):
+            raise ValueError(
+                f"the optimizer has state for {self.homes[others[0]].name}, which another rank "
+                "trains, and none for parameters of this rank: each rank saves and loads the "
+                "state_dict() of its own optimizer"
+            )
+
+    def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:
+        """By what all gradients that are not as autograd left them were multiplied, and how
+        exactly that is known; None where there are none, or not one factor for all."""
+        tops, exact, near = [], True, 0.0
+        for parameter in parameters:
+            handed, gradient = self.handed.get(id(parameter)), parameter.grad
+            if handed is None or gradient is None or handed.parameter() is not parameter:
+                continue
+            if (id(gradient), gradient._version) == (handed.gradient, handed.version):
+                continue
+            self.scaled = True
+            ratios = handed.ratios(gradient)
+            if len(ratios):
+                tops.append(float(ratios.max()))
+                # An operation that clamps changes a gradient twice, one that scales it once.
+                once = gradient._version == handed.version + 1
+                exact = exact and once and bool((ratios == 1).all())
+                near = max(near, 4 * torch.finfo(ratios.dtype).eps)
+        if not tops or max(tops) - min(tops) > near * max(tops):
+            return None
+        if exact:
+            self._warn()
+        return max(tops), near
+
+    def _warn(self) -> None:
+        if not self.warned:
+            log.warning(
+                "gradients were multiplied by exactly 1 before the optimizer's step: if that was "
+                "torch.nn.utils.clip_grad_norm_, its norm is that of this rank's parameters alone; "
+                "pfeife.clip_grad_norm_ takes that of all"
+            )
+        self.warned = True
+
+
+def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with the factors that ranks have told, "" if nothing."""
+    found: dict[str, dict[int, float]] = {}
+    most = 0.0
+    for rank, lines in told.items():
+        for at, factor, near in lines:
+            found.setdefault(at, {})[rank] = float(factor)
+            most = max(most, float(near))
+    for factors in found.values():
+        high = max(factors.values())
+        if high - min(factors.values()) > most * high:
+            shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
+            return (
+                "between backward() and optimizer.step() the gradients were multiplied by "
+                f"{shown}: torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. "
+                "Call pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and "
+                "begin again from the last checkpoint, for the optimizer has made that step"
+            )
+    return ""

@@ -1,0 +1,561 @@
+"""The state of a model on ranks: whoever trains it, whoever reads it."""
+
+import copy
+import io
+import logging
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from edges import edge
+from pfeife.runtime.failure import Failure
+from pfeife.runtime.meeting import join_world
+
+
+def layers(*widths, between=nn.Tanh):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), between()) for pair in pairwise(widths)))
+
+
+def rows(seed, count=4, width=6):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def accumulated(step, *batch, count=2):
+    """One device's loss over the same microbatches; gradients are added."""
+    total = torch.zeros(())
+    for part in zip(*(one.chunk(count) for one in batch), strict=True):
+        loss = step(*part) / count
+        if loss.requires_grad:
+            loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def stepped(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_state(model, other):
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def trained(steps=1, make=lambda: layers(6, 6, 6, 6), **options):
+    """A model after some steps on the ranks, its step, and the same on one device."""
+    model = make()
+    other = copy.deepcopy(model)
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, **options)
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(steps):
+        step(rows(seed)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(seed))
+        stepped(mine, theirs)
+    return model, step, mine, other, theirs
+
+
+def go_on(model, step, mine, other, theirs, seed=7):
+    """A further step of the same, which must be right."""
+    loss = step(rows(seed))
+    loss.backward()
+    assert torch.equal(loss, accumulated(lambda x: other(x).square().mean(), rows(seed)))
+    stepped(mine, theirs)
+    same_state(model, other)
+
+
+def refused(call, begins):
+    try:
+        call()
+    except ValueError as error:
+        assert str(error).startswith(begins), error
+        return
+    raise AssertionError(f"was not refused with {begins!r}")
+
+
+@edge(ranks=(2,))
+def two_steps_over_one_model_train_it_together():
+    """An actor and a critic on one trunk, each with a step of its own."""
+    trunk, actor, critic = layers(6, 6, 6), layers(6, 6, 6), layers(6, 6, 6)
+    whole = nn.ModuleList([trunk, actor, critic])
+    other = copy.deepcopy(whole)
+
+    def losses(models):
+        trunk, actor, critic = models
+        return (
+            lambda x: actor(trunk(x)).square().mean(),
+            lambda x, y: F.mse_loss(critic(trunk(x)), y),
+        )
+
+    first, second = (pfeife.compile(loss, microbatches=2) for loss in losses(whole))
+    mine, theirs = sgd(whole), sgd(other)
+    for seed in range(3):
+        x, y = rows(seed), rows(seed + 10)
+        for step, alone, batch in zip((first, second), losses(other), ((x,), (x, y)), strict=True):
+            loss = step(*batch)
+            loss.backward()
+            assert torch.equal(loss, accumulated(alone, *batch))
+            stepped(mine, theirs)
+    same_state(whole, other)
+
+
+@edge(ranks=(2,))
+def a_gan():
+    """The discriminator's step reads the generator before any step has trained it; the
+    generator's step goes through the discriminator. Several stages share the discriminator's
+    weights, which it uses twice: the sum of their gradients is re-associated."""
+    maker, judge = layers(6, 6, 6), layers(6, 6, 6)
+    whole = nn.ModuleList([maker, judge])
+    other = copy.deepcopy(whole)
+
+    def losses(models):
+        maker, judge = models
+
+        def of_judge(x, noise):
+            return judge(x).mean() - judge(maker(noise).detach()).mean()
+
+        return of_judge, lambda noise: judge(maker(noise)).mean()
+
+    of_judge, of_maker = (pfeife.compile(loss, microbatches=2) for loss in losses(whole))
+    alone = losses(other)
+    mine, theirs = [[sgd(model) for model in models] for models in (whole, other)]
+    for seed in range(3):
+        x, noise = rows(seed), rows(seed + 10)
+        loss = of_judge(x, noise)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), accumulated(alone[0], x, noise))
+        stepped(mine[1], theirs[1])
+        loss = of_maker(noise)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), accumulated(alone[1], noise))
+        stepped(mine[0], theirs[0])
+        for optimizer in (mine[1], theirs[1]):
+            optimizer.zero_grad()
+    found = pfeife.full_state_dict(whole)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(found[name], value)
+
+
+@edge(ranks=(2,))
+def training_and_validation_in_steps_of_their_own():
+    model = layers(6, 6, 6, 6)
+    other = copy.deepcopy(model)
+
+    def loss_of(model):
+        return lambda x: model(x).square().mean()
+
+    train = pfeife.compile(loss_of(model), microbatches=2, stages=3)
+    validate = pfeife.compile(loss_of(model), microbatches=4, loss=0)
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(3):
+        with torch.no_grad():
+            assert torch.equal(
+                validate(rows(seed)), accumulated(loss_of(other), rows(seed), count=4)
+            )
+        loss = train(rows(seed))
+        loss.backward()
+        assert torch.equal(loss, accumulated(loss_of(other), rows(seed)))
+        stepped(mine, theirs)
+
+
+@edge(ranks=(2,))
+def the_string_spelling_compiles_again_after_training():
+    model = layers(6, 6, 6, 6)
+    other = copy.deepcopy(model)
+    step = torch.compile(
+        lambda x: model(x).square().mean(),
+        backend="pfeife",
+        options={"microbatches": 2},
+        dynamic=True,
+    )
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(4):
+        if seed == 2:
+            for one in (model, other):
+                one[0][0].bias.requires_grad_(False)
+        loss = step(rows(seed))
+        loss.backward()
+        assert torch.equal(loss, accumulated(lambda x: other(x).square().mean(), rows(seed)))
+        stepped(mine, theirs)
+    same_state(model, other)
+
+
+@edge(ranks=(2,))
+def batch_norm_is_trained_then_evaluated():
+    def make():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3)))
+
+    model, step, mine, other, theirs = trained(2, make)
+    for one in (model, other):
+        one.eval()
+    run = pfeife.compile(model, microbatches=2)
+    with torch.no_grad():
+        found = run(rows(5))
+        assert torch.equal(found, torch.cat([other(part) for part in rows(5).chunk(2)]))
+    for one in (model, other):
+        one.train()
+    go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def an_evaluation_that_calls_the_model_twice_comes_first():
+    model = layers(6, 6, 6, 6)
+    other = copy.deepcopy(model)
+    evaluate = pfeife.compile(lambda x: model(model(x)), microbatches=2)
+    train = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(3):
+        with torch.no_grad():
+            expected = torch.cat([other(other(part)) for part in rows(seed).chunk(2)])
+            assert torch.equal(evaluate(rows(seed)), expected)
+        train(rows(seed)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(seed))
+        stepped(mine, theirs)
+    same_state(model, other)
+
+
+@edge(ranks=(2,))
+def a_part_is_trained_alone():
+    """The other rank has nothing to do."""
+    model, _, mine, other, theirs = trained()
+    part = pfeife.compile(lambda x: model[0](x).square().mean(), microbatches=2, schedule="zb-h1")
+    for seed in range(2):
+        loss = part(rows(seed))
+        loss.backward()
+        assert torch.equal(loss, accumulated(lambda x: other[0](x).square().mean(), rows(seed)))
+        stepped(mine, theirs)
+    same_state(model, other)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = nn.Linear(6, 6, bias=False), layers(6, 6, 6)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+@edge(ranks=(2,))
+def a_tied_weight_is_trained_where_it_is_used_once():
+    """Both ranks that have it get the gradient of a step that uses it on one of them."""
+    model, step, mine, other, theirs = trained(1, Tied)
+    part = pfeife.compile(lambda x: model.last(x).square().mean(), microbatches=2)
+    part(rows(3)).backward()
+    accumulated(lambda x: other.last(x).square().mean(), rows(3))
+    stepped(mine, theirs)
+    loss = step(rows(4))
+    torch.testing.assert_close(  # two sums of the tied gradient are re-associated
+        loss.detach(), accumulated(lambda x: other(x).square().mean(), rows(4))
+    )
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(found[name], value)
+
+
+@edge(ranks=(2,))
+def any_schedule_takes_up_state_that_is_placed_otherwise():
+    for schedule in ("zb-v", "dualpipe-v", "search", "interleaved", "loops", "gpipe"):
+        torch._dynamo.reset()
+        model, _, mine, other, theirs = trained(stages=4, make=lambda: layers(*[6] * 6))
+        step = pfeife.compile(
+            lambda x: model(x.tanh()).square().mean(),  # noqa: B023
+            microbatches=2,
+            schedule=schedule,
+            search_seconds=0.3,
+        )
+        loss = step(rows(3))
+        loss.backward()
+        alone = accumulated(lambda x: other(x.tanh()).square().mean(), rows(3))  # noqa: B023
+        assert torch.equal(loss, alone), schedule
+        stepped(mine, theirs)
+        same_state(model, other)
+
+
+@edge("0.0.weight is trained on ranks [0] and", ranks=(2,))
+def one_operation_needs_state_of_two_ranks():
+    model, *_ = trained(make=lambda: layers(6, 6, 6))
+    step = pfeife.compile(lambda x: (x @ (model[0][0].weight + model[1][0].weight)).sum())
+    step(rows(0))
+
+
+@edge("0.0.weight is trained on 1 replicas of 2 ranks", ranks=(2,))
+def other_replicas():
+    model, *_ = trained()
+    pfeife.compile(lambda x: model(x).sum(), microbatches=2, replicas=2)(rows(0))
+
+
+@edge("state of other ranks", ranks=(2,))
+def the_model_is_run_by_hand():
+    model, *_ = trained()
+    model(rows(0))
+
+
+@edge("state of other ranks", ranks=(2,))
+def the_state_dict_of_one_rank():
+    model, *_ = trained()
+    nn.ModuleDict({"within": model}).state_dict()
+
+
+@edge("state of other ranks", ranks=(2,))
+def a_penalty_outside_of_the_step():
+    model, step, *_ = trained()
+    loss = step(rows(1)) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    assert loss.isnan()
+    loss.backward()
+
+
+@edge("a model whose parameters are trained by several ranks cannot be pickled", ranks=(2,))
+def the_model_is_pickled():
+    model, *_ = trained()
+    torch.save(model, io.BytesIO())
+
+
+@edge(ranks=(1, 2))
+def the_full_state_makes_the_model_whole():
+    """In a copy, and in the model itself, which goes on to train."""
+    model, step, mine, other, theirs = trained(2)
+    state = pfeife.full_state_dict(model)
+    again = layers(6, 6, 6, 6)
+    again.load_state_dict(state)
+    assert torch.equal(again(rows(1)), other(rows(1)))
+    model.load_state_dict(state)
+    assert torch.equal(model(rows(1)), other(rows(1)))
+    copy.deepcopy(model)(rows(1))
+    go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def a_checkpoint_is_loaded_on_all_ranks():
+    model, step, mine, other, theirs = trained(2)
+    saved = layers(6, 6, 6, 6).state_dict()
+    model.load_state_dict(saved)
+    other.load_state_dict(saved)
+    go_on(model, step, mine, other, theirs)
+    for one in (model, other):  # past autograd's count of changes
+        for name, parameter in one.named_parameters():
+            parameter.data.copy_(saved[name])
+    go_on(model, step, mine, other, theirs)
+    refused(model.state_dict, "state of other ranks")
+
+
+@edge(ranks=(2,))
+def a_checkpoint_is_loaded_on_one_rank():
+    """Refused on all, until all have loaded it."""
+    model, step, mine, other, theirs = trained(2)
+    saved = layers(6, 6, 6, 6).state_dict()
+    for load in (
+        lambda: model.load_state_dict(saved),
+        lambda: [p.data.copy_(saved[n]) for n, p in model.named_parameters()],
+    ):
+        if dist.get_rank() == 0:
+            load()
+        for _ in range(2):
+            refused(lambda: step(rows(0)), "2.0.weight has been written to on ranks [0]")
+        refused(lambda: pfeife.full_state_dict(model), "2.0.weight has been written to")
+        model.load_state_dict(saved)
+        other.load_state_dict(saved)
+        go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def a_part_of_a_checkpoint_is_loaded_on_all_ranks():
+    model, step, mine, other, theirs = trained(2)
+    saved = layers(6, 6, 6, 6)[0].state_dict()
+    for one in (model, other):
+        one[0].load_state_dict(saved)
+    go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def a_teacher_that_follows_by_a_moving_average():
+    """Its copies of what another rank trains are NaN: refused on all ranks where it is read."""
+    model, teacher = layers(6, 6, 6, 6), layers(6, 6, 6, 6)
+    for parameter in teacher.parameters():
+        parameter.requires_grad_(False)
+
+    def loss(x):
+        with torch.no_grad():
+            wanted = teacher(x)
+        return F.mse_loss(model(x), wanted)
+
+    step, optimizer = pfeife.compile(loss, microbatches=2), sgd(model)
+    step(rows(0)).backward()
+    stepped(optimizer)
+    pairs = list(zip(teacher.parameters(), model.parameters(), strict=True))
+    before = [kept.clone() for kept, _ in pairs]
+    with torch.no_grad():
+        for kept, new in pairs:
+            kept.lerp_(new, 0.1)
+    for _ in range(2):
+        refused(lambda: step(rows(1)), "")
+    state = pfeife.full_state_dict(model)
+    with torch.no_grad():
+        for (kept, _), old, new in zip(pairs, before, state.values(), strict=True):
+            kept.copy_(old.lerp(new, 0.1))
+    assert step(rows(1)).isfinite()
+
+
+@edge("torch.optim.LBFGS needs all gradients in one process", ranks=(2,))
+def lbfgs():
+    model, step, *_ = trained()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = step(rows(0))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@edge(ranks=(1, 2))
+def gradients_are_clipped_by_the_norm_of_all():
+    model, step, mine, other, theirs = trained(2)
+    for seed, kind in enumerate((2.0, float("inf"), 1.0)):
+        step(rows(seed)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(seed))
+        norm = pfeife.clip_grad_norm_(model.parameters(), 1e-3, kind)
+        expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 1e-3, kind)
+        assert torch.equal(norm, expected), kind
+        stepped(mine, theirs)
+        same_state(model, other)
+
+
+@edge("between backward() and optimizer.step() the gradients were multiplied by", ranks=(2,))
+def gradients_are_clipped_by_the_norm_of_one_rank():
+    model, step, mine, *_ = trained()
+    step(rows(0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    stepped(mine)
+    step(rows(1))
+
+
+@edge(ranks=(2,))
+def a_norm_under_the_limit_is_warned_of():
+    """The ranks' norms may be where that of all is not."""
+    model, step, mine, other, theirs = trained()
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("pfeife").addHandler(handler)
+    try:
+        step(rows(0)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(0))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        stepped(mine, theirs)
+    finally:
+        logging.getLogger("pfeife").removeHandler(handler)
+    assert any("multiplied by exactly 1" in text for text in said), said
+    go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def gradients_are_scaled_alike():
+    """A scaler, a division by hand, a limit for each value."""
+    model, step, mine, other, theirs = trained(2)
+    changes = (
+        lambda gradient: gradient.div_(3),
+        lambda gradient: gradient.clamp_(-1e-4, 1e-4),
+        lambda gradient: gradient.mul_(0.25).clamp_(-1e-4, 1e-4),
+    )
+    for seed, change in enumerate(changes):
+        step(rows(seed)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(seed))
+        for one in (model, other):
+            for parameter in one.parameters():
+                if parameter.grad is not None:
+                    change(parameter.grad)
+        stepped(mine, theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(step(rows(5))).backward()
+    accumulated(lambda x: other(x).square().mean(), rows(5))
+    scaler.step(mine)
+    scaler.update()
+    mine.zero_grad()
+    stepped(theirs)
+    go_on(model, step, mine, other, theirs)
+
+
+@edge("the optimizer has state for", ranks=(2,))
+def optimizer_state_of_another_rank():
+    _, step, mine, *_ = trained(2)
+    sent = [None, None]
+    dist.all_gather_object(sent, mine.state_dict())
+    mine.load_state_dict(sent[1 - dist.get_rank()])
+    step(rows(0)).backward()
+    mine.step()
+
+
+@edge("0.weight and 2.weight share memory, but are two tensors", ranks=(2,))
+def two_parameters_in_one_memory():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(0))
+
+
+@edge(ranks=(2,))
+def homes_outlive_a_failure():
+    model, step, mine, other, theirs = trained(2)
+    if dist.get_rank() == 1:
+        join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))
+    try:
+        step(rows(0))
+    except pfeife.PipelineError as error:
+        assert "a test" in str(error), error
+    else:
+        raise AssertionError("the failure was lost")
+    go_on(model, step, mine, other, theirs)
+    again = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, stages=3)
+    go_on(model, again, mine, other, theirs)
+
+
+class Within(nn.Module):
+    """Dynamo compiles no `forward` of torch's own modules."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@edge(ranks=(2,))
+def the_model_alone_is_compiled_again_after_training():
+    """Dynamo traces the hooks that guard its state, and makes the same graph on all ranks."""
+    for compiled in (
+        lambda model: pfeife.compile(model, microbatches=2),
+        lambda model: (
+            model.compile(
+                backend="pfeife", options={"microbatches": 2}, dynamic=True, fullgraph=True
+            )
+            or model
+        ),
+    ):
+        model = Within(layers(6, 6, 6, 6))
+        other = copy.deepcopy(model)
+        run = compiled(model)
+        mine, theirs = sgd(model), sgd(other)
+        for seed in range(3):
+            run(rows(seed)).square().mean().backward()
+            accumulated(lambda x: other(x).square().mean(), rows(seed))  # noqa: B023
+            with torch.no_grad():
+                found = run(rows(seed, 8))
+            assert torch.equal(found, torch.cat([other(part) for part in rows(seed, 8).chunk(2)]))
+            stepped(mine, theirs)
+        found = pfeife.full_state_dict(model)
+        for name, value in other.state_dict().items():
+            torch.testing.assert_close(found[name], value)  # backward is of the whole mean
