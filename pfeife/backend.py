@@ -24,7 +24,7 @@ from pfeife.progress import shown
 from pfeife.results import Key
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
-from pfeife.runtime.world import World, checksum, refusal
+from pfeife.runtime.world import World, checksum
 from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")
@@ -96,7 +96,7 @@ class Steps:
         self.backend.compiled.append(compiled)
         seed = _seed(compiled)
         if world and _draws(compiled):
-            seed = _common_seed(world, world.agreed("", "the seed of this call", seed))
+            seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
         results = run_step(compiled, options, args, seed, show)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, compiled.summary)
         return results
@@ -111,20 +111,17 @@ class Steps:
     ) -> int:
         """The seed of rank 0, once all ranks have said that they are about to do the same."""
         with world.building("the arguments of a step"):
-            refused: Exception | None = None
+            text, news, refused = "", "", None
             try:
                 text = self._said(args, compiled, options)
+                news = world.homes.news(compiled.borrowed if compiled else None, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
-                text, refused = refusal(error), error
-            try:
-                seeds = world.agreed(text, _ARGUMENTS, seed)
-            except Refusal as other:
-                raise (Refusal(str(refused)) if refused else other) from refused
-            told = world.homes.news(compiled.borrowed if compiled else None, args)
-            world.homes.agree(world, world.from_all_ranks(told))
-        return _common_seed(world, seeds)
+                refused = error
+            found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
+            world.homes.agree(world, found.notes)
+        return _common_seed(world, found.numbers)
 
     def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
         """All that a call's program and its messages depend on, a line each."""

@@ -33,7 +33,7 @@ from pfeife.progress import Progress, Shown
 from pfeife.runtime.distributed import DistributedPipeline
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local import LocalPipeline
-from pfeife.runtime.world import World, refusal
+from pfeife.runtime.world import World
 from pfeife.sched import lower, predict, split_at, splits, verify_schedule
 from pfeife.sched import plan as make_plan
 from pfeife.sched.room import rank_passes
@@ -133,7 +133,7 @@ class Builder:
             except ValueError as error:
                 refused = error
             if world:
-                world.agreed(refusal(refused) if refused else "", "the captured program", 0)
+                world.agreed("", "the captured program", refused=refused)
             if refused or captured is None:
                 raise refused or AssertionError
             phase.outcome = lambda: _counted(captured.program)

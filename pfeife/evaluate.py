@@ -24,7 +24,8 @@ class Result:
     `loss` is the sum of the microbatch losses, each divided by its divisor (for a mean their
     number), added in index order; None without a loss. `outputs` and `batch_gradients` have one
     dict a microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
-    parameters' canonical names, `buffers` are the updated ones.
+    parameters' canonical names, `buffers` are the updated ones. `overflow` says, on several ranks,
+    whether a gradient on any of them is not finite.
     """
 
     loss: torch.Tensor | None
@@ -32,6 +33,7 @@ class Result:
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     batch_gradients: tuple[dict[str, torch.Tensor], ...] = ()
+    overflow: torch.Tensor | None = None
 
 
 def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:

@@ -20,7 +20,7 @@ from pfeife.capture import dynamo_graph, plain_error
 from pfeife.graphs import MicrobatchGraph
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
-from pfeife.runtime.world import World, refusal
+from pfeife.runtime.world import World
 
 log = logging.getLogger("pfeife")
 PROGRAMS = 64  # that Dynamo may compile of one step
@@ -101,7 +101,7 @@ class _Step:
             found = plain_error(error)
             if world:
                 with contextlib.suppress(Refusal):
-                    world.agreed(refusal(found), "this call", 0)
+                    world.agreed("", "this call", refused=found)
             found.__cause__ = error if found is not error else error.__cause__
             return None, found
         finally:

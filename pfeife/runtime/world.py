@@ -255,23 +255,34 @@ class World:
     def check_agreement(self, text: str, what: str) -> None:
         """Raises Refusal on every rank unless all ranks give the same text (collective); the
         message has the first line that differs."""
-        self.agreed(text, what, 0)
+        self.agreed(text, what)
 
-    def agreed(self, text: str, what: str, number: int) -> list[int]:
-        """Every rank's number, if all ranks give the same text (collective).
+    def agreed(
+        self,
+        text: str,
+        what: str,
+        *,
+        number: int = 0,
+        note: str = "",
+        refused: Exception | None = None,
+    ) -> "Agreed":
+        """What every rank adds to a text that all of them give alike (collective).
 
-        Raises Refusal on every rank if not: the message has the first line that differs. Where a
-        text is `refusal` of an error, that is what the others' Refusal says.
+        Raises Refusal on every rank if the texts differ, with the first line that does, or if any
+        rank cannot go on: with its own words there, and on the others with the rank in front.
         """
-        digest = hashlib.sha256(_encoded(text)).digest()
-        mine = bytearray(digest + number.to_bytes(8, "little", signed=True))
-        found = self.gather(torch.frombuffer(mine, dtype=torch.uint8).to(self.device))
+        digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
+        mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
+        data = bytearray(mine + bytes([bool(note)]))
+        found = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(self.device))
         every = [bytes(one.tolist()) for one in found]
-        others = [rank for rank, one in enumerate(every) if one[:32] != every[0][:32]]
-        if others or text.startswith(_REFUSED):
-            texts = self.from_all_ranks(text)
-            raise Refusal(_disagreement(texts, what))
-        return [int.from_bytes(one[32:], "little", signed=True) for one in every]
+        if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
+            cause = f"{type(refused).__name__}: {refused}" if refused else ""
+            told = self.from_all_ranks(f"{cause}\0{text}")
+            raise Refusal(str(refused) if refused else _disagreement(told, what)) from refused
+        notes = self.from_all_ranks(note) if any(one[40] for one in every) else [""] * self.size
+        numbers = [int.from_bytes(one[32:40], "little", signed=True) for one in every]
+        return Agreed(tuple(numbers), tuple(notes))
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
@@ -323,18 +334,20 @@ def _check_length(size: int, rank: int) -> None:
         raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
 
 
-_REFUSED = "\0refused: "
+@attrs.frozen
+class Agreed:
+    """What each rank has added to what all of them agree on."""
+
+    numbers: tuple[int, ...]
+    notes: tuple[str, ...]
 
 
-def refusal(error: BaseException) -> str:
-    """What a rank gives to `World.agreed` that cannot go on."""
-    return f"{_REFUSED}{type(error).__name__}: {error}"
-
-
-def _disagreement(texts: Sequence[str], what: str) -> str:
-    for rank, text in enumerate(texts):
-        if text.startswith(_REFUSED):
-            return f"rank {rank}: {text.removeprefix(_REFUSED)}"
+def _disagreement(told: Sequence[str], what: str) -> str:
+    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and text."""
+    causes, texts = zip(*(one.split("\0", 1) for one in told), strict=True)
+    for rank, cause in enumerate(causes):
+        if cause:
+            return f"rank {rank}: {cause}"
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     here, there = _first_difference(texts[0], texts[others[0]])
     return (

@@ -1,6 +1,7 @@
 """The batch dimension: what is cut, and what is refused."""
 
 import dataclasses
+import os
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,16 +23,15 @@ def rows(count: int = 4, width: int = 8) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(1))
 
 
-def same(compiled, step, model, whole, parts):
+def same(compiled, step, model, whole, parts, expected=None):
     """One call against accumulation over the `parts`: loss and gradients, bit for bit."""
+    expected = expected or eager_accumulation(step, model, parts)
     model.zero_grad()
     loss = compiled(*whole)
     loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    expected = eager_accumulation(step, model, parts)
     assert torch.equal(loss, expected.loss), (loss, expected.loss)
-    assert found, "no gradients on this rank"
+    assert found or "RANK" in os.environ  # a rank's stages may have no parameters
     for name, gradient in found.items():
         assert torch.equal(gradient, expected.gradients[name]), name
 
@@ -273,9 +273,11 @@ def a_last_smaller_batch():
         return model(x).square().mean()
 
     compiled = pfeife.compile(step, microbatches=4)
-    for count, parts in ((8, 4), (6, 3), (4, 4), (5, 5), (1, 1), (8, 4)):
-        x = rows(count)
-        same(compiled, step, model, (x,), [(p,) for p in x.chunk(parts)])
+    cuts = ((8, 4), (6, 3), (4, 4), (5, 5), (1, 1), (8, 4))
+    parts = [[(p,) for p in rows(count).chunk(cut)] for count, cut in cuts]
+    expected = [eager_accumulation(step, model, microbatches) for microbatches in parts]
+    for (count, _), microbatches, one in zip(cuts, parts, expected, strict=True):
+        same(compiled, step, model, (rows(count),), microbatches, one)
 
 
 @edge("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
@@ -326,8 +328,9 @@ def results_of_microbatches_of_one_row():
         h = model(x)
         return h.square().mean(), h
 
+    expected = torch.cat([model(part) for part in x.chunk(4)])
     _, found = pfeife.compile(step, microbatches=4)(x)
-    assert torch.equal(found, torch.cat([model(part) for part in x.chunk(4)]))
+    assert torch.equal(found, expected)
 
 
 @edge()
