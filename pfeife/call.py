@@ -1,9 +1,9 @@
 """One call of a compiled step: from its arguments to results that autograd can use."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import attrs
@@ -53,7 +53,7 @@ class Compiled:
         count = self.schedule.microbatches * self.program.replicas
         return f"{stages} stages on {ranks} ranks, {count} microbatches{each}"
 
-    @cached_property
+    @functools.cached_property
     def leaves(self) -> tuple[Port, ...]:
         """The inputs that get gradients here: batch inputs, and parameters whose gradients this
         process makes. The hooks of those of other ranks must not run here."""
@@ -62,7 +62,15 @@ class Compiled:
         ports = self.program.ports(*STATE_ROLES, Role.BATCH)
         return tuple(port for port in ports if port.fqn in names)
 
-    @cached_property
+    @functools.cached_property
+    def carrier(self) -> Port | None:
+        """The smallest of the parameters that other ranks train, None if there are none here."""
+        mine = {port.fqn for port in self.leaves}
+        trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - mine
+        others = [port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained]
+        return min(others, key=lambda port: port.bytes, default=None)
+
+    @functools.cached_property
     def read_later(self) -> frozenset[str]:
         """The names of the input ports that a backward reads as the call has left them."""
         return read_by_backwards(self.program)
@@ -121,11 +129,14 @@ class Call:
         self.inside = bool(self.program.ports(Role.LOSS))
         self.step: Any = None
         self.result: Result | None = None
+        self.carrier: torch.Tensor | None = None
         self.divided: dict[str, list[Divisor]] = {}
 
     def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
         trains = bool(self.program.ports(Role.TANGENT))
+        if trains and self.compiled.carrier:
+            self.carrier = slots[self.compiled.carrier.name]
         later = trains and not self.inside
         tangents = _later(self.program, self.options) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
@@ -201,7 +212,10 @@ class Call:
     def backward(self) -> list[torch.Tensor | None]:
         """Runs the backwards; returns the gradients of the leaves."""
         self._run("first backward", forward=False)
-        return self.gradients(self.step.result(outputs=False))
+        result = self.step.result(outputs=False)
+        gradients = self.gradients(result)
+        _tell_overflow(self.carrier, result.overflow, gradients)
+        return gradients
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
         """The leaves' gradients; None for a leaf that is none of the step's."""
@@ -225,6 +239,23 @@ def _later(program: Program, options: Options) -> list[dict[str, torch.Tensor]]:
     return [zeros] * options.microbatches
 
 
+def _tell_overflow(
+    carrier: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Lets this rank's GradScaler see what overflowed on another rank, so that either all ranks
+    make the optimizer's step or none does: by the gradient of a parameter, the `carrier`, that this
+    rank does not train and that is NaN here. A rank without gradients of its own gets one of zeros
+    there, for a scaler wants to see one."""
+    if carrier is None or overflow is None:
+        return
+    failed = bool(overflow)
+    if failed or not any(one is not None for one in gradients):
+        given = torch.full_like(carrier, float("inf") if failed else 0.0)
+        carrier.grad = given if carrier.grad is None else carrier.grad + given
+
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -239,6 +270,7 @@ class _LossInside(torch.autograd.Function):
         results = call.forward(slots)
         assert call.result is not None
         ctx.save_for_backward(*call.gradients(call.result))
+        ctx.carrier, ctx.overflow = call.carrier, call.result.overflow
         _wire(ctx, call.compiled.captured, results)
         return results
 
@@ -255,6 +287,8 @@ class _LossInside(torch.autograd.Function):
             )
         scale = given[at]  # None where nothing of what was differentiated came from the loss
         nothing = scale is None
+        if not nothing:
+            _tell_overflow(ctx.carrier, ctx.overflow, gradients)
         return (None, None, *(None if nothing or g is None else g * scale for g in gradients))
 
 

@@ -5,7 +5,7 @@ import copy
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -317,24 +317,28 @@ class DistributedStep:
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
             # Last, since every rank waits here for all: either all have a result, or none has.
-            loss = self._loss(mine)
-            return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients)
+            loss, overflow = self._loss(mine)
+            return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients, overflow)
 
-    def _loss(self, mine: Result) -> torch.Tensor | None:
-        """The mean or sum of the replicas' losses, in their order. Every rank gives something,
-        those without a loss zero: nobody goes on before all have come."""
+    def _loss(self, mine: Result) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The mean or sum of the replicas' losses, in their order, and whether any rank has a
+        gradient that is not finite. Every rank gives something, those without a loss zero: nobody
+        goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
         ports = program.ports(Role.LOSS)
         dtype = ports[0].dtype if ports else torch.uint8
         given = torch.zeros(1, dtype=dtype, device=self.pipeline.device)
         if mine.loss is not None:
             given.copy_(mine.loss)
-        found = self.transport.world.gather(given.view(torch.uint8))
+        flag = _overflows(mine.gradients.values()).to(given.device, torch.uint8).reshape(1)
+        found = self.transport.world.gather(torch.cat([given.view(torch.uint8), flag]))
+        overflow = torch.stack([one[-1] for one in found]).any()
         if not ports:
-            return None
+            return None, overflow
         first = owner(program, ports[0])
-        whole = [one.view(dtype).reshape(ports[0].shape) for one in found[first :: mesh.ranks]]
-        return (mean if program.averages else add)(whole)
+        losses = [one[:-1].clone() for one in found[first :: mesh.ranks]]
+        whole = [one.view(dtype).reshape(ports[0].shape) for one in losses]
+        return (mean if program.averages else add)(whole), overflow
 
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role
@@ -371,6 +375,13 @@ class DistributedStep:
         for piece in pieces:
             world.broadcast(piece, source)
         return values
+
+
+def _overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Whether one of them is not finite."""
+    found = [one for one in gradients if one.is_floating_point() and one.layout == torch.strided]
+    largest = torch.nn.utils.get_total_norm(found, float("inf"))
+    return ~largest.isfinite()
 
 
 @functools.lru_cache(maxsize=64)

@@ -63,12 +63,22 @@ class Foreign:
         in turn."""
         asked = set(map(id, values))
         mine = [one for one in self.listed if id(one.tensor()) in asked]
+        for one in mine:
+            self._settle(one)
         written = [one.number for one in mine if version_of(one.tensor()) != one.version]
         self.turn = (self.turn + _PROBED) % max(1, len(mine))
         few = mine[self.turn : self.turn + _PROBED]
         if not _are_nan([one.moved().probe for one in few]):
             written += [one.number for one in mine if not _are_nan([one.moved().probe])]
         return sorted(set(written))
+
+    def _settle(self, one: _Absent) -> None:
+        """What was written to a tensor and is still NaN, as by an optimizer, is no news."""
+        tensor, probe = one.tensor(), one.moved().probe
+        if tensor is None or version_of(tensor) == one.version:
+            return
+        if probe is not None and _are_nan([probe]):
+            _fill(tensor, one)
 
     def stale(self, module: nn.Module) -> _Absent | None:
         """The first of a module's own tensors that is absent here; None if there is none, or
@@ -149,7 +159,7 @@ class Guard:
             )
 
     def running(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         one = self.foreign.stale(module)
         if one is not None:

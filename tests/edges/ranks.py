@@ -156,3 +156,77 @@ def another_seed_on_a_rank():
         logging.getLogger("pfeife").removeHandler(handler)
     said = [r for r in records if "seed every rank alike" in r.getMessage()]
     assert len(said) == 1, [r.getMessage() for r in records]
+
+
+class Overflows(nn.Module):
+    """The gradient of its first layer overflows where the batch says so, that of the last not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, factor):
+        h = self.first(x)
+        return (self.last(h.detach()).square().mean(1) + (h * factor).square().mean(1)).mean()
+
+
+def scaled(step, model, factors):
+    """Losses and scales of a loop with GradScaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    found = []
+    for seed, factor in enumerate(factors):
+        found.append(step(rows(seed), torch.full((4, 1), factor), scaler))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found[-1] = (found[-1], scaler.get_scale())
+    return found
+
+
+def accumulated(model):
+    def step(x, factor, scaler):
+        total = torch.zeros(())
+        for part in zip(x.chunk(2), factor.chunk(2), strict=True):
+            loss = model(*part) / 2
+            scaler.scale(loss).backward()
+            total = total + loss.detach()
+        return total
+
+    return step
+
+
+@edge(ranks=(1, 2))
+def a_gradient_that_overflows_on_one_rank():
+    """No rank makes that step, and the scale goes down on all."""
+    model, reference = Overflows(), Overflows()
+    factors = [1.0, 1e30, 1.0, 1e30, 1.0]
+    expected = scaled(accumulated(reference), reference, factors)
+    cuts = {"split_at": {"last": "begin"}} if "RANK" in os.environ else {"stages": 2}
+    compiled = pfeife.compile(lambda x, factor: model(x, factor), microbatches=2, **cuts)
+
+    def step(x, factor, scaler):
+        loss = compiled(x, factor)
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    found = scaled(step, model, factors)
+    for index, ((loss, scale), (one, other)) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(loss, one) and scale == other, (index, loss, one, scale, other)
+
+
+@edge(ranks=(1, 2))
+def a_scaler_on_a_rank_without_parameters():
+    model = net()
+    cuts = {"split_at": {"2": "end"}} if "RANK" in os.environ else {}
+    compiled = pfeife.compile(lambda x: model(x).exp().sin().mean(), microbatches=2, **cuts)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        scaler.scale(compiled(rows())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    trained = [p for p in model.parameters() if p.isfinite().all()]
+    assert RANK == 0 or not trained, "this rank has no parameters"
