@@ -52,6 +52,14 @@ class Inputs:
     roots: dict[str, str]
     modules: weakref.WeakSet[nn.Module]
 
+    @property
+    def mode(self) -> str:
+        """Whether the modules train, as a person would say it."""
+        found = {module.training for module in self.modules}
+        if False not in found:
+            return "in training"
+        return "partly in training" if True in found else "in evaluation"
+
 
 def describe(
     module: fx.GraphModule,

@@ -126,10 +126,11 @@ class Steps:
     def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
         """All that a call's program and its messages depend on, a line each."""
         gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
         lines = [
             *self.backend.alike,
             f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
-            f"program {compiled.digest}" if compiled else "a program that is not built yet",
+            f"{built}, {self.graph.inputs.mode}",
         ]
         arguments, dims = self.graph.inputs.arguments, self.graph.dims
         for argument, dim, value in zip(arguments, dims, args, strict=True):

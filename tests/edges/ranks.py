@@ -114,9 +114,8 @@ def a_mode_on_one_rank_whose_program_is_not_built():
     try:
         step(rows())
     except ValueError as error:
-        assert "rank 1 has 'a program that is not built yet' where rank 0 has 'program " in str(
-            error
-        )
+        new = "a program that is not built yet, in evaluation"
+        assert f"rank 1 has '{new}' where rank 0 has 'program " in str(error), error
     else:
         raise AssertionError("ranks ran different programs")
 
