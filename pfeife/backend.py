@@ -78,7 +78,9 @@ class Steps:
         """
         options = options or self.backend.options
         world = join_world(self._device(args), options.timeout)
-        builder = attrs.evolve(self.backend.builder, options=options)
+        builder = self.backend.builder
+        if options is not self.backend.options:
+            builder = attrs.evolve(builder, options=options)
         key = (options.microbatches, *self.graph.key(args))
         compiled = self.known.get(key)
         if world and compiled and builder.outdated(compiled, args, world):

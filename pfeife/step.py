@@ -118,7 +118,9 @@ class _Step:
             call = self.call
             assert call is not None
             self.reached = True
-            options = attrs.evolve(self.backend.options, microbatches=call.microbatches)
+            options = self.backend.options
+            if call.microbatches != options.microbatches:  # of a smaller batch
+                options = attrs.evolve(options, microbatches=call.microbatches)
             return steps([call.whole(value) for value in args], options)
 
         return run
