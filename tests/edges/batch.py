@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -318,6 +319,128 @@ def an_argument_among_the_results():
     model, x = net(), rows()
     _, found = pfeife.compile(lambda x: (model(x).square().mean(), x), microbatches=2)(x)
     assert found is x
+
+
+class Kept:
+    def __init__(self, loss, x):
+        self.loss, self.x = loss, x
+
+
+@edge()
+def an_argument_in_an_object_that_is_returned():
+    model, x = net(), rows()
+    found = pfeife.compile(lambda x: Kept(model(x).square().mean(), x), microbatches=2)(x)
+    assert torch.equal(found.x, x)
+
+
+@edge()
+def an_argument_that_the_step_keeps():
+    model, x, seen = net(), rows(), []
+
+    def step(x):
+        model.last = x
+        seen.append(x)
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(x)
+    assert torch.equal(seen[0], x)
+    assert torch.equal(model.last, x)
+
+
+@dataclasses.dataclass
+class Counted:
+    loss: torch.Tensor
+    count: int
+
+
+@edge("the step returns the number 2, which Python has computed of one microbatch")
+def a_number_in_a_dataclass_among_the_results():
+    model = net()
+    pfeife.compile(lambda x: Counted(model(x).square().mean(), x.shape[0]), microbatches=2)(rows())
+
+
+@edge()
+def numbers_among_the_results_of_one_microbatch():
+    model = net()
+    step = pfeife.compile(lambda x: (model(x).square().mean(), x.shape[0]), microbatches=1)
+    assert [step(rows(count))[1] for count in (4, 6)] == [4, 6]
+
+
+@edge("in_dims: x has '0', which is no number of a dimension or None")
+def in_dims_of_another_kind():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims={"x": "0"})(rows())
+
+
+@edge("in_dims: x, a tensor of 2 dimensions, has no dimension 2")
+def in_dims_beyond_the_dimensions():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims=2)(rows())
+
+
+@edge()
+def in_dims_from_the_end():
+    model = net()
+
+    def step(x):
+        return model(x.t()).square().mean()
+
+    parts = [(part.t(),) for part in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2, in_dims=-1), step, model, (rows().t(),), parts)
+
+
+@edge("args.0.x is a tensor inside of an argument that Pfeife does not look into")
+def a_batch_in_a_mapping_that_cannot_be_written_to():
+    model = net()
+    step = pfeife.compile(lambda batch: model(batch["x"]).square().mean(), microbatches=2)
+    step(types.MappingProxyType({"x": rows()}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    x: torch.Tensor
+
+
+@edge()
+def a_batch_in_a_frozen_dataclass():
+    model = net()
+
+    def step(batch):
+        return model(batch.x).square().mean()
+
+    parts = [(Fixed(part),) for part in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2), step, model, (Fixed(rows()),), parts)
+
+
+@edge("input x is a sparse_coo tensor, which has no rows of equal size to cut")
+def a_sparse_batch():
+    model = net()
+    pfeife.compile(lambda x: model(x).mean(), microbatches=2)(rows().to_sparse())
+
+
+@edge()
+def the_same_tensor_twice():
+    """Dynamo takes it for one, and another call has two."""
+    model, x, y = net(), rows(), rows().flip(0)
+
+    def step(x, y):
+        return F.mse_loss(model(x), y)
+
+    compiled = pfeife.compile(step, microbatches=2)
+    for whole in ((x, x), (x, y), (x, x)):
+        parts = list(zip(*(one.chunk(2) for one in whole), strict=True))
+        same(compiled, step, model, whole, parts)
+
+
+@edge(ranks=(1, 2))
+def arguments_in_a_star():
+    model, x = net(), rows()
+
+    def step(*given):
+        return F.mse_loss(model(given[0]) + given[1][:1], given[0])
+
+    compiled = pfeife.compile(step, microbatches=2, in_dims={"given.1": None})
+    same(compiled, step, model, (x, rows(64)), [(part, rows(64)) for part in x.chunk(2)])
 
 
 @edge(ranks=(1, 2))
