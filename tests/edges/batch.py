@@ -1,17 +1,21 @@
 """The batch dimension: what is cut, and what is refused."""
 
+import copy
 import dataclasses
 import os
 import types
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import pfeife
 from edges import edge
+from pfeife.graphs import MicrobatchGraph
 from pfeife.testing import eager_accumulation
 
 
@@ -200,6 +204,76 @@ def a_sequence_first_with_the_named_backend():
     torch.compile(
         lambda x: model(x).square().mean(), backend="pfeife", options=options, dynamic=True
     )(x)
+
+
+def _pairs_by_name(step):
+    """Cuts along a sequence, which comes first here, and would be right for no row."""
+    options = {"microbatches": 2}
+    try:
+        torch.compile(step, backend="pfeife", options=options, dynamic=True)(rows(6))
+    except ValueError as error:
+        assert str(error).startswith(f'File "{__file__}", line '), error
+        assert "computes something for every pair of rows of dimension 0" in str(error), error
+    else:
+        raise AssertionError("cut along the sequence")
+
+
+@edge()
+def scores_of_all_pairs_with_the_named_backend():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return ((h @ h.t()).softmax(-1) @ h).square().mean()
+
+    _pairs_by_name(step)
+
+
+@edge()
+def attention_among_rows_with_the_named_backend():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return F.scaled_dot_product_attention(h, h, h).square().mean()
+
+    _pairs_by_name(step)
+
+
+@edge("the captured program computes another loss than the step on the first microbatch")
+def a_program_that_is_not_the_step():
+    """As a defect of the capturing would make it: another function of the activations."""
+    model = net()
+    capture = MicrobatchGraph.captured
+
+    class Wrong(MicrobatchGraph):
+        def captured(self, args, options):
+            found = capture(self, args, options)
+            module = copy.deepcopy(found.program.module)
+            for node in module.graph.nodes:
+                if node.target is torch.ops.aten.relu.default:
+                    node.target = torch.ops.aten.sigmoid.default
+            return attrs.evolve(found, program=attrs.evolve(found.program, module=module))
+
+    with mock.patch("pfeife.step.MicrobatchGraph", Wrong):
+        pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows())
+
+
+@edge()
+def statistics_of_a_microbatch_with_the_named_backend():
+    """Rows depend on one another by them, as in eager accumulation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def step(x):
+        return model(x).square().mean()
+
+    parts = rows(6).chunk(2)
+    expected = sum(copy.deepcopy(model)(part).square().mean() for part in parts) / 2
+    options = {"microbatches": 2}
+    found = torch.compile(step, backend="pfeife", options=options, dynamic=True)(rows(6))
+    assert torch.equal(found, expected)
+    assert model[1].num_batches_tracked == 2
 
 
 @dataclasses.dataclass

@@ -156,3 +156,29 @@ def another_seed_on_a_rank():
         logging.getLogger("pfeife").removeHandler(handler)
     said = [r for r in records if "seed every rank alike" in r.getMessage()]
     assert len(said) == 1, [r.getMessage() for r in records]
+
+
+@edge(ranks=(2,))
+def another_seed_at_the_first_call():
+    model = nn.Sequential(*net(), nn.Dropout(0.5))
+    torch.manual_seed(5)
+    alone = compiled(model)(rows())
+    torch.manual_seed(5 + RANK)
+    assert torch.equal(compiled(model)(rows()), alone)
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'the step "
+    "another_step_on_a_rank.<locals>.validate in",
+    ranks=(2,),
+)
+def another_step_on_a_rank():
+    model = net()
+
+    def train(x):
+        return model(x).square().mean()
+
+    def validate(x):
+        return model(x).abs().mean()
+
+    pfeife.compile(validate if RANK else train, microbatches=2)(rows())
