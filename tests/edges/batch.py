@@ -355,6 +355,19 @@ def a_last_smaller_batch():
         same(compiled, step, model, (rows(count),), microbatches, one)
 
 
+@edge()
+def a_last_smaller_batch_of_two_replicas():
+    """Six microbatches of a row: three of two rows would leave one replica with fewer."""
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=4, replicas=2)
+    for count in (8, 6):
+        torch.testing.assert_close(compiled(rows(count)), step(rows(count)))
+
+
 @edge("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
 def a_last_smaller_batch_that_is_not_to_fit():
     model = net()
@@ -363,6 +376,14 @@ def a_last_smaller_batch_that_is_not_to_fit():
     )
     step(rows(8))
     step(rows(6))
+
+
+@edge("microbatch: a batch of 10 rows does not divide into 4 microbatches; pass microbatches=2")
+def a_larger_batch_that_does_not_divide():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    step(rows(8))
+    step(rows(10))
 
 
 @edge()
@@ -494,15 +515,15 @@ def a_sparse_batch():
 
 @edge()
 def the_same_tensor_twice():
-    """Dynamo takes it for one, and another call has two."""
     model, x, y = net(), rows(), rows().flip(0)
 
     def step(x, y):
-        return F.mse_loss(model(x), y)
+        return F.mse_loss(model(x), y if y is not x else y * 2)
 
     compiled = pfeife.compile(step, microbatches=2)
-    for whole in ((x, x), (x, y), (x, x)):
-        parts = list(zip(*(one.chunk(2) for one in whole), strict=True))
+    alone = [(part, part) for part in x.chunk(2)]
+    pairs = list(zip(x.chunk(2), y.chunk(2), strict=True))
+    for whole, parts in (((x, x), alone), ((x, y), pairs), ((x, x), alone)):
         same(compiled, step, model, whole, parts)
 
 
