@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import attrs
@@ -48,6 +48,12 @@ class Arguments:
         """The caller's own tensor for one of the first microbatch; other values as they are."""
         index = self.places.get(id(value)) if isinstance(value, torch.Tensor) else None
         return value if index is None else self.leaves[index].whole
+
+    def widen(self) -> None:
+        """Gives the whole values to who has kept a tensor of the first microbatch: an object that
+        the step returns, or a list or an attribute of the step's own."""
+        for leaf in self.leaves:
+            leaf.first.data = leaf.whole
 
     def grown(self, times: int) -> tuple["Leaf", ...]:
         """The leaves of a first microbatch that has so many times as many rows."""
@@ -187,7 +193,9 @@ def _is_cut(value: Any) -> bool:
     return _is_tensor(value) and value.dim() > 0
 
 
-def _dim(name: str, value: torch.Tensor, dim: int) -> int:
+def _dim(name: str, value: torch.Tensor, dim: Any) -> int:
+    if type(dim) is not int:
+        raise ValueError(f"in_dims: {name} has {dim!r}, which is no number of a dimension or None")
     if not -value.dim() <= dim < value.dim():
         raise ValueError(
             f"in_dims: {name}, a tensor of {value.dim()} dimensions, has no dimension {dim}"
@@ -231,7 +239,7 @@ def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int
     makers: list[tuple[int, Made | None]] = []
     for (keys, leaf), dim in zip(pairs, each, strict=True):
         path = tuple(_key(key) for key in keys)
-        fields = _fields(leaf)
+        fields = fields_of(leaf)
         if fields is None:
             found.append((path, leaf, dim))
             makers.append((1, None))
@@ -255,9 +263,10 @@ def _key(key: Any) -> str:
     return str(key)
 
 
-def _fields(leaf: Any) -> dict[str, Any] | None:
-    """What is inside of a mapping or a dataclass, None for anything else."""
-    if isinstance(leaf, Mapping):
+def fields_of(leaf: Any) -> dict[str, Any] | None:
+    """What is inside of a mapping or a dataclass, None for anything else; a mapping that cannot be
+    written to could not be made anew of microbatches."""
+    if isinstance(leaf, MutableMapping):
         return {str(name): leaf[name] for name in leaf}
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}

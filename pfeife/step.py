@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.arguments import Given, Inputs, describe
 from pfeife.backend import Backend, Steps, backend
-from pfeife.batch import Arguments, Cutter, Leaf
+from pfeife.batch import Arguments, Cutter, Leaf, fields_of
 from pfeife.capture import dynamo_graph, plain_error
 from pfeife.graphs import MicrobatchGraph
 from pfeife.runtime.failure import PipelineError, Refusal
@@ -137,12 +137,13 @@ class _Step:
     def _checked(self, call: Arguments, result: Any) -> Any:
         """The result with the caller's own tensors in place of their first microbatches. Raises
         ValueError for numbers that Python has computed of one microbatch."""
-        numbers = [leaf for leaf in pytree.tree_leaves(result) if type(leaf) in (int, float)]
-        if numbers and call.microbatches > 1:
+        numbers = list(_numbers(result)) if call.microbatches > 1 else []
+        if numbers:
             raise ValueError(
                 f"the step returns the number {numbers[0]!r}, which Python has computed of one "
                 "microbatch; return tensors only"
             )
+        call.widen()
         return pytree.tree_map(call.whole, result)
 
     def _device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -153,6 +154,15 @@ class _Step:
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _numbers(result: Any) -> Iterator[int | float]:
+    for leaf in pytree.tree_leaves(result):
+        fields = fields_of(leaf)
+        if fields is not None:
+            yield from _numbers(fields)
+        elif type(leaf) in (int, float):
+            yield leaf
 
 
 def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:

@@ -1,16 +1,21 @@
 """The batch dimension: what is cut, and what is refused."""
 
+import copy
 import dataclasses
 import os
+import types
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import pfeife
 from edges import edge
+from pfeife.graphs import MicrobatchGraph
 from pfeife.testing import eager_accumulation
 
 
@@ -201,6 +206,76 @@ def a_sequence_first_with_the_named_backend():
     )(x)
 
 
+def _pairs_by_name(step):
+    """Cuts along a sequence, which comes first here, and would be right for no row."""
+    options = {"microbatches": 2}
+    try:
+        torch.compile(step, backend="pfeife", options=options, dynamic=True)(rows(6))
+    except ValueError as error:
+        assert str(error).startswith(f'File "{__file__}", line '), error
+        assert "computes something for every pair of rows of dimension 0" in str(error), error
+    else:
+        raise AssertionError("cut along the sequence")
+
+
+@edge()
+def scores_of_all_pairs_with_the_named_backend():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return ((h @ h.t()).softmax(-1) @ h).square().mean()
+
+    _pairs_by_name(step)
+
+
+@edge()
+def attention_among_rows_with_the_named_backend():
+    model = net()
+
+    def step(x):
+        h = model(x)
+        return F.scaled_dot_product_attention(h, h, h).square().mean()
+
+    _pairs_by_name(step)
+
+
+@edge("the captured program computes another loss than the step on the first microbatch")
+def a_program_that_is_not_the_step():
+    """As a defect of the capturing would make it: another function of the activations."""
+    model = net()
+    capture = MicrobatchGraph.captured
+
+    class Wrong(MicrobatchGraph):
+        def captured(self, args, options):
+            found = capture(self, args, options)
+            module = copy.deepcopy(found.program.module)
+            for node in module.graph.nodes:
+                if node.target is torch.ops.aten.relu.default:
+                    node.target = torch.ops.aten.sigmoid.default
+            return attrs.evolve(found, program=attrs.evolve(found.program, module=module))
+
+    with mock.patch("pfeife.step.MicrobatchGraph", Wrong):
+        pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows())
+
+
+@edge()
+def statistics_of_a_microbatch_with_the_named_backend():
+    """Rows depend on one another by them, as in eager accumulation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def step(x):
+        return model(x).square().mean()
+
+    parts = rows(6).chunk(2)
+    expected = sum(copy.deepcopy(model)(part).square().mean() for part in parts) / 2
+    options = {"microbatches": 2}
+    found = torch.compile(step, backend="pfeife", options=options, dynamic=True)(rows(6))
+    assert torch.equal(found, expected)
+    assert model[1].num_batches_tracked == 2
+
+
 @dataclasses.dataclass
 class Pair:
     x: torch.Tensor
@@ -280,6 +355,19 @@ def a_last_smaller_batch():
         same(compiled, step, model, (rows(count),), microbatches, one)
 
 
+@edge()
+def a_last_smaller_batch_of_two_replicas():
+    """Six microbatches of a row: three of two rows would leave one replica with fewer."""
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=4, replicas=2)
+    for count in (8, 6):
+        torch.testing.assert_close(compiled(rows(count)), step(rows(count)))
+
+
 @edge("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
 def a_last_smaller_batch_that_is_not_to_fit():
     model = net()
@@ -288,6 +376,14 @@ def a_last_smaller_batch_that_is_not_to_fit():
     )
     step(rows(8))
     step(rows(6))
+
+
+@edge("microbatch: a batch of 10 rows does not divide into 4 microbatches; pass microbatches=2")
+def a_larger_batch_that_does_not_divide():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
+    step(rows(8))
+    step(rows(10))
 
 
 @edge()
@@ -318,6 +414,128 @@ def an_argument_among_the_results():
     model, x = net(), rows()
     _, found = pfeife.compile(lambda x: (model(x).square().mean(), x), microbatches=2)(x)
     assert found is x
+
+
+class Kept:
+    def __init__(self, loss, x):
+        self.loss, self.x = loss, x
+
+
+@edge()
+def an_argument_in_an_object_that_is_returned():
+    model, x = net(), rows()
+    found = pfeife.compile(lambda x: Kept(model(x).square().mean(), x), microbatches=2)(x)
+    assert torch.equal(found.x, x)
+
+
+@edge()
+def an_argument_that_the_step_keeps():
+    model, x, seen = net(), rows(), []
+
+    def step(x):
+        model.last = x
+        seen.append(x)
+        return model(x).square().mean()
+
+    pfeife.compile(step, microbatches=2)(x)
+    assert torch.equal(seen[0], x)
+    assert torch.equal(model.last, x)
+
+
+@dataclasses.dataclass
+class Counted:
+    loss: torch.Tensor
+    count: int
+
+
+@edge("the step returns the number 2, which Python has computed of one microbatch")
+def a_number_in_a_dataclass_among_the_results():
+    model = net()
+    pfeife.compile(lambda x: Counted(model(x).square().mean(), x.shape[0]), microbatches=2)(rows())
+
+
+@edge()
+def numbers_among_the_results_of_one_microbatch():
+    model = net()
+    step = pfeife.compile(lambda x: (model(x).square().mean(), x.shape[0]), microbatches=1)
+    assert [step(rows(count))[1] for count in (4, 6)] == [4, 6]
+
+
+@edge("in_dims: x has '0', which is no number of a dimension or None")
+def in_dims_of_another_kind():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims={"x": "0"})(rows())
+
+
+@edge("in_dims: x, a tensor of 2 dimensions, has no dimension 2")
+def in_dims_beyond_the_dimensions():
+    model = net()
+    pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims=2)(rows())
+
+
+@edge()
+def in_dims_from_the_end():
+    model = net()
+
+    def step(x):
+        return model(x.t()).square().mean()
+
+    parts = [(part.t(),) for part in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2, in_dims=-1), step, model, (rows().t(),), parts)
+
+
+@edge("args.0.x is a tensor inside of an argument that Pfeife does not look into")
+def a_batch_in_a_mapping_that_cannot_be_written_to():
+    model = net()
+    step = pfeife.compile(lambda batch: model(batch["x"]).square().mean(), microbatches=2)
+    step(types.MappingProxyType({"x": rows()}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    x: torch.Tensor
+
+
+@edge()
+def a_batch_in_a_frozen_dataclass():
+    model = net()
+
+    def step(batch):
+        return model(batch.x).square().mean()
+
+    parts = [(Fixed(part),) for part in rows().chunk(2)]
+    same(pfeife.compile(step, microbatches=2), step, model, (Fixed(rows()),), parts)
+
+
+@edge("input x is a sparse_coo tensor, which has no rows of equal size to cut")
+def a_sparse_batch():
+    model = net()
+    pfeife.compile(lambda x: model(x).mean(), microbatches=2)(rows().to_sparse())
+
+
+@edge()
+def the_same_tensor_twice():
+    model, x, y = net(), rows(), rows().flip(0)
+
+    def step(x, y):
+        return F.mse_loss(model(x), y if y is not x else y * 2)
+
+    compiled = pfeife.compile(step, microbatches=2)
+    alone = [(part, part) for part in x.chunk(2)]
+    pairs = list(zip(x.chunk(2), y.chunk(2), strict=True))
+    for whole, parts in (((x, x), alone), ((x, y), pairs), ((x, x), alone)):
+        same(compiled, step, model, whole, parts)
+
+
+@edge(ranks=(1, 2))
+def arguments_in_a_star():
+    model, x = net(), rows()
+
+    def step(*given):
+        return F.mse_loss(model(given[0]) + given[1][:1], given[0])
+
+    compiled = pfeife.compile(step, microbatches=2, in_dims={"given.1": None})
+    same(compiled, step, model, (x, rows(64)), [(part, rows(64)) for part in x.chunk(2)])
 
 
 @edge(ranks=(1, 2))

@@ -136,6 +136,32 @@ def torch_is_turned_off():
         step(rows())
 
 
+@edge("the call of torch_is_turned_off_later.<locals>.<lambda> has not reached Pfeife")
+def torch_is_turned_off_later():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+    step(rows())
+    with torch.compiler.set_stance("force_eager"):
+        step(rows())
+
+
+@edge("the step could not be captured as one graph: it raises RuntimeError('of 2 rows')")
+def an_error_that_the_step_raises():
+    model = net()
+
+    def step(x, wrong):
+        if wrong:
+            raise RuntimeError(f"of {x.shape[0]} rows")
+        return model(x).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=2)
+    first = compiled(rows(), False)
+    try:
+        compiled(rows(), True)
+    finally:
+        assert torch.equal(compiled(rows(), False), first)
+
+
 @edge("torch.compile has broken the step into several graphs")
 def two_graphs_in_one_call_with_dynamic():
     model = net()

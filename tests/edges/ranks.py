@@ -229,3 +229,29 @@ def a_scaler_on_a_rank_without_parameters():
         optimizer.zero_grad()
     trained = [p for p in model.parameters() if p.isfinite().all()]
     assert RANK == 0 or not trained, "this rank has no parameters"
+
+
+@edge(ranks=(2,))
+def another_seed_at_the_first_call():
+    model = nn.Sequential(*net(), nn.Dropout(0.5))
+    torch.manual_seed(5)
+    alone = compiled(model)(rows())
+    torch.manual_seed(5 + RANK)
+    assert torch.equal(compiled(model)(rows()), alone)
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'the step "
+    "another_step_on_a_rank.<locals>.validate in",
+    ranks=(2,),
+)
+def another_step_on_a_rank():
+    model = net()
+
+    def train(x):
+        return model(x).square().mean()
+
+    def validate(x):
+        return model(x).abs().mean()
+
+    pfeife.compile(validate if RANK else train, microbatches=2)(rows())
