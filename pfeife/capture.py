@@ -157,6 +157,9 @@ class _Enough(Exception):
     """Ends Dynamo's compilation once its graph has been read, so that nothing is run."""
 
 
+_RAISED = "Developer debug context: raised exception "  # by the step's own Python
+
+
 def plain_error(error: Exception) -> Exception:
     """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
     the line of the user's code."""
@@ -171,7 +174,8 @@ def plain_error(error: Exception) -> Exception:
     places = [line for line in lines if line.startswith('File "')]
     where = f" ({places[-1]})" if places else ""
     why = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
-    reason = " ".join([f"{lines[0]}.", *why[:1]])
+    raised = [line.partition(_RAISED)[2] for line in lines if _RAISED in line]
+    reason = " ".join([f"{lines[0]}.", *([f"The step raised {raised[0]}"] if raised else why[:1])])
     return ValueError(f"the step could not be captured as one graph: {reason}{where}")
 
 
