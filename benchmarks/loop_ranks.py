@@ -43,6 +43,7 @@ DOCUMENTED = (
     ("no loss", "ValueError", "loss=.*is no differentiable scalar"),
     ("ranks differ", "ValueError", "the arguments of this call: ranks"),
     ("ranks differ", "ValueError", "the program: ranks"),
+    ("ranks differ", "ValueError", r"the gradient of \w+ is another one on rank \d+ than on"),
     ("ranks differ", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all ranks\."),
     ("loaded on one rank", "ValueError", r"[\w.]+ has been written to on ranks"),
     ("clipped by rank", "ValueError", "between backward.. and optimizer.step.. the gradients"),
