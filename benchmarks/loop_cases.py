@@ -10,7 +10,7 @@ from torch import nn
 WIDTH = 4  # of the batch and of what a net returns
 COMMON = (
     *("train", "accumulate", "eval", "load", "freeze", "rows", "second model", "second step"),
-    *("raise", "scale", "mode", "in place", "kept", "retained"),
+    *("raise", "scale", "mode", "in place", "kept", "retained", "save all", "clip all"),
 )
 # What may be refused, and so ends a loop early: on ranks all that reads others' parameters.
 RARE = ("save", "last", "clip", "twice", "by hand", "penalty")
@@ -74,9 +74,9 @@ def drawn(seed: int, index: int, ranks: int) -> Loop:
 
 
 def _action(draw: random.Random, ranks: int) -> Action:
-    if ranks > 1 and draw.random() < 0.3:
+    if ranks > 1 and draw.random() < 0.12:
         return Action(draw.choice(ON_ONE), draw.randrange(8), draw.randrange(ranks))
-    return Action(draw.choice(COMMON * 2 + RARE), draw.randrange(8))
+    return Action(draw.choice(COMMON * 2 * ranks + RARE), draw.randrange(8))
 
 
 def smaller(loop: Loop) -> Iterator[Loop]:

@@ -30,21 +30,29 @@ import pfeife
 SILENCE = 10.0  # `timeout` of the compiled steps
 LEFT = 3  # the exit code of a rank that the others do not meet
 DEATH = 6  # seconds after which a rank that has stopped ends, as its script would
+ONE_GRAPH = "the step could not be captured as one graph: "
 # The errors that may end a loop: a word for it, the class, how the message begins (a pattern).
+# What stops one rank stops the others with the same words, after the number of that rank.
 DOCUMENTED = (
     ("its own exception", "KeyError", ".*the step's own"),
+    ("its own exception", "ValueError", f"{ONE_GRAPH}Observed exception.*the step's own"),
+    ("one row", "ValueError", f"{ONE_GRAPH}.*Expected more than 1 value per channel"),
     ("a rank failed", "PipelineError", ""),
-    ("refused", "ValueError", r"\d+ stages, but the program has only"),
-    ("refused", "ValueError", "microbatch: "),
-    ("refused", "ValueError", r"loss=.*is no differentiable scalar"),
-    ("refused", "ValueError", r"result \d+ of the step .* has no batch dimension"),
-    ("refused", "ValueError", "the arguments of this call: ranks"),
-    ("refused", "ValueError", "the captured program: ranks"),
-    ("refused", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all"),
-    ("refused", "ValueError", r"cluster \d+ needs .* which no stage from \d+ on holds"),
+    ("too few clusters", "ValueError", r"\d+ stages, but the program has only"),
+    ("microbatches", "ValueError", r"microbatch: a batch of \d+ rows does not divide into"),
+    ("no loss", "ValueError", "loss=.*is no differentiable scalar"),
+    ("ranks differ", "ValueError", "the arguments of this call: ranks"),
+    ("ranks differ", "ValueError", "the program: ranks"),
+    ("ranks differ", "ValueError", r"the gradient of \w+ is another one on rank \d+ than on"),
+    ("ranks differ", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all ranks\."),
+    ("loaded on one rank", "ValueError", r"[\w.]+ has been written to on ranks"),
+    ("clipped by rank", "ValueError", "between backward.. and optimizer.step.. the gradients"),
+    ("state of others", "ValueError", r"state of other ranks: .*full_state_dict\(model\)"),
+    ("state of others", "ValueError", "state of other ranks: .*Compute that inside of the step"),
     ("second backward", "RuntimeError", "backward ran a second time|Trying to backward through"),
-    ("changed in place", "RuntimeError", "one of the variables needed|.* was changed in place"),
+    ("changed in place", "RuntimeError", "one of the variables needed"),
 )
+OF_A_RANK = r"rank \d+: (\w+): "
 
 
 class Difference(Exception):
@@ -144,25 +152,30 @@ class Ours(Side):
 
 
 class Eager(Side):
-    """The plain loop; where the rows do not divide, as many parts as `like` was made of."""
+    """The plain loop, over as many microbatches as the compiled one is to take."""
 
-    like: torch.Tensor | None = None
+    def __init__(self, loop: Loop):
+        super().__init__(loop)
+        self.most: dict[int, int] = {}  # rows of a microbatch of each step so far
 
     def call(self, which: int, x, t, **more) -> EagerLoss:
-        model, count = self.models[which // 2], self.loop.microbatches
+        model, many = self.models[which // 2], self.count(which, len(x))
         step = step_of(model, self.switch)
         if self.switch.explode:
             step(x, t)
-        counts = [m for m in range(count, 0, -1) if len(x) % m == 0]
-        before = [b.clone() for b in model.buffers()]
-        for many in counts:
-            for buffer, old in zip(model.buffers(), before, strict=True):
-                buffer.data.copy_(old)
-            found = self._once(model, step, many, x.clone(), t.clone(), more)
-            if len(x) % count == 0 or self.like is None or same(found.value, self.like):
-                break
+        found = self._once(model, step, many, x.clone(), t.clone(), more)
         self.noted(found.value)
         return found
+
+    def count(self, which: int, rows: int) -> int:
+        """Into how many microbatches a batch is cut: a smaller one that does not divide into as
+        many as keep their rows at most those of the largest so far."""
+        many = self.loop.microbatches
+        if rows % many:
+            most = self.most[which]
+            many = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
+        self.most[which] = max(self.most.get(which, 0), rows // many)
+        return many
 
     def _once(self, model, step, many, x, t, more) -> EagerLoss:
         own = list(model.parameters())
@@ -227,8 +240,8 @@ class Player:
             self.freeze(value) if mine else None
         elif name == "seed":
             torch.manual_seed(value) if mine else None
-        elif name == "save":
-            self.save()
+        elif name in ("save", "save all"):
+            self.save(whole=name == "save all")
         elif name == "raise":
             self.explode(mine, action.rank is not None)
         elif name == "by hand":
@@ -251,7 +264,8 @@ class Player:
             "last": {"rows": loop.rows - 1 - (value % 2 if loop.microbatches > 2 else 0)},
             "second model": {"which": 2},
             "second step": {"which": 1},
-            "clip": {"clip": True},
+            "clip": {"clip": nn.utils.clip_grad_norm_},
+            "clip all": {"clip": pfeife.clip_grad_norm_},
             "scale": {"scale": 0.5 + value / 4} if mine else {},
             "mode": {"mode": "abs"} if mine else {},
             "in place": {"change": True},
@@ -269,7 +283,6 @@ class Player:
         for number in range(first, first + calls):
             data = batch(self.loop, number, rows or self.loop.rows)
             self.one_call(self.ours, data, **how)
-            self.eager.like = self.ours.losses[-1]
             try:
                 self.one_call(self.eager, data, **how)
             except Exception as error:
@@ -278,9 +291,10 @@ class Player:
         for index, model in enumerate(self.ours.models):
             found = [n for n, p in model.named_parameters() if p.grad is not None]
             self.trained |= {(index, name) for name in found}
+        if "clip" in how:
+            how["clip"](self.ours.optimizer.param_groups[0]["params"], 0.05)
+            nn.utils.clip_grad_norm_(self.eager.optimizer.param_groups[0]["params"], 0.05)
         for side in (self.ours, self.eager):
-            if how.get("clip"):
-                nn.utils.clip_grad_norm_(side.optimizer.param_groups[0]["params"], 0.05)
             side.optimizer.step()
 
     def one_call(
@@ -295,7 +309,7 @@ class Player:
         backwards: int = 1,
         retain: bool = False,
         penalty: bool = False,
-        clip: bool = False,
+        clip: Callable[..., torch.Tensor] | None = None,
         **more: Any,
     ) -> None:
         x, t = data[0] + shift, data[1].clone()
@@ -329,7 +343,6 @@ class Player:
         data = batch(self.loop, self.number, self.loop.rows)
         with torch.no_grad():
             self.ours.call(which, *data)
-            self.eager.like = self.ours.losses[-1]
             self.eager.call(which, *data)
         self.mode(True)
 
@@ -370,8 +383,9 @@ class Player:
             one = parameters[value % len(parameters)]
             one.requires_grad_(not one.requires_grad)
 
-    def save(self) -> None:
-        state = self.ours.models[0].state_dict()
+    def save(self, whole: bool) -> None:
+        model = self.ours.models[0]
+        state = pfeife.full_state_dict(model) if whole else model.state_dict()
         expected = self.eager.models[0].state_dict()
         for name, value in expected.items():
             self.check(f"saved {name}", state[name], value)
@@ -390,7 +404,8 @@ class Player:
             self.check("a kept loss", one.detach(), other.value)
 
     def compare_state(self) -> None:
-        """Of what this rank trains: gradients, parameters, and the buffers beside them."""
+        """Of what this rank trains: gradients, parameters, and the buffers beside them. And the
+        whole state of the models."""
         for index, (mine, eager) in enumerate(
             zip(self.ours.models, self.eager.models, strict=True)
         ):
@@ -409,6 +424,10 @@ class Player:
             for name, buffer in mine.named_buffers():
                 if self.size == 1 or name.rpartition(".")[0] in places:
                     self.check(name, buffer, eager.get_buffer(name))
+        for mine, eager in zip(self.ours.models, self.eager.models, strict=True):
+            found = pfeife.full_state_dict(mine)
+            for name, value in eager.state_dict().items():
+                self.check(f"all ranks' {name}", found[name], value)
 
     def check(self, name: str, one: torch.Tensor, other: torch.Tensor) -> None:
         close = self.loop.net == "tied" and self.loop.stages > 1
@@ -416,8 +435,12 @@ class Player:
             return
         if one.is_floating_point() and one.isnan().any() and not other.isnan().any():
             raise Loud(f"{name} is NaN")
-        a, b = one.flatten()[:3].tolist(), other.flatten()[:3].tolist()
-        raise Difference(f"{name}: {a}, eager's {b}")
+        if one.shape != other.shape or one.dtype != other.dtype:
+            kinds = f"{one.dtype} {[*one.shape]}, eager's {other.dtype} {[*other.shape]}"
+            raise Difference(f"{name}: {kinds}")
+        at = int((one - other).abs().nan_to_num(torch.inf).argmax())
+        a, b = one.flatten()[at].item(), other.flatten()[at].item()
+        raise Difference(f"{name}: {a} at {at}, eager's {b}")
 
     def wanted(self) -> list[str]:
         """The parameters that eager has trained, and those that this rank has."""
@@ -460,9 +483,12 @@ def played(loop: Loop, rank: int, size: int) -> dict[str, Any]:
 
 def documented(error: Exception) -> str:
     """The word for an error that may end a loop, "" for any other."""
-    classes = {one.__name__ for one in type(error).__mro__}
+    classes, text = {one.__name__ for one in type(error).__mro__}, str(error)
+    told = re.match(OF_A_RANK, text) if isinstance(error, ValueError) else None
+    if told:
+        classes, text = {told[1]}, text[told.end() :]
     for word, kind, begins in DOCUMENTED:
-        if kind in classes and re.match(begins, str(error), re.DOTALL):
+        if kind in classes and re.match(begins, text, re.DOTALL):
             return word
     return ""
 

@@ -33,6 +33,7 @@ from loop_ranks import LEFT
 from pfeife import report
 
 HERE = Path(__file__).parent
+AT_ONCE = 100  # loops that processes run before they tell what they have found
 START = 60  # seconds that processes may take to start
 FINE = ("right", "stopped")
 WORST = ("hang", "silent", "undocumented", "stopped", "right")
@@ -56,7 +57,7 @@ def outcomes(loops: Sequence[Loop], ranks: int, limit: int) -> Iterator[Outcome]
     left = list(loops)
     while left:
         with tempfile.TemporaryDirectory() as folder:
-            reports, codes = _run(left, ranks, limit, Path(folder))
+            reports, codes = _run(left[:AT_ONCE], ranks, limit, Path(folder))
             traces = "".join(_tail(Path(folder) / f"{rank}.trace") for rank in range(ranks))
         done = max(len(lines) for lines in reports)
         if set(codes) <= {0, LEFT} and done:

@@ -8,7 +8,7 @@ from test_faults import bounded
 LOOPS = Path(__file__).parent.parent / "benchmarks" / "loops.py"
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 25), (2, 10)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 8)])
 def test_loops(ranks, count):
     """Each is equal to plain eager accumulation or ends with a documented error, in time."""
     command = [str(LOOPS), "--ranks", str(ranks), "--count", str(count)]

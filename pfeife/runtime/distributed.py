@@ -15,8 +15,9 @@ from pfeife.envelope import APART, Channel, Envelope, Layout, Tensors
 from pfeife.evaluate import Result, State, add, averaged, loss_divisors, mean
 from pfeife.plan import Mesh, Schedule
 from pfeife.program import Port, Program, Reduction, Role, messages
+from pfeife.runtime.arriving import compared, sketch
 from pfeife.runtime.buffers import Buffers
-from pfeife.runtime.failure import describe
+from pfeife.runtime.failure import Refusal, describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.lifeline import Doing
 from pfeife.runtime.line import Line
@@ -295,6 +296,15 @@ class DistributedStep:
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """While the backward is prepared, which fails on all ranks if it does on one."""
         return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
+
+    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Raises Refusal on all ranks unless they have the same gradients of the outputs, to
+        within rounding (collective)."""
+        what = "the gradients of a step's results"
+        found = self.transport.world.agreed(what, what, note=sketch(tangents))
+        wrong = compared(found.notes)
+        if wrong:
+            raise Refusal(wrong)
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""

@@ -244,6 +244,9 @@ class LocalStep:
         """While the backward is prepared."""
         return contextlib.nullcontext()
 
+    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """One process has nobody to compare with."""
+
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""
         each = len(tangents) // self.replicas

@@ -187,6 +187,18 @@ def errors_that_are_suppressed():
         torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
 
 
+@edge("the step could not be captured as one graph: it raises KeyError")
+def a_step_that_raises():
+    model = net()
+
+    def step(x):
+        if model.training:
+            raise KeyError("label")
+        return model(x).mean()
+
+    pfeife.compile(step, microbatches=2)(rows())
+
+
 @edge("the step could not be captured as one graph")
 def a_branch_on_a_value_names_its_line():
     model = net()

@@ -136,6 +136,22 @@ def a_mode_on_one_rank_whose_program_is_built():
         raise AssertionError("ranks ran different programs")
 
 
+def _with_targets(t):
+    """A call with the loss outside of the step, and its backward."""
+    step = pfeife.compile(net(), microbatches=2)
+    (step(rows()) - t).square().mean().backward()
+
+
+@edge("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
+def other_targets_of_a_loss_outside():
+    _with_targets(rows(seed=2 + RANK))
+
+
+@edge(ranks=(2,))
+def targets_of_a_loss_outside_that_are_rounded_otherwise():
+    _with_targets(rows(seed=2) * (1 + 1e-6 * RANK))
+
+
 @edge(ranks=(2,))
 def another_seed_on_a_rank():
     """All draw as rank 0 does, and it is said once."""
