@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.program import Role
+from pfeife.program import Role, returned
 
 
 @attrs.frozen(eq=False)
@@ -43,14 +43,25 @@ class Given:
     whole: bool = False
 
 
+@attrs.frozen
+class Kept:
+    """A result of Dynamo's graph that the step assigns to an attribute, called `name`; `replaces`
+    are the places of the arguments that have the attribute's value from before."""
+
+    name: str
+    replaces: tuple[int, ...]
+
+
 @attrs.frozen(eq=False)
 class Inputs:
     """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
-    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes."""
+    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes.
+    `kept` has by their indices the results that the step assigns to attributes."""
 
     arguments: list[Argument]
     roots: dict[str, str]
     modules: weakref.WeakSet[nn.Module]
+    kept: Mapping[int, Kept]
 
 
 def describe(
@@ -122,7 +133,19 @@ def describe(
         )
     modules = [_torch.source_value(base) for base in bases]
     found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
-    return Inputs(arguments, roots, found)
+    return Inputs(arguments, roots, found, _kept(module, sources))
+
+
+def _kept(module: fx.GraphModule, sources: Sequence[str]) -> dict[int, Kept]:
+    """The graph's results that the step assigns to attributes, by their indices."""
+    assigned = {node.name: places for node, places in _torch.assigned().items()}
+    found = {}
+    for index, node in enumerate(returned(module)):
+        places = assigned.get(node.name, ())
+        if places:
+            name = ".".join(_torch.source_words(places[0]))
+            found[index] = Kept(name, tuple(sources.index(p) for p in places if p in sources))
+    return found
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:
