@@ -56,12 +56,14 @@ class Kept:
 class Inputs:
     """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
     step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes.
-    `kept` has by their indices the results that the step assigns to attributes."""
+    `kept` has by their indices the results that the step assigns to attributes, `moved` the places
+    of the arguments that it assigns to others than their own."""
 
     arguments: list[Argument]
     roots: dict[str, str]
     modules: weakref.WeakSet[nn.Module]
     kept: Mapping[int, Kept]
+    moved: Mapping[int, str]
 
 
 def describe(
@@ -133,19 +135,32 @@ def describe(
         )
     modules = [_torch.source_value(base) for base in bases]
     found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
-    return Inputs(arguments, roots, found, _kept(module, sources))
-
-
-def _kept(module: fx.GraphModule, sources: Sequence[str]) -> dict[int, Kept]:
-    """The graph's results that the step assigns to attributes, by their indices."""
     assigned = {node.name: places for node, places in _torch.assigned().items()}
-    found = {}
-    for index, node in enumerate(returned(module)):
-        places = assigned.get(node.name, ())
-        if places:
-            name = ".".join(_torch.source_words(places[0]))
-            found[index] = Kept(name, tuple(sources.index(p) for p in places if p in sources))
-    return found
+    kept = {
+        index: _kept(assigned[node.name], sources)
+        for index, node in enumerate(returned(module))
+        if node.name in assigned
+    }
+    moved = {
+        at: _assigned_name(place)
+        for at, (node, source) in enumerate(zip(nodes, sources, strict=True))
+        for place in assigned.get(node.name, ())
+        if place != source and not _hidden(place, order)
+    }
+    return Inputs(arguments, roots, found, kept, moved)
+
+
+def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
+    replaces = tuple(sources.index(place) for place in places if place in sources)
+    return Kept(_assigned_name(places[0]), replaces)
+
+
+def _assigned_name(place: str) -> str:
+    """What a person calls an attribute, which may not be there yet."""
+    cut = max(place.rfind("."), place.rfind("["))
+    known = _torch.source_value(place) is not None
+    words = _torch.source_words(place if known else place[:cut])
+    return ".".join(words if known else [*words, *re.findall(r"\w+", place[cut:])])
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:

@@ -261,8 +261,10 @@ class _LossInside(torch.autograd.Function):
         gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
         others = [i for i, g in enumerate(given) if g is not None and i != at]
         if others:
+            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
+            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
             raise RuntimeError(
-                f"result {others[0]} of the step received a gradient, but result {at} was "
+                f"{what} of the step received a gradient, but result {at} was "
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )

@@ -30,7 +30,7 @@ class Captured:
     detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
     are the results that the step assigns to attributes, `carried` has those by the input ports
     whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`).
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
     """
 
     program: Program
@@ -43,6 +43,7 @@ class Captured:
     kept: Mapping[str, Kept] = attrs.field(factory=dict)
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
+    moved: Mapping[str, str] = attrs.field(factory=dict)
 
     def label(self, result: str) -> Key:
         """How options call a result."""
@@ -292,6 +293,11 @@ def trace(
         kept={_result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: _result_name(i, at) for place, i in carried.items()},
         in_place=tuple(arguments[place].name for place in in_place),
+        moved={
+            arguments[place].name: to
+            for place, to in inputs.moved.items()
+            if arguments[place].role is not None
+        },
     )
 
 
@@ -451,7 +457,9 @@ class _Porter:
                 results[port.name] = self._made(port, self.here[node])
         for result, argument in self.carried:
             node = results[result]
-            port = _port(f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"])
+            port = _port(
+                f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"]
+            )
             if port.name in results:
                 raise ValueError(
                     f"the step changes {argument.names[0]} in place and assigns it anew: do one"

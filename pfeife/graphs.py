@@ -50,7 +50,9 @@ class Losses:
         scalars = [
             index
             for index, value in enumerate(self.results)
-            if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+            if isinstance(value, torch.Tensor)
+            and not value.dim()
+            and value.is_floating_point()
             and (self.leaves is None or any(leaf.index == index for leaf in self.leaves))
         ]
         named = [label(index, self.leaves) for index in scalars]

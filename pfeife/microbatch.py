@@ -50,6 +50,12 @@ def _check_kept(captured: Captured) -> None:
     cannot carry it on."""
     inputs = {port.name: port for port in captured.program.inputs}
     outputs = {port.name: port for port in captured.program.outputs}
+    for moved, to in captured.moved.items():
+        if moved in captured.carried or inputs[moved].role == Role.BATCH:
+            raise ValueError(
+                f"the step keeps {inputs[moved].fqn} as {to}, and it is another one in every "
+                f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"
+            )
     for result, kept in captured.kept.items():
         for place in kept.replaces:
             name = captured.arguments[place]
