@@ -53,6 +53,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "assigned",
     "broken_guard",
     "compilation",
     "flop_formulas",
@@ -324,6 +325,35 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
 
     whole = len(translator.stack) == 1 and walk(translator.stack[-1], ())
     return found if whole else None
+
+
+def assigned() -> dict[torch.fx.Node, list[str]]:
+    """The nodes of the graph that Dynamo compiles right now, each with the attributes, entries of
+    dicts and cells that will hold its value after the call, as sources.
+
+    Dynamo does the assignments in code of its own, after the graph. Nothing public tells of them.
+    If it moves: return {}, and such a value is taken for a result of the step.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found: dict[torch.fx.Node, list[str]] = {}
+
+    def note(holder: Any, key: str, value: Any) -> None:
+        proxy, source = getattr(value, "proxy", None), getattr(holder, "source", None)
+        if isinstance(proxy, torch.fx.Proxy) and source is not None:
+            name = source.name() if callable(source.name) else source.name
+            found.setdefault(proxy.node, []).append(f"{name}{key}")
+
+    for holder, written in effects.store_attr_mutations.items():
+        for name, value in written.items():
+            note(holder, f".{name}", value)
+    for one in effects.id_to_variable.values():
+        inside = getattr(one, "items", None)
+        if isinstance(inside, dict) and effects.is_modified(one):
+            for key, value in inside.items():
+                note(one, f"[{_plain_key(key)!r}]", value)
+    return found
 
 
 _HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has

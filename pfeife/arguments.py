@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.program import Role
+from pfeife.program import Role, returned
 
 
 @attrs.frozen(eq=False)
@@ -43,14 +43,27 @@ class Given:
     whole: bool = False
 
 
+@attrs.frozen
+class Kept:
+    """A result of Dynamo's graph that the step assigns to an attribute, called `name`; `replaces`
+    are the places of the arguments that have the attribute's value from before."""
+
+    name: str
+    replaces: tuple[int, ...]
+
+
 @attrs.frozen(eq=False)
 class Inputs:
     """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
-    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes."""
+    step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes.
+    `kept` has by their indices the results that the step assigns to attributes, `moved` the places
+    of the arguments that it assigns to others than their own."""
 
     arguments: list[Argument]
     roots: dict[str, str]
     modules: weakref.WeakSet[nn.Module]
+    kept: Mapping[int, Kept]
+    moved: Mapping[int, str]
 
     @property
     def mode(self) -> str:
@@ -130,7 +143,32 @@ def describe(
         )
     modules = [_torch.source_value(base) for base in bases]
     found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
-    return Inputs(arguments, roots, found)
+    assigned = {node.name: places for node, places in _torch.assigned().items()}
+    kept = {
+        index: _kept(assigned[node.name], sources)
+        for index, node in enumerate(returned(module))
+        if node.name in assigned
+    }
+    moved = {
+        at: _assigned_name(place)
+        for at, (node, source) in enumerate(zip(nodes, sources, strict=True))
+        for place in assigned.get(node.name, ())
+        if place != source and not _hidden(place, order)
+    }
+    return Inputs(arguments, roots, found, kept, moved)
+
+
+def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
+    replaces = tuple(sources.index(place) for place in places if place in sources)
+    return Kept(_assigned_name(places[0]), replaces)
+
+
+def _assigned_name(place: str) -> str:
+    """What a person calls an attribute, which may not be there yet."""
+    cut = max(place.rfind("."), place.rfind("["))
+    known = _torch.source_value(place) is not None
+    words = _torch.source_words(place if known else place[:cut])
+    return ".".join(words if known else [*words, *re.findall(r"\w+", place[cut:])])
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:

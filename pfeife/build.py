@@ -99,8 +99,10 @@ class Builder:
             if world:
                 limit = options.timeout
                 pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                world.homes.settle(program, slots, mesh, graph.inputs.modules, world)
-                borrowed = world.homes.borrowed(program, captured.arguments, args, mine[0])
+                carried = captured.carried
+                world.homes.settle(program, slots, mesh, graph.inputs.modules, world, carried)
+                names = [None if name in carried else name for name in captured.arguments]
+                borrowed = world.homes.borrowed(program, names, args, mine[0])
             else:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))

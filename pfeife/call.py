@@ -85,10 +85,19 @@ def run_step(
 ) -> list[torch.Tensor]:
     """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
     given for the first one, which takes longest."""
+    captured = compiled.captured
+    slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
+    found = dict(zip(captured.results, _results(compiled, options, slots, seed, show), strict=True))
+    own = {captured.carried[name]: slots[name] for name in captured.in_place}
+    return list((found | own).values())
+
+
+def _results(
+    compiled: Compiled, options: Options, slots: Slots, seed: int, show: Shown | None
+) -> Sequence[torch.Tensor]:
     program = compiled.captured.program
-    slots = {name: arg for name, arg in zip(compiled.captured.arguments, args, strict=True) if name}
     if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
-        return list(Call(compiled, options, (), seed, show).forward(slots))
+        return Call(compiled, options, (), seed, show).forward(slots)
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
     if options.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
@@ -96,7 +105,8 @@ def run_step(
         leaves[""] = torch.empty(0, requires_grad=True)
     function = _LossInside if program.ports(Role.LOSS) else _LossOutside
     call = Call(compiled, options, tuple(leaves), seed, show)
-    return list(function.apply(call, slots, *leaves.values()))
+    results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
+    return results
 
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
@@ -149,7 +159,7 @@ class Call:
             self.step, self.result = None, result
         with torch.no_grad():
             for port in self.program.ports(Role.BUFFER):
-                if port.fqn in result.buffers:
+                if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
                     slots[port.name].copy_(result.buffers[port.fqn])
         outputs = self.program.ports(Role.OUTPUT)
         self.divided = {port.name: self._divided(port, slots) for port in outputs}
@@ -161,8 +171,11 @@ class Call:
         }
         if result.loss is not None:
             joined["loss"] = result.loss
+        captured = self.compiled.captured
+        for name in captured.in_place:
+            slots[name].copy_(joined[captured.carried[name]])
         places = {port.name: port.device for port in self.program.outputs}
-        return tuple(joined[name].to(places[name]) for name in self.compiled.captured.results)
+        return tuple(joined[name].to(places[name]) for name in captured.results)
 
     def _run(self, label: str, **part: bool) -> None:
         """Runs the step or a part of it; the first one is shown."""
@@ -193,7 +206,7 @@ class Call:
 
     def _divided(self, port: Port, slots: Slots) -> list[Divisor]:
         """What the microbatches of a result without rows are divided by."""
-        if port.batch_dim is not None:
+        if port.batch_dim is not None or port.reduction == "last":
             return []
         return divisors(self.program, port, self._microbatches(slots))
 
@@ -280,8 +293,10 @@ class _LossInside(torch.autograd.Function):
         gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
         others = [i for i, g in enumerate(given) if g is not None and i != at]
         if others:
+            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
+            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
             raise RuntimeError(
-                f"result {others[0]} of the step received a gradient, but result {at} was "
+                f"{what} of the step received a gradient, but result {at} was "
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.arguments import Argument, Given, Inputs, describe, is_below
+from pfeife.arguments import Argument, Given, Inputs, Kept, describe, is_below
 from pfeife.batch import Cutter
 from pfeife.program import Port, Program, Role, output_node, returned, verify
 from pfeife.reductions import LossReduction, told
@@ -27,7 +27,10 @@ class Captured:
     `arguments` has an input port's name for every argument of the graph, None for a number; those
     are in `numbers`. `results` has an output port's name for every result, `leaves` where each
     stands in what the step returns. `detached` are the indices of those that the step has
-    detached. `unknown` says of results why it is not known how their microbatches combine.
+    detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
+    are the results that the step assigns to attributes, `carried` has those by the input ports
+    whose value in the next microbatch they are, and `in_place` such ports that are their own
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
     """
 
     program: Program
@@ -37,10 +40,19 @@ class Captured:
     detached: tuple[int, ...]
     leaves: tuple[Leaf, ...] | None = None
     unknown: Mapping[str, str] = attrs.field(factory=dict)
+    kept: Mapping[str, Kept] = attrs.field(factory=dict)
+    carried: Mapping[str, str] = attrs.field(factory=dict)
+    in_place: tuple[str, ...] = ()
+    moved: Mapping[str, str] = attrs.field(factory=dict)
 
     def label(self, result: str) -> Key:
         """How options call a result."""
         return label(self.results.index(result), self.leaves)
+
+    def is_returned(self, result: str) -> bool:
+        """Whether the step itself returns it, as far as that is known."""
+        index = self.results.index(result)
+        return self.leaves is None or any(leaf.index == index for leaf in self.leaves)
 
     def warning(self) -> str:
         """What to say where the loss is averaged because nothing else is known; "" else."""
@@ -110,7 +122,18 @@ def with_reductions(
     """A captured program that says how the microbatches of its results are put together; see
     `reductions.told`."""
     program, unknown = told(captured.program, loss_reduction, larger)
-    return attrs.evolve(captured, program=program, unknown=unknown)
+    last = set(captured.carried.values())
+    outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
+    return attrs.evolve(
+        captured,
+        program=attrs.evolve(program, outputs=outputs),
+        unknown={name: why for name, why in unknown.items() if name not in last},
+    )
+
+
+def as_last(port: Port) -> Port:
+    """A result of which the last microbatch's value is that of the batch."""
+    return attrs.evolve(port, reduction="last", counts=(), batch_dim=None)
 
 
 def dynamo_graph(
@@ -255,11 +278,59 @@ def trace(
         else a
         for a in inputs.arguments
     ]
+    carried = _carried(module, inputs.kept, arguments, at)
+    for place in carried:
+        arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
     wrapper = _Joint(module, arguments, at)
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in _rest(arguments)))
     count = len(returned(module))
     porter = _Porter(joint, arguments, at, result_dims or [None] * count)
-    return attrs.evolve(porter.captured(module, inputs.roots), leaves=leaves)
+    in_place = [place for place, index in carried.items() if _is_itself(module, place, index)]
+    porter.carried = [
+        (_result_name(i, at), arguments[place])
+        for place, i in carried.items()
+        if place not in in_place
+    ]
+    return attrs.evolve(
+        porter.captured(module, inputs.roots),
+        leaves=leaves,
+        kept={_result_name(index, at): one for index, one in inputs.kept.items()},
+        carried={arguments[place].name: _result_name(i, at) for place, i in carried.items()},
+        in_place=tuple(arguments[place].name for place in in_place),
+        moved={
+            arguments[place].name: to
+            for place, to in inputs.moved.items()
+            if arguments[place].role is not None
+        },
+    )
+
+
+def _is_itself(module: fx.GraphModule, place: int, index: int) -> bool:
+    """Whether a result is an argument that the step has changed in place."""
+    given = [node for node in module.graph.nodes if node.op == "placeholder"][place]
+    old, new = given.meta["example_value"], returned(module)[index].meta["example_value"]
+    return bool(old.untyped_storage()._cdata == new.untyped_storage()._cdata)
+
+
+def _carried(
+    module: fx.GraphModule,
+    kept: Mapping[int, Kept],
+    arguments: Sequence[Argument],
+    loss: int | None,
+) -> dict[int, int]:
+    """By the place of an argument the result that is its value in the next microbatch: what the
+    step assigns anew to an attribute that it has read."""
+    values = [node.meta["example_value"] for node in returned(module)]
+    return {
+        place: index
+        for index, one in kept.items()
+        for place in one.replaces
+        if index != loss
+        and not values[index].requires_grad
+        and arguments[place].role in (Role.BUFFER, Role.CONSTANT)
+        and values[index].dtype == arguments[place].example.dtype
+        and tuple(values[index].shape) == tuple(arguments[place].example.shape)
+    }
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -296,6 +367,7 @@ class _Porter:
         self.inputs: list[Port] = []
         self.here: dict[fx.Node, fx.Node] = {}
         self.draws = 0
+        self.carried: list[tuple[str, Argument]] = []
 
     def captured(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
         nodes = list(self.joint.graph.nodes)
@@ -387,6 +459,17 @@ class _Porter:
                 port = self._output(desc, node.meta["val"])
                 ports.append(port)
                 results[port.name] = self._made(port, self.here[node])
+        for result, argument in self.carried:
+            node = results[result]
+            port = _port(
+                f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"]
+            )
+            if port.name in results:
+                raise ValueError(
+                    f"the step changes {argument.names[0]} in place and assigns it anew: do one"
+                )
+            ports.append(port)
+            results[port.name] = node
         return ports, results
 
     def _made(self, port: Port, value: fx.Node) -> fx.Node:

@@ -163,7 +163,7 @@ class _Runs:
         mixed = self._mixed(self.rows // 2)
         targets = [str(node.target) for node in self.module.graph.nodes]
         statistics = any(word in target for target in targets for word in _STATISTICS)
-        for port, before, after in zip(self.results, found, self(mixed), strict=True):
+        for port, before, after in self._returned(found, self(mixed)):
             unknown = port.role == Role.LOSS and port.name in self.captured.unknown
             if not unknown and (statistics or self._alike(port, before, after)):
                 continue
@@ -193,13 +193,20 @@ class _Runs:
 
     def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
         """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
-        pairs = zip(self.results, found, other, strict=True)
         return all(
             _close(one, value)
             if port.batch_dim is None
             else _close(self._rows(port, one), self._rows(port, value).flip(0))
-            for port, one, value in pairs
+            for port, one, value in self._returned(found, other)
         )
+
+    def _returned(
+        self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+    ) -> list[tuple[Port, torch.Tensor, torch.Tensor]]:
+        """Two runs' results, without those that the step only assigns to attributes."""
+        kept = {n for n in self.captured.kept if not self.captured.is_returned(n)}
+        pairs = zip(self.results, found, other, strict=True)
+        return [one for one in pairs if one[0].name not in kept]
 
     def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
         """A result with its rows in front, each of which may have several places along the

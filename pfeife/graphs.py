@@ -50,7 +50,10 @@ class Losses:
         scalars = [
             index
             for index, value in enumerate(self.results)
-            if isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+            if isinstance(value, torch.Tensor)
+            and not value.dim()
+            and value.is_floating_point()
+            and (self.leaves is None or any(leaf.index == index for leaf in self.leaves))
         ]
         named = [label(index, self.leaves) for index in scalars]
         seen = self.known.get(self.frame)
@@ -106,7 +109,7 @@ class MicrobatchGraph:
         return check_outputs(captured, options, options.microbatches)
 
     def _larger(self, loss: Loss) -> Program:
-        return trace(*self.grown(2), loss).program
+        return trace(*self.grown(2), loss, leaves=self.losses.leaves).program
 
     def _with_dims(self, captured: Captured) -> Captured:
         """The same with the dimension that grows with the rows, in those results of which their

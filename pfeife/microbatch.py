@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.capture import Captured
+from pfeife.capture import Captured, as_last
 from pfeife.evaluate import Divisor, add, combined, over
 from pfeife.options import Options
 from pfeife.program import Port, Role
@@ -16,6 +16,8 @@ from pfeife.results import Key, index_of
 def check_outputs(captured: Captured, options: Options, count: int) -> Captured:
     """The results' reductions with those that the options ask for. Raises ValueError unless it is
     known how to join every result's microbatches."""
+    if count > 1:
+        _check_kept(captured)
     asked = {captured.results[_result(key, captured)]: how for key, how in options.reduce.items()}
     ports = []
     for port in captured.program.outputs:
@@ -28,10 +30,48 @@ def check_outputs(captured: Captured, options: Options, count: int) -> Captured:
         if port.role == Role.OUTPUT and port.name in asked:
             how: Any = asked[port.name]
             port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
+        if port.role == Role.OUTPUT and _only_kept(captured, port):
+            port = as_last(port)
         if port.role == Role.OUTPUT and count > 1 and not (port.reduction or _joined(port)):
             raise ValueError(_unjoinable(captured, port))
         ports.append(port)
     return attrs.evolve(captured, program=attrs.evolve(captured.program, outputs=tuple(ports)))
+
+
+def _only_kept(captured: Captured, port: Port) -> bool:
+    """Whether a result is there for an attribute alone, and has neither rows nor the same value in
+    every microbatch."""
+    told = _joined(port) or port.reduction == "same"
+    return port.name in captured.kept and not captured.is_returned(port.name) and not told
+
+
+def _check_kept(captured: Captured) -> None:
+    """Raises ValueError for an attribute that the step reads and assigns anew, if microbatches
+    cannot carry it on."""
+    inputs = {port.name: port for port in captured.program.inputs}
+    outputs = {port.name: port for port in captured.program.outputs}
+    for moved, to in captured.moved.items():
+        if moved in captured.carried or inputs[moved].role == Role.BATCH:
+            raise ValueError(
+                f"the step keeps {inputs[moved].fqn} as {to}, and it is another one in every "
+                f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"
+            )
+    for result, kept in captured.kept.items():
+        for place in kept.replaces:
+            name = captured.arguments[place]
+            if name is None or name in captured.carried or inputs[name].role == Role.BATCH:
+                continue
+            new, old = outputs[result], inputs[name]
+            if (new.dtype, new.shape) != (old.dtype, old.shape):
+                raise ValueError(
+                    f"the step assigns {kept.name} anew and reads it in the next microbatch, but "
+                    f"it was {old.dtype} {list(old.shape)} and becomes {new.dtype} "
+                    f"{list(new.shape)}: keep its dtype and shape"
+                )
+            raise ValueError(
+                f"the step assigns {kept.name} anew, with its gradients, and reads it in the next "
+                f"microbatch: detach what is kept ({kept.name} = value.detach())"
+            )
 
 
 def _result(key: Key, captured: Captured) -> int:
@@ -53,8 +93,7 @@ def _unjoinable(captured: Captured, port: Port) -> str:
         "its own, so its microbatches cannot be joined"
         f"{f' (what it is of the batch is not known, because of {why})' if why else ''}: say how "
         f'with reduce={{{key!r}: "mean"}} or "sum", say that it is the loss with loss={key!r}, '
-        "or return the loss alone (a buffer that the step assigns anew is a result too: "
-        "change it in place)"
+        "or return the loss alone"
     )
 
 
@@ -62,8 +101,8 @@ def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> 
     """A result of the whole batch; `divided` are its divisors (`evaluate.divisors`)."""
     if port.batch_dim is not None:
         return torch.cat(values, port.batch_dim)
-    if len(values) == 1 or port.reduction == "same":
-        return values[0].clone()  # the caller may write to it before the backward
+    if len(values) == 1 or port.reduction in ("same", "last"):
+        return values[-1].clone()  # the caller may write to it before the backward
     return add(values) if port.reduction == "sum" else combined(values, divided)
 
 
@@ -75,4 +114,6 @@ def cut(
         return [torch.zeros(port.shape, dtype=port.dtype, device=port.device)] * count
     if port.batch_dim is not None:
         return whole.chunk(count, port.batch_dim)
+    if port.reduction == "last":
+        return [torch.zeros_like(whole)] * (count - 1) + [whole]
     return [over(whole, by) for by in divided]

@@ -58,7 +58,7 @@ class Port:
     is none or nobody said. `reduction` says how the microbatches of a loss or another result
     without that dimension are put together, None where nobody said: "weighted" is a mean by the
     program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
-    alike in every microbatch.
+    alike in every microbatch, "last" is that of the last one.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Port:
     dtype: torch.dtype
     device: torch.device
     batch_dim: int | None = None
-    reduction: Literal["mean", "sum", "weighted", "same"] | None = None
+    reduction: Literal["mean", "sum", "weighted", "same", "last"] | None = None
     counts: tuple[int, ...] = ()
 
     @property

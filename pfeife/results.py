@@ -85,7 +85,8 @@ def find_loss(
             )
     trains = any(value.requires_grad for value in results)
     scalars = [i for i, v in enumerate(results) if v.dim() == 0 and v.dtype.is_floating_point]
-    losses = [i for i in scalars if results[i].requires_grad or not trains]
+    own = range(len(results)) if leaves is None else {leaf.index for leaf in leaves}
+    losses = [i for i in scalars if i in own and (results[i].requires_grad or not trains)]
     named = [label(index, leaves) for index in losses]
     if loss == "outside":
         return None

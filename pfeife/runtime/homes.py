@@ -1,7 +1,7 @@
 """Which ranks train which state, for all programs of this process: they keep to it."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,10 @@ class Homes:
         mesh: Mesh,
         modules: Iterable[nn.Module],
         world: "World",
+        carried: Collection[str] = (),
     ) -> None:
-        """Gives what a program trains a home, where it has none (collective). What no program has
+        """Gives what a program trains a home, where it has none (collective): not the ports that
+        are `carried`, whose new values are results, on every rank. What no program has
         trained yet must have the same values on every rank, else Refusal is raised: then one of
         them was seeded otherwise, or was given another batch."""
         known = self.of(program, slots, mesh)
@@ -101,6 +103,7 @@ class Homes:
         ranks = ranks_of(program)
         trained = {port.fqn for port in _trained(program) if slots[port.name].is_leaf}
         wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
+        wanted = [port for port in wanted if port.name not in carried]
         pairs = [
             (slots[port.name], Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh))
             for number, port in enumerate(wanted, len(self.tensors))

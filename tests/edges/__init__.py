@@ -10,6 +10,7 @@ from collections.abc import Callable
 import attrs
 
 TOPICS = (
+    "attributes",
     "autocast",
     "autograd",
     "batch",

@@ -1,0 +1,307 @@
+"""Attributes that a step assigns: state that goes from one microbatch to the next."""
+
+import operator
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import pfeife
+from edges import edge
+from pfeife.evaluate import state_of
+
+WIDTH = 4
+
+
+def rows(seed, count=12):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class Two(nn.Module):
+    """Two layers, so that each of 2 ranks has one."""
+
+    def __init__(self, wrap=lambda layer: layer):
+        super().__init__()
+        self.first, self.second = (wrap(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def pair(make):
+    """The same model twice."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            models.append(make())
+    return models
+
+
+def same_training(make, attributes=(), same=torch.equal):
+    """Some steps against plain accumulation: losses, gradients, state and attributes. The second
+    call may compile again, for the hooks of state that ranks train; no later one does."""
+    for count in (2, 3):
+        model, other = pair(make)
+        compiled = pfeife.compile(lambda x, model=model: model(x), microbatches=count)
+        built: list[int] = []
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (model, other)]
+        for seed in range(3):
+            loss, total = compiled(rows(seed)), torch.zeros(())
+            loss.backward()
+            for part in rows(seed).chunk(count):
+                one = other(part) / count
+                one.backward()
+                total += one.detach()
+            assert same(loss, total), (loss, total)
+            same_state(model, other, attributes, same)
+            built.append(len(compiled.backend.compiled))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        same_state(model, other, attributes, same)
+        assert built[1] == built[2]
+        with torch.no_grad():
+            loss = compiled(rows(9))
+            assert same(loss, sum(other(p) / count for p in rows(9).chunk(count)))
+        same_state(model, other, attributes, same)
+
+
+def same_state(model, other, attributes, same):
+    theirs = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert same(parameter.grad, theirs[name].grad), name
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        assert same(found[name], value), name
+    for name in attributes:
+        mine, wanted = operator.attrgetter(name)(model), operator.attrgetter(name)(other)
+        assert same(mine, wanted), (name, mine, wanted)
+
+
+@edge(ranks=(1, 2))
+def spectral_norm():
+    same_training(lambda: Two(parametrizations.spectral_norm))
+
+
+@edge(ranks=(1, 2))
+def the_older_spectral_norm():
+    """Of 2 ranks both use a weight: the sum of its gradients is re-associated."""
+    same_training(
+        lambda: Two(nn.utils.spectral_norm), ["first.weight", "second.weight"], torch.allclose
+    )
+
+
+@edge(ranks=(1, 2))
+def the_older_weight_norm():
+    same_training(lambda: Two(nn.utils.weight_norm), ["first.weight", "second.weight"])
+
+
+class Counting(Two):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.n = self.n + 1
+        self.steps = self.steps + 1
+        return super().forward(x) * self.n
+
+
+@edge(ranks=(1, 2))
+def buffers_that_count():
+    same_training(Counting, ["n", "steps"])
+
+
+class CountingInPlace(Counting):
+    def forward(self, x):
+        self.n += 1
+        self.steps += 1
+        return Two.forward(self, x) * self.n
+
+
+@edge(ranks=(1, 2))
+def buffers_that_count_in_place():
+    same_training(CountingInPlace, ["n", "steps"])
+
+
+class Running(Two):
+    """A running mean in a plain attribute, and one that is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.peak = torch.zeros(WIDTH), torch.zeros(WIDTH)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.peak += hidden.detach().amax(0)
+        return self.second(hidden - self.mean).square().mean()
+
+
+@edge(ranks=(1, 2))
+def a_running_mean_in_a_plain_attribute():
+    same_training(Running, ["mean", "peak"])
+
+
+class Caching(Two):
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.norm, self.kept = hidden.detach().norm(), hidden.sum()
+        self.row = hidden.detach()[-1]
+        self.scale = self.second.weight.detach().abs().max()
+        return self.second(hidden).square().mean()
+
+
+@edge(ranks=(1, 2))
+def a_cache_that_is_not_read():
+    """The last microbatch's value."""
+    same_training(Caching, ["norm", "kept", "row", "scale"])
+
+
+class Rows(Two):
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.hidden = hidden.detach()
+        return self.second(hidden).square().mean()
+
+
+@edge(ranks=(1, 2))
+def a_cache_with_rows():
+    """It is that of the whole batch."""
+    model, other = pair(Rows)
+    step = pfeife.compile(lambda x: model(x), microbatches=2)
+    step(rows(0)).backward()
+    hidden = []
+    for part in rows(0).chunk(2):
+        other(part)
+        hidden.append(other.hidden)
+    assert torch.equal(model.hidden, torch.cat(hidden))
+
+
+@edge(ranks=(1, 2))
+def the_old_value_stays_what_it_was():
+    """Who kept the tensor of a step before has its value."""
+    model, _ = pair(Counting)
+    step, seen = pfeife.compile(lambda x: model(x), microbatches=2), []
+    for seed in range(3):
+        seen.append(model.n)
+        step(rows(seed)).backward()
+    assert [one.item() for one in seen] == [0, 2, 4]
+
+
+@edge(ranks=(1, 2))
+def a_counter_of_the_steps_own():
+    """A cell of the step's closure."""
+    for count in (2, 3):
+        model, _ = pair(Two)
+        total = torch.zeros(())
+
+        def run(x, model=model):
+            nonlocal total
+            total = total + x.detach().sum()
+            return model(x)
+
+        step, wanted = pfeife.compile(run, microbatches=count), torch.zeros(())
+        for seed in range(3):
+            step(rows(seed)).backward()
+            for part in rows(seed).chunk(count):
+                wanted = wanted + part.sum()
+        assert torch.equal(total, wanted)
+
+
+@edge(ranks=(1, 2))
+def a_result_that_depends_on_no_row():
+    """It is taken once, beside the loss."""
+    model, other = pair(Two)
+
+    def run(x, model):
+        return model(x), model.first.weight.detach().abs().sum()
+
+    loss, size = pfeife.compile(lambda x: run(x, model), microbatches=2)(rows(0))
+    assert torch.equal(size, run(rows(0), other)[1])
+    loss.backward()
+
+
+@edge()
+def captured_and_evaluated():
+    for make in (Counting, Running, lambda: Two(parametrizations.spectral_norm)):
+        model, other = pair(make)
+        program = pfeife.capture(model, rows(0).chunk(3)[0])
+        plain = {
+            f"self.{name}": getattr(model, name) for name in ("mean", "peak") if name in vars(model)
+        }
+        plain |= {name.removeprefix("self."): value for name, value in plain.items()}
+        found = pfeife.evaluate(program, state_of(program, model, plain), rows(0).chunk(3))
+        for part in rows(0).chunk(3):
+            other(part)
+        theirs = dict(other.named_buffers()) | {
+            name: getattr(other, name.removeprefix("self.")) for name in plain
+        }
+        for name, value in found.buffers.items():
+            assert torch.equal(value, theirs[name]), name
+        assert found.buffers
+
+
+class Growing(Two):
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(1, WIDTH)
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach()])
+        return super().forward(x) + self.seen.mean()
+
+
+@edge("the step assigns model.seen anew and reads it in the next microbatch", ranks=(1, 2))
+def an_attribute_that_grows():
+    model, _ = pair(Growing)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+class Undetached(Running):
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)
+        return self.second(hidden - self.mean).square().mean()
+
+
+@edge("the step assigns model.mean anew, with its gradients,", ranks=(1, 2))
+def an_attribute_with_gradients():
+    model, _ = pair(Undetached)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@edge("attribute model.first.weight of the step received a gradient", ranks=(1,))
+def a_penalty_on_a_cache():
+    model, _ = pair(lambda: Two(nn.utils.weight_norm))
+    loss = pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+    (loss + model.first.weight.square().sum()).backward()
+
+
+class KeepsItsInput(Two):
+    def forward(self, x):
+        self.x = x
+        return super().forward(x)
+
+
+@edge("the step keeps x as model.x, and it is another one in every microbatch", ranks=(1, 2))
+def an_input_that_is_kept():
+    model, _ = pair(KeepsItsInput)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+class KeepsTheOld(Counting):
+    def forward(self, x):
+        self.before = self.n
+        return super().forward(x)
+
+
+@edge("the step keeps n as model.before, and it is another", ranks=(1, 2))
+def an_old_value_that_is_kept():
+    model, _ = pair(KeepsTheOld)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
