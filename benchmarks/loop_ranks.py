@@ -35,7 +35,7 @@ ONE_GRAPH = "the step could not be captured as one graph: "
 # What stops one rank stops the others with the same words, after the number of that rank.
 DOCUMENTED = (
     ("its own exception", "KeyError", ".*the step's own"),
-    ("its own exception", "ValueError", f"{ONE_GRAPH}Observed exception.*the step's own"),
+    ("its own exception", "ValueError", f"{ONE_GRAPH}it raises .*the step's own"),
     ("one row", "ValueError", f"{ONE_GRAPH}.*Expected more than 1 value per channel"),
     ("a rank failed", "PipelineError", ""),
     ("too few clusters", "ValueError", r"\d+ stages, but the program has only"),
