@@ -342,8 +342,9 @@ def assigned() -> dict[torch.fx.Node, list[str]]:
     def note(holder: Any, key: str, value: Any) -> None:
         proxy, source = getattr(value, "proxy", None), getattr(holder, "source", None)
         if isinstance(proxy, torch.fx.Proxy) and source is not None:
-            name = source.name() if callable(source.name) else source.name
-            found.setdefault(proxy.node, []).append(f"{name}{key}")
+            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
+                name = source.name() if callable(source.name) else source.name
+                found.setdefault(proxy.node, []).append(f"{name}{key}")
 
     for holder, written in effects.store_attr_mutations.items():
         for name, value in written.items():

@@ -51,7 +51,7 @@ def _check_kept(captured: Captured) -> None:
     inputs = {port.name: port for port in captured.program.inputs}
     outputs = {port.name: port for port in captured.program.outputs}
     for moved, to in captured.moved.items():
-        if moved in captured.carried or inputs[moved].role == Role.BATCH:
+        if moved in captured.carried:
             raise ValueError(
                 f"the step keeps {inputs[moved].fqn} as {to}, and it is another one in every "
                 f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"

@@ -289,10 +289,11 @@ class KeepsItsInput(Two):
         return super().forward(x)
 
 
-@edge("the step keeps x as model.x, and it is another one in every microbatch", ranks=(1, 2))
+@edge(ranks=(1, 2))
 def an_input_that_is_kept():
     model, _ = pair(KeepsItsInput)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+    assert torch.equal(model.x, rows(0))
 
 
 class KeepsTheOld(Counting):
