@@ -548,14 +548,15 @@ def checks(world: int) -> dict:
 
 
 def main(report: Path) -> None:
-    faulthandler.dump_traceback_later(200, exit=True)  # a hang shows where
     torch.set_num_threads(1)
     join_world(torch.device("cpu"))
     done = []
     for name, check in checks(int(os.environ["WORLD_SIZE"])).items():
+        faulthandler.dump_traceback_later(100, exit=True)  # a hang shows where
         torch._dynamo.reset()
         check()
         done.append(name)
+    faulthandler.cancel_dump_traceback_later()
     (report / f"rank{os.environ['RANK']}.json").write_text(json.dumps(done))
 
 

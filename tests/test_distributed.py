@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 def test_ranks(world, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(world), str(HERE / "ranks.py"), str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     for rank in range(world):
         done = json.loads((tmp_path / f"rank{rank}.json").read_text())
