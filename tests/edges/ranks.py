@@ -4,6 +4,7 @@ import logging
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import pfeife
@@ -145,6 +146,16 @@ def _with_targets(t):
 @edge("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
 def other_targets_of_a_loss_outside():
     _with_targets(rows(seed=2 + RANK))
+
+
+@edge("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
+def one_other_target_of_a_loss_outside():
+    """Of a thousand, and among classes whose gradients add up to the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50))
+    x, targets = rows(count=1000), torch.arange(1000) % 50
+    targets[500] += RANK
+    F.cross_entropy(pfeife.compile(model, microbatches=2)(x), targets).backward()
 
 
 @edge(ranks=(2,))
