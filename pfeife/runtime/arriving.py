@@ -10,11 +10,10 @@ _NEAR = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 def sketch(tangents: Tangents) -> torch.Tensor:
-    """Two numbers in float64 for every gradient: the sum of its sizes, and a sum with weights, which
-    are other ones for all neighbours, so that hardly a change leaves it as it is."""
-    return torch.stack(
-        [number for part in tangents for one in part.values() for number in _of(one)]
-    )
+    """Two numbers in float64 for every gradient: the sum of its sizes, and a sum with weights
+    that are other ones for all neighbours, so that hardly a change leaves it as it is."""
+    gradients = [one for part in tangents for one in part.values()]
+    return torch.stack([number for one in gradients for number in _of(one)])
 
 
 def _of(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
