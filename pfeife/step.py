@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.world import World
 
-log = logging.getLogger("pfeife")
 PROGRAMS = 64  # that Dynamo may compile of one step
 
 
