@@ -54,6 +54,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "assigned",
+    "assigned_constants",
     "broken_guard",
     "compilation",
     "flop_formulas",
@@ -67,6 +68,7 @@ __all__ = [
     "inductor",
     "is_dynamo_error",
     "is_last_compilation",
+    "is_limit_of_compilations",
     "is_shared",
     "joint_graph",
     "leaf_dims",
@@ -264,6 +266,13 @@ def is_dynamo_error(error: BaseException) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
+def is_limit_of_compilations(error: BaseException) -> bool:
+    """Whether Dynamo says that it has compiled a step as often as it may."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
 def is_last_compilation() -> bool:
     """Whether torch would run the frame that Dynamo compiles right now eagerly, and say nothing,
     if it had to compile it once more."""
@@ -301,30 +310,16 @@ def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     translator = InstructionTranslator.current_tx()
-    written = translator.output.side_effects.store_attr_mutations
+    if len(translator.stack) != 1:
+        return None
     found: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
-
-    def walk(value: Any, path: tuple[int | str, ...]) -> bool:
-        value = value.realize()
+    for path, value in _leaves(translator.stack[-1].realize()):
         if hasattr(value, "proxy"):
             if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
                 found.append((path, value.proxy.node))
-            return True
-        if value.is_python_constant():
-            return True
-        inside = getattr(value, "items", None)
-        if not isinstance(inside, list | tuple | dict):
-            inside = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
-            if inside is not None:
-                return walk(inside, path)
-            inside = written.get(value)
-        if inside is None:
-            return False
-        pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
-        return all([walk(one, (*path, _plain_key(key))) for key, one in pairs])
-
-    whole = len(translator.stack) == 1 and walk(translator.stack[-1], ())
-    return found if whole else None
+        elif not value.is_python_constant():
+            return None
+    return found
 
 
 def assigned() -> dict[torch.fx.Node, list[str]]:
@@ -334,27 +329,72 @@ def assigned() -> dict[torch.fx.Node, list[str]]:
     Dynamo does the assignments in code of its own, after the graph. Nothing public tells of them.
     If it moves: return {}, and such a value is taken for a result of the step.
     """
+    found: dict[torch.fx.Node, list[str]] = {}
+    for source, value in _written(dict):
+        if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
+            found.setdefault(value.proxy.node, []).append(source)
+    return found
+
+
+def assigned_constants() -> dict[str, Any]:
+    """What Python alone has computed (numbers, texts) of what the frame that Dynamo compiles right
+    now assigns to attributes, entries of dicts and lists, and cells, by sources. If it moves:
+    return {}, and nobody sees that such a number is one microbatch's."""
+    return {
+        source + "".join(f"[{key!r}]" for key in path): leaf.as_python_constant()
+        for source, value in _written(dict | list)
+        for path, leaf in _leaves(value)
+        if leaf.is_python_constant()
+    }
+
+
+def _written(containers: Any) -> Iterator[tuple[str, Any]]:
+    """What the frame that Dynamo compiles right now assigns, as Dynamo has it, and the sources of
+    the places: attributes, cells, and the entries of changed containers of these types."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     effects = InstructionTranslator.current_tx().output.side_effects
-    found: dict[torch.fx.Node, list[str]] = {}
-
-    def note(holder: Any, key: str, value: Any) -> None:
-        proxy, source = getattr(value, "proxy", None), getattr(holder, "source", None)
-        if isinstance(proxy, torch.fx.Proxy) and source is not None:
-            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
-                name = source.name() if callable(source.name) else source.name
-                found.setdefault(proxy.node, []).append(f"{name}{key}")
-
-    for holder, written in effects.store_attr_mutations.items():
-        for name, value in written.items():
-            note(holder, f".{name}", value)
+    places = [
+        (holder, f".{name}", value)
+        for holder, written in effects.store_attr_mutations.items()
+        for name, value in written.items()
+    ]
     for one in effects.id_to_variable.values():
         inside = getattr(one, "items", None)
-        if isinstance(inside, dict) and effects.is_modified(one):
-            for key, value in inside.items():
-                note(one, f"[{_plain_key(key)!r}]", value)
-    return found
+        if isinstance(inside, containers) and effects.is_modified(one):
+            pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
+            places += [(one, f"[{_plain_key(key)!r}]", value) for key, value in pairs]
+    for holder, key, value in places:
+        source = getattr(holder, "source", None)
+        seen = value.unwrap()
+        if source is not None and seen.is_realized():  # else the step has not read it
+            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
+                name = source.name() if callable(source.name) else source.name
+                yield f"{name}{key}", seen
+
+
+def _leaves(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
+    """The values that are inside of a value as Dynamo has it, and where they stand in it: those
+    in tuples, lists, mappings and objects that the step has made."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if hasattr(value, "proxy") or value.is_python_constant():
+        yield path, value
+        return
+    inside = getattr(value, "items", None)
+    if not isinstance(inside, list | tuple | dict):
+        held = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
+        if held is not None:
+            yield from _leaves(held.realize(), path)
+            return
+        inside = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations.get(
+            value
+        )
+    if inside is None:
+        yield path, value
+        return
+    for key, one in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        yield from _leaves(one.realize(), (*path, _plain_key(key)))
 
 
 _HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has

@@ -57,13 +57,15 @@ class Inputs:
     """All placeholders of Dynamo's graph; `roots` has the readable name of each module that the
     step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes.
     `kept` has by their indices the results that the step assigns to attributes, `moved` the places
-    of the arguments that it assigns to others than their own."""
+    of the arguments that it assigns to others than their own. `numbers` has what Python alone has
+    computed of what the step assigns."""
 
     arguments: list[Argument]
     roots: dict[str, str]
     modules: weakref.WeakSet[nn.Module]
     kept: Mapping[int, Kept]
     moved: Mapping[int, str]
+    numbers: Mapping[str, Any]
 
     @property
     def mode(self) -> str:
@@ -155,7 +157,8 @@ def describe(
         for place in assigned.get(node.name, ())
         if place != source and not _hidden(place, order)
     }
-    return Inputs(arguments, roots, found, kept, moved)
+    numbers = {_assigned_name(place): one for place, one in _torch.assigned_constants().items()}
+    return Inputs(arguments, roots, found, kept, moved, numbers)
 
 
 def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:

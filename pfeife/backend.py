@@ -15,6 +15,7 @@ from pfeife import _torch, plain
 from pfeife.artifacts import Artifacts
 from pfeife.build import Builder
 from pfeife.call import Compiled, run_step
+from pfeife.capture import compiled_too_often
 from pfeife.cost import machine
 from pfeife.graphs import BatchedGraph, Graph
 from pfeife.options import Options, options_from, versions
@@ -184,12 +185,7 @@ def _check_whole() -> None:
             "step's parts apart from one another"
         )
     if _torch.is_last_compilation():
-        raise ValueError(
-            "this step has been compiled so often that torch would run it eagerly from the next "
-            "time on: something in it changes with every call (a counter, a float, a mode; "
-            'TORCH_LOGS="recompiles" says what). Pass it as a tensor, or raise '
-            "torch._dynamo.config.recompile_limit"
-        )
+        raise compiled_too_often()
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

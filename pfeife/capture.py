@@ -191,6 +191,8 @@ def plain_error(error: Exception) -> Exception:
         if isinstance(cause, ValueError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if _torch.is_limit_of_compilations(error):
+        return compiled_too_often()
     if not _torch.is_dynamo_error(error):
         return error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -200,6 +202,15 @@ def plain_error(error: Exception) -> Exception:
     raised = [line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)]
     reason = f"it raises {raised[0]}" if raised else " ".join([f"{lines[0]}.", *why[:1]])
     return ValueError(f"the step could not be captured as one graph: {reason}{where}")
+
+
+def compiled_too_often() -> ValueError:
+    """What to say of a step that Dynamo would not compile once more."""
+    return ValueError(
+        "this step has been compiled so often that torch would run it eagerly from now on: "
+        "something in it changes with every call (a counter, a float, a mode; "
+        'TORCH_LOGS="recompiles" says what). Keep it in a tensor, such as a buffer of a module'
+    )
 
 
 class _Joint(nn.Module):

@@ -14,7 +14,7 @@ from pfeife.arguments import Argument, Given, Inputs, describe, fake_like
 from pfeife.capture import Captured, trace, with_reductions
 from pfeife.microbatch import check_outputs
 from pfeife.options import Options
-from pfeife.program import Program, Role, returned, source_line
+from pfeife.program import Role, returned, source_line
 from pfeife.results import Key, Loss, label, leaves_of
 
 
@@ -98,23 +98,34 @@ class MicrobatchGraph:
                 f"microbatches={options.microbatches}, but the step is given no tensor that could "
                 "be cut: pass the batch as arguments, and say with in_dims where it is"
             )
-        loss = self.losses.asked(options)
-        flat = trace(self.module, self.inputs, loss, leaves=self.losses.leaves)
+        loss, leaves = self.losses.asked(options), self.losses.leaves
+        larger = functools.cache(functools.partial(self.grown, 2))
+        if options.microbatches > 1 and self.inputs.numbers:
+            self._check_numbers(larger()[1].numbers)
         captured = with_reductions(
-            flat, options.loss_reduction, functools.partial(self._larger, loss)
+            trace(self.module, self.inputs, loss, leaves=leaves),
+            options.loss_reduction,
+            lambda: trace(*larger(), loss, leaves=leaves).program,
         )
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
-            captured = self._with_dims(captured)
+            captured = self._with_dims(captured, larger()[0])
         return check_outputs(captured, options, options.microbatches)
 
-    def _larger(self, loss: Loss) -> Program:
-        return trace(*self.grown(2), loss, leaves=self.losses.leaves).program
+    def _check_numbers(self, others: Mapping[str, Any]) -> None:
+        """Raises ValueError for a number that the step assigns and that is another one with more
+        rows."""
+        for name, value in self.inputs.numbers.items():
+            if name not in others or others[name] != value:
+                raise ValueError(
+                    f"the step assigns {value!r} to {name}, which Python has computed from the "
+                    "size of one microbatch: assign it outside of the step, where the whole batch "
+                    "is, or compute it with tensors"
+                )
 
-    def _with_dims(self, captured: Captured) -> Captured:
-        """The same with the dimension that grows with the rows, in those results of which their
-        operations do not tell it."""
-        other, _ = self.grown(2)
+    def _with_dims(self, captured: Captured, other: fx.GraphModule) -> Captured:
+        """The same with the dimension that grows with the rows (as `other` tells, the graph for
+        more of them), in those results of which their operations do not tell it."""
         dims = dict(zip(captured.results, grown_dims(self.module, other), strict=True))
         outputs = [
             attrs.evolve(port, batch_dim=dims[port.name])

@@ -2,6 +2,7 @@
 
 import operator
 import warnings
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 import pfeife
 from edges import edge
+from pfeife import step
 from pfeife.evaluate import state_of
 
 WIDTH = 4
@@ -306,3 +308,102 @@ class KeepsTheOld(Counting):
 def an_old_value_that_is_kept():
     model, _ = pair(KeepsTheOld)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+class Noting(Two):
+    """Puts a number into attributes and lists of its own."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.last, self.seen, self.notes = number, 0, [], {}
+
+    def forward(self, x):
+        self.note(self.number(x))
+        return super().forward(x)
+
+
+class NotesInAnAttribute(Noting):
+    def note(self, number):
+        self.last = number
+
+
+class NotesInAList(Noting):
+    def note(self, number):
+        self.seen.append(number)
+
+
+class NotesInADict(Noting):
+    def note(self, number):
+        self.notes["number"] = (number, "a word")
+
+
+NOTING = (NotesInAnAttribute, NotesInAList, NotesInADict)
+
+
+def noting(kind, number):
+    model, _ = pair(lambda: kind(number))
+    compiled = pfeife.compile(lambda x: model(x), microbatches=2)
+    for seed in range(3):
+        compiled(rows(seed)).backward()
+    return model
+
+
+@edge("the step assigns 6 to model.last, which Python has computed from the size", ranks=(1, 2))
+def a_number_of_rows_that_is_kept():
+    noting(NotesInAnAttribute, lambda x: x.shape[0])
+
+
+@edge("the step assigns 6 to model.seen.0, which Python has computed from the size")
+def a_number_of_rows_in_a_list():
+    noting(NotesInAList, lambda x: x.shape[0])
+
+
+@edge("the step assigns (6, 'a word') to model.notes.number, which Python has computed")
+def a_number_of_rows_in_a_dict():
+    noting(NotesInADict, lambda x: x.shape[0])
+
+
+@edge("the step assigns '6 rows' to model.last, which Python has computed from the size")
+def a_text_about_the_rows():
+    noting(NotesInAnAttribute, lambda x: f"{x.shape[0]} rows")
+
+
+class Place:
+    def __init__(self, rows):
+        self.rows = rows
+
+
+@edge("the step assigns 6 to model.last.rows, which Python has computed from the size")
+def a_number_of_rows_in_an_object():
+    noting(NotesInAnAttribute, lambda x: Place(x.shape[0]))
+
+
+@edge(ranks=(1, 2))
+def numbers_that_do_not_count_rows():
+    for kind in NOTING:
+        model = noting(kind, lambda x: x.shape[1])
+        assert (model.last, *model.seen, *model.notes.values()) in (
+            (WIDTH,),
+            (0, WIDTH, WIDTH, WIDTH),
+            (0, (WIDTH, "a word")),
+        )
+
+
+class Alternating(Two):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@edge("this step has been compiled so often", ranks=(1, 2))
+def a_counter_that_compiles_every_call():
+    model, _ = pair(Alternating)
+    compiled = pfeife.compile(lambda x: model(x), microbatches=2)
+    with patch.object(step, "PROGRAMS", 5):  # 64 take a while
+        for count in range(100):
+            assert model.calls == count <= 5
+            compiled(rows(count))

@@ -178,6 +178,18 @@ def a_sequence_with_places_first():
     pfeife.compile(step, microbatches=2)(x)
 
 
+@edge("in_dims: the results of the step depend on the order of the rows of ['x']")
+def places_first_with_dropout():
+    model = nn.Sequential(net(), nn.Dropout(0.5))
+    places = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(2))
+
+    def step(x):
+        return (model(x) * places).square().mean()
+
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
+    pfeife.compile(step, microbatches=2)(x)
+
+
 @edge(ranks=(1, 2))
 def negatives_from_the_microbatch():
     model = net()
