@@ -113,17 +113,18 @@ class Steps:
         seed: int,
     ) -> int:
         """The seed of rank 0, once all ranks have said that they are about to do the same."""
+        borrowed = compiled.borrowed if compiled else None
         with world.building("the arguments of a step"):
             text, news, refused = "", "", None
             try:
                 text = self._said(args, compiled, options)
-                news = world.homes.news(compiled.borrowed if compiled else None, args)
+                news = world.homes.news(borrowed, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
                 refused = error
             found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
-            world.homes.agree(world, found.notes)
+            world.homes.agree(world, found.notes, borrowed, args)
         return _common_seed(world, found.numbers)
 
     def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:

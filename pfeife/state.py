@@ -17,7 +17,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Under torchrun all ranks must call it, and each gets the whole; every tensor comes from the
     first rank that trains it. In one process it is a copy of `state_dict()`. Raises ValueError
-    where a rank has written to state that others train, PipelineError if a rank does not call it.
+    where a rank has written to state that others train, or calls something else than the others,
+    PipelineError if a rank does not call it.
     """
     world = world_so_far()
     if world is None:
@@ -29,7 +30,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         finally:
             world.homes.foreign.reading = False
         told = world.homes.news(None, list(state.values()))
-        world.homes.agree(world, world.from_all_ranks(told))
+        found = world.agreed("\n".join(state), "the names in full_state_dict", note=told)
+        world.homes.agree(world, found.notes)
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:
@@ -67,7 +69,8 @@ def clip_grad_norm_(
 
     Under torchrun all ranks must call it with the same parameters; a gradient that several ranks
     have counts once. Returns the norm, the same on every rank. Raises RuntimeError for a norm
-    that is not finite if `error_if_nonfinite`, PipelineError if a rank does not call it.
+    that is not finite if `error_if_nonfinite`, ValueError if ranks call it with other arguments or
+    call something else, PipelineError if a rank does not call it.
     """
     one = isinstance(parameters, torch.Tensor)
     listed: list[Any] = [parameters] if one else list(parameters)
@@ -78,6 +81,8 @@ def clip_grad_norm_(
             listed, max_norm, norm_type, error_if_nonfinite, foreach
         )
     with world.busy(lambda: Doing("clip_grad_norm_")):
+        asked = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
+        world.agreed(asked, "the arguments of clip_grad_norm_")
         norms = _norms(listed, homes, float(norm_type), world)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():

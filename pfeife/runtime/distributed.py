@@ -301,6 +301,8 @@ class DistributedStep:
         """Raises Refusal on all ranks unless they have the same gradients of the outputs, to
         within rounding (collective)."""
         world = self.transport.world
+        names = [name for part in tangents for name in part]
+        world.agreed("\n".join(names), "the results that a backward begins at")
         wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
         if wrong:
             raise Refusal(wrong)

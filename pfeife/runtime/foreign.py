@@ -1,5 +1,6 @@
 """State that other ranks train: here it is NaN, and whoever reads it is told what to do."""
 
+import hashlib
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -186,22 +187,36 @@ def _where(one: _Absent) -> str:
 
 @attrs.define(eq=False)
 class Borrowed:
-    """What one program reads on this rank and nobody trains: by their places among a call's
-    arguments. A copy of trained parameters that is kept up to date outside of the step, such as a
-    moving average, becomes NaN where these are absent."""
+    """The state of one program that nobody trains, of which every rank has a copy: by its names,
+    its places among a call's arguments, and whether this rank reads it. A copy of trained
+    parameters that is kept up to date outside of the step, such as a moving average, becomes NaN
+    where these are absent."""
 
     names: tuple[str, ...]
     at: tuple[int, ...]
+    read: tuple[bool, ...]
     versions: list[int]
 
-    def spoiled(self, args: Sequence[Any]) -> list[str]:
-        """The names of those that have become NaN since the last call."""
-        versions = [version_of(args[place]) for place in self.at]
+    def news(self, args: Sequence[Any], absent: bool) -> list[str]:
+        """What has been written to since the ranks have last agreed, and, if anything is `absent`
+        here, what of it has become NaN: a line each."""
+        versions = self._versions(args)
         if versions == self.versions:
             return []
-        news = zip(self.names, self.at, versions, self.versions, strict=True)
-        changed = [(name, args[place]) for name, place, new, old in news if new != old]
-        found = [name for name, value in changed if value.isnan().any()]
-        if not found:
-            self.versions = versions
-        return found
+        writes = [new - old for new, old in zip(versions, self.versions, strict=True)]
+        mine = zip(self.names, self.at, self.read, writes, strict=True)
+        changed = [(n, args[at]) for n, at, read, count in mine if absent and read and count]
+        found = [f"nan {name}" for name, value in changed if value.isnan().any()]
+        return [*found, f"borrowed {digest(writes)}"]
+
+    def agreed(self, args: Sequence[Any]) -> None:
+        """All ranks know what has been written, and nothing is wrong with it."""
+        self.versions = self._versions(args)
+
+    def _versions(self, args: Sequence[Any]) -> list[int]:
+        return [version_of(args[place]) for place in self.at]
+
+
+def digest(writes: Sequence[int]) -> str:
+    """A short text for how often each of some tensors has been written to."""
+    return hashlib.sha256(",".join(map(str, writes)).encode()).hexdigest()[:16]

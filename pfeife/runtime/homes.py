@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife.plan import Mesh
 from pfeife.program import Port, Program, Role, holders
 from pfeife.runtime.failure import Refusal
-from pfeife.runtime.foreign import Borrowed, Foreign, Guard, version_of
+from pfeife.runtime.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.optimizers import Gradients, compared
 
 if TYPE_CHECKING:
@@ -27,18 +27,25 @@ class Home:
     """The ranks of a pipeline that train one tensor, in their order.
 
     `number` is the same for a tensor in all processes, and so is `name`: what the first program
-    that trains it calls it.
+    that trains it calls it. `alike` says whether all have the same values; statistics of replicas
+    are not.
     """
 
     number: int
     name: str
     ranks: tuple[int, ...]
     mesh: Mesh
+    alike: bool = True
 
     @property
     def first(self) -> int:
         """The rank of the world whose values count."""
         return self.ranks[0]
+
+    @property
+    def everywhere(self) -> tuple[int, ...]:
+        """The ranks of the world that train the tensor, those of all replicas."""
+        return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))
 
     def holds(self, rank: int) -> bool:
         """Whether a rank of the world trains the tensor."""
@@ -55,6 +62,8 @@ class Homes:
     def __init__(self) -> None:
         self.known = WeakIdKeyDictionary()
         self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # by the homes' numbers
+        self.homes: dict[int, Home] = {}
+        self.shared: dict[int, int] = {}  # versions of what other ranks train as well
         self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
@@ -105,8 +114,10 @@ class Homes:
         wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
         wanted = [port for port in wanted if port.name not in carried]
         pairs = [
-            (slots[port.name], Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh))
+            (value, Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
             for number, port in enumerate(wanted, len(self.tensors))
+            for value in [slots[port.name]]
+            for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
         _check_memory([*self.known.items(), *pairs])
         for tensor, home in pairs:
@@ -119,9 +130,11 @@ class Homes:
 
     def _note(self, tensor: torch.Tensor, home: Home, rank: int) -> None:
         self.known[tensor] = home
-        self.tensors[home.number] = weakref.ref(tensor)
+        self.tensors[home.number], self.homes[home.number] = weakref.ref(tensor), home
         if not home.holds(rank):
             self.foreign.add(tensor, home.number, home.name, home.ranks)
+        elif home.alike and len(home.everywhere) > 1:
+            self.shared[home.number] = version_of(tensor)
 
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
@@ -137,18 +150,17 @@ class Homes:
     def borrowed(
         self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
     ) -> Borrowed:
-        """What a program reads on a rank and nobody trains; `names` are the arguments' ports."""
+        """What of a program's state nobody trains; `names` are the arguments' ports."""
         calls = {call.node for call in program.calls if call.rank == rank}
         nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
         ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
-        at = tuple(
-            place
+        found = [
+            (ports[name], place, any(user.name in calls for user in nodes[name].users))
             for place, (name, value) in enumerate(zip(names, args, strict=True))
             if name in ports and value not in self.known
-            if any(user.name in calls for user in nodes[name].users)
-        )
-        read = tuple(ports[names[place] or ""] for place in at)
-        return Borrowed(read, at, [version_of(args[place]) for place in at])
+        ]
+        fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
+        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at])
 
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
@@ -156,17 +168,37 @@ class Homes:
         lines = self.gradients.told()
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
-            lines += [f"nan {name}" for name in (borrowed.spoiled(args) if borrowed else ())]
+        lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes().items()]
+        lines += borrowed.news(args, bool(self.foreign.found)) if borrowed else ()
         return "\n".join(lines)
 
-    def agree(self, world: "World", news: Sequence[str]) -> None:
+    def _writes(self) -> dict[str, str]:
+        """How often what other ranks train as well has been written to since the ranks have last
+        agreed, by those ranks."""
+        groups: dict[str, list[int]] = {}
+        for number, before in self.shared.items():
+            writes = self._version(number) - before
+            groups.setdefault(_named(self.homes[number]), []).append(writes)
+        return {ranks: digest(writes) for ranks, writes in groups.items() if any(writes)}
+
+    def _version(self, number: int) -> int:
+        tensor = self.tensors[number]()
+        return self.shared[number] if tensor is None else version_of(tensor)
+
+    def agree(
+        self,
+        world: "World",
+        news: Sequence[str],
+        borrowed: Borrowed | None = None,
+        args: Sequence[Any] = (),
+    ) -> None:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
         self.gradients.forget()
         if not any(news):
             return
-        told: dict[str, dict[int, list[list[str]]]] = {"changed": {}, "nan": {}, "scaled": {}}
+        told: dict[str, dict[int, list[list[str]]]] = {kind: {} for kind in _KINDS}
         for rank, text in enumerate(news):
             for line in text.splitlines():
                 kind, _, rest = line.partition(" ")
@@ -176,20 +208,35 @@ class Homes:
             raise Refusal(wrong)
         if told["changed"]:
             self._take({r: {int(n) for (n,) in them} for r, them in told["changed"].items()}, world)
+        self._compare_shared(told["shared"], world)
+        writes = {rank: line for rank, (line,) in told["borrowed"].items()}
+        if borrowed and len({str(writes.get(rank)) for rank in range(world.size)}) > 1:
+            _check_alike(borrowed.names, [args[place] for place in borrowed.at], world)
+        self.shared = {number: self._version(number) for number in self.shared}
+        if borrowed:
+            borrowed.agreed(args)
+
+    def _compare_shared(self, told: Mapping[int, Sequence[Sequence[str]]], world: "World") -> None:
+        """Compares what several ranks train and have not written to as often as one another: one
+        of them has loaded a checkpoint alone."""
+        writes = {(ranks, rank): one for rank, lines in told.items() for ranks, one in lines}
+        for ranks in sorted({ranks for ranks, _ in writes}):
+            having = [int(rank) for rank in ranks.split("-")]
+            if len({writes.get((ranks, rank)) for rank in having}) > 1:
+                homes = [h for h in self.homes.values() if h.alike and _named(h) == ranks]
+                tensors = [self.tensors[home.number]() for home in homes]
+                _check_alike([home.name for home in homes], tensors, world, having)
 
     def _take(self, written: Mapping[int, set[int]], world: "World") -> None:
         """Compares what ranks have `written` to state of others with what these have."""
         numbers = sorted(set().union(*written.values()))
         tensors = [self.tensors[number]() for number in numbers]
-        sums = world.checksums([torch.zeros(0) if t is None else t for t in tensors])
-        for at, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
-            if tensor is None:
-                continue
-            home = self.known[tensor]
-            alike = home.mesh.replicas == 1 or tensor.requires_grad  # else statistics of replicas
-            having = [rank for rank in range(world.size) if alike and home.holds(rank)]
+        sums = world.checksums(tensors)
+        for at, number in enumerate(numbers):
+            home = self.homes[number]
+            having = [home.first, *(home.everywhere if home.alike else ())]
             having += [rank for rank, theirs in written.items() if number in theirs]
-            others = [r for r in having if not torch.equal(sums[r][at], sums[home.first][at])]
+            others = _others([sums[rank][at] for rank in having], having)
             if others:
                 raise Refusal(
                     f"{home.name} has been written to on ranks {sorted(written)} since the last "
@@ -197,6 +244,43 @@ class Homes:
                     "which trains it: load a checkpoint on every rank, or on none"
                 )
         self.foreign.forget(written.get(world.rank, ()))
+
+
+_KINDS = ("changed", "nan", "scaled", "shared", "borrowed")  # of news
+
+
+def _named(home: Home) -> str:
+    """Those who train a tensor, as news call them."""
+    return "-".join(map(str, home.everywhere))
+
+
+def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
+    """The ranks that have other values than the first of them, by checksums; those that have none
+    any more count as the first."""
+    first = int(sums[0])
+    found = zip(ranks, map(int, sums), strict=True)
+    return sorted({rank for rank, one in found if one != first and one >= 0 <= first})
+
+
+def _check_alike(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor | None],
+    world: "World",
+    ranks: Sequence[int] = (),
+) -> None:
+    """Raises Refusal on all ranks unless some (all if none are given) have the same values
+    (collective)."""
+    if not names:
+        return
+    sums = world.checksums(tensors)
+    ranks = ranks or range(world.size)
+    for at, name in enumerate(names):
+        others = _others([sums[rank][at] for rank in ranks], ranks)
+        if others:
+            raise Refusal(
+                f"{name} has been written to since the last step, and ranks {others} have other "
+                f"values than rank {ranks[0]}: load a checkpoint on every rank, or on none"
+            )
 
 
 def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:

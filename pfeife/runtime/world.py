@@ -268,9 +268,11 @@ class World:
     ) -> "Agreed":
         """What every rank adds to a text that all of them give alike (collective).
 
-        Raises Refusal on every rank if the texts differ, with the first line that does, or if any
-        rank cannot go on: with its own words there, and on the others with the rank in front.
+        Raises Refusal on every rank if the ranks are at different places of the script, by `what`
+        they agree on; if the texts differ, with the first line that does; or if any rank cannot
+        go on: with its own words there, and on the others with the rank in front.
         """
+        text = f"{what}\0{text}"
         digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
         mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
         data = bytearray(mine + bytes([bool(note)]))
@@ -279,7 +281,7 @@ class World:
         if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
             told = self.from_all_ranks(f"{cause}\0{text}")
-            raise Refusal(str(refused) if refused else _disagreement(told, what)) from refused
+            raise Refusal(str(refused) if refused else _disagreement(told)) from refused
         notes = self.from_all_ranks(note) if any(one[40] for one in every) else [""] * self.size
         numbers = [int.from_bytes(one[32:40], "little", signed=True) for one in every]
         return Agreed(tuple(numbers), tuple(notes))
@@ -292,9 +294,10 @@ class World:
         wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
 
-    def checksums(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some tensors, one at least, on every rank (collective)."""
-        return self.gather(torch.tensor([checksum(one) for one in tensors], device=self.device))
+    def checksums(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of some tensors, one at least, on every rank; -1 for None (collective)."""
+        found = [-1 if one is None else checksum(one) for one in tensors]
+        return self.gather(torch.tensor(found, device=self.device))
 
     def close(self) -> None:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
@@ -342,16 +345,23 @@ class Agreed:
     notes: tuple[str, ...]
 
 
-def _disagreement(told: Sequence[str], what: str) -> str:
-    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and text."""
-    causes, texts = zip(*(one.split("\0", 1) for one in told), strict=True)
+def _disagreement(told: Sequence[str]) -> str:
+    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and what it
+    has told of what."""
+    causes, places, texts = zip(*(one.split("\0", 2) for one in told), strict=True)
     for rank, cause in enumerate(causes):
         if cause:
             return f"rank {rank}: {cause}"
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            return (
+                f"rank {rank} is at {place} and rank 0 at {places[0]}: every rank must make the "
+                "same calls, in the same order"
+            )
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     here, there = _first_difference(texts[0], texts[others[0]])
     return (
-        f"{what}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
+        f"{places[0]}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
         f"where rank 0 has {here!r}; every rank must run the same script with the same options "
         "and versions, and is given the whole batch"
     )

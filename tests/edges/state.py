@@ -3,7 +3,7 @@
 import copy
 import io
 import logging
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import torch
 import torch.distributed as dist
@@ -367,6 +367,103 @@ def a_checkpoint_is_loaded_on_one_rank():
         model.load_state_dict(saved)
         other.load_state_dict(saved)
         go_on(model, step, mine, other, theirs)
+
+
+class Shared(nn.Module):
+    """The first rank trains all but a tied layer, which the last one has as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = pfeife.stage_boundary(self.second(self.first(x).tanh()).tanh())
+        return self.first(hidden)
+
+
+def loaded_on_one_rank(model, step, first):
+    """Refused on all by every step, until all have loaded it."""
+    saved = {name: value + 0.5 for name, value in pfeife.full_state_dict(model).items()}
+    if dist.get_rank() == 0:
+        model.load_state_dict(saved)
+    for other in (step, step, pfeife.compile(lambda x: model(x).abs().mean(), **PAIR)):
+        refused(lambda other=other: other(rows(0)), first)
+    refused(lambda: pfeife.full_state_dict(model), first)
+    model.load_state_dict(saved)
+    return saved
+
+
+PAIR = {"microbatches": 2, "stages": 2}
+
+
+@edge(ranks=(2,))
+def a_tied_layer_is_loaded_on_one_rank():
+    """That rank has no state of others that would show it."""
+    torch.manual_seed(0)
+    model = Shared()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **PAIR)
+    mine = sgd(model)
+    for seed in range(2):
+        step(rows(seed)).backward()
+        stepped(mine)
+    loaded_on_one_rank(model, step, "first.weight has been written to since the last step")
+    other = copy.deepcopy(model)
+    assert torch.allclose(step(rows(0)), accumulated(lambda x: other(x).square().mean(), rows(0)))
+
+
+@edge(ranks=(2,))
+def a_replica_is_loaded_alone():
+    torch.manual_seed(0)
+    model, options = layers(6, 6), {"microbatches": 2, "stages": 1, "replicas": 2}
+    step = pfeife.compile(lambda x: model(x).square().mean(), **options)
+    mine = sgd(model)
+    step(rows(0)).backward()
+    stepped(mine)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model[0][0].bias.fill_(1.0)
+    for _ in range(2):
+        refused(lambda: step(rows(0)), "0.0.bias has been written to since the last step")
+    with torch.no_grad():
+        model[0][0].bias.fill_(1.0)
+    step(rows(0)).backward()
+    stepped(mine)
+
+
+@edge(ranks=(2,))
+def an_evaluation_alone_is_loaded_on_one_rank():
+    """Nothing is trained, so that nothing has a home."""
+    torch.manual_seed(0)
+    model = layers(6, 6, 6, 6).requires_grad_(False)
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, loss="outside")
+    step(rows(0))
+    saved = layers(6, 6, 6, 6).state_dict()
+    if dist.get_rank() == 0:
+        model.load_state_dict(saved)
+    for _ in range(2):
+        refused(lambda: step(rows(0)), "0.0.weight has been written to since the last step")
+    model.load_state_dict(saved)
+    assert torch.equal(step(rows(1)), accumulated(lambda x: model(x).square().mean(), rows(1)))
+
+
+@edge(ranks=(2,))
+def ranks_at_different_calls():
+    """One computes where another saves, clips, or runs backward: both say so, and go on."""
+    model, step, mine, other, theirs = trained(2)
+    apart = pfeife.compile(lambda x: model(x), microbatches=2, loss="outside")
+
+    calls = {
+        "the names in full_state_dict": lambda: pfeife.full_state_dict(model),
+        "the arguments of clip_grad_norm_": lambda: pfeife.clip_grad_norm_(model.parameters(), 1.0),
+        "the arguments of this call": lambda: step(rows(0)),
+    }
+    for mine_at, there_at in permutations(calls, 2):
+        at = (mine_at, there_at)[dist.get_rank()]
+        refused(calls[at], f"rank 1 is at {there_at} and rank 0 at {mine_at}: every rank must")
+    results = apart(rows(3)).square().mean()
+    backward = {0: results.backward, 1: lambda: step(rows(0))}[dist.get_rank()]
+    refused(backward, "rank 1 is at the arguments of this call and rank 0 at the results that a")
+    go_on(model, step, mine, other, theirs)
 
 
 @edge(ranks=(2,))
