@@ -21,6 +21,8 @@ def main(topic: str, report: Path) -> None:
     found = {}
     for row in importlib.import_module(f"edges.{topic}").ROWS.values():
         if size in row.ranks:
+            case = f"tests/test_edges.py::test_on_two_ranks[{topic}-{row.name}] (call)"
+            os.environ["PYTEST_CURRENT_TEST"] = case  # as pytest does, for benchmarks/mutants.py
             faulthandler.dump_traceback_later(60, exit=True)  # a hang shows where
             found[row.name] = verdict(row)
             (report / f"rank{rank}.json").write_text(json.dumps(found))
