@@ -334,8 +334,7 @@ class _LossOutside(torch.autograd.Function):
         with call.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
             tangents = call.tangents(given)
-            if call.options.compare_batches:
-                call.step.compare(tangents)
+            call.step.compare(tangents, values=call.options.compare_batches)
             call.step.set_tangents(tangents)
         return (None, None, *call.backward())
 

@@ -297,13 +297,15 @@ class DistributedStep:
         """While the backward is prepared, which fails on all ranks if it does on one."""
         return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
 
-    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Raises Refusal on all ranks unless they have the same gradients of the outputs, to
-        within rounding (collective)."""
+    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]], *, values: bool) -> None:
+        """Raises Refusal on all ranks unless they are at a backward from the same outputs; with
+        `values` also unless they have the same gradients of these, to within rounding
+        (collective)."""
         world = self.transport.world
         names = [name for part in tangents for name in part]
         world.agreed("\n".join(names), "the results that a backward begins at")
-        wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
+        sketches = world.gather(sketch(tangents).to(world.device)) if values else []
+        wrong = compared(sketches, tangents) if values else ""
         if wrong:
             raise Refusal(wrong)
 

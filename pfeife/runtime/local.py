@@ -244,7 +244,7 @@ class LocalStep:
         """While the backward is prepared."""
         return contextlib.nullcontext()
 
-    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]], *, values: bool) -> None:
         """One process has nobody to compare with."""
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:

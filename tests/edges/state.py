@@ -450,7 +450,6 @@ def an_evaluation_alone_is_loaded_on_one_rank():
 def ranks_at_different_calls():
     """One computes where another saves, clips, or runs backward: both say so, and go on."""
     model, step, mine, other, theirs = trained(2)
-    apart = pfeife.compile(lambda x: model(x), microbatches=2, loss="outside")
 
     calls = {
         "the names in full_state_dict": lambda: pfeife.full_state_dict(model),
@@ -460,9 +459,12 @@ def ranks_at_different_calls():
     for mine_at, there_at in permutations(calls, 2):
         at = (mine_at, there_at)[dist.get_rank()]
         refused(calls[at], f"rank 1 is at {there_at} and rank 0 at {mine_at}: every rank must")
-    results = apart(rows(3)).square().mean()
-    backward = {0: results.backward, 1: lambda: step(rows(0))}[dist.get_rank()]
-    refused(backward, "rank 1 is at the arguments of this call and rank 0 at the results that a")
+    for compare in (True, False):
+        options = {"loss": "outside", "compare_batches": compare}
+        apart = pfeife.compile(lambda x: model(x), microbatches=2, **options)
+        results = apart(rows(3)).square().mean()
+        backward = {0: results.backward, 1: lambda: step(rows(0))}[dist.get_rank()]
+        refused(backward, "rank 1 is at the arguments of this call and rank 0 at the results that")
     go_on(model, step, mine, other, theirs)
 
 
