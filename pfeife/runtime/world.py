@@ -34,6 +34,7 @@ from pfeife.runtime.sending import Sender
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
+_SHORT = 64  # bytes of a note from which on it has a message of its own
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=BEAT)
 FOREVER = timedelta(days=1)  # of a wait that a thread ends
@@ -275,14 +276,18 @@ class World:
         text = f"{what}\0{text}"
         digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
         mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
-        data = bytearray(mine + bytes([bool(note)]))
+        noted = _encoded(note)
+        short = noted.ljust(_SHORT, b"\0") if len(noted) < _SHORT else bytes(_SHORT)
+        data = bytearray(mine + bytes([min(len(noted), _SHORT)]) + short)
         found = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(self.device))
         every = [bytes(one.tolist()) for one in found]
         if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
             told = self.from_all_ranks(f"{cause}\0{text}")
             raise Refusal(str(refused) if refused else _disagreement(told)) from refused
-        notes = self.from_all_ranks(note) if any(one[40] for one in every) else [""] * self.size
+        notes = [one[41 : 41 + one[40]].decode() for one in every if one[40] < _SHORT]
+        if len(notes) < self.size:
+            notes = self.from_all_ranks(note)
         numbers = [int.from_bytes(one[32:40], "little", signed=True) for one in every]
         return Agreed(tuple(numbers), tuple(notes))
 
