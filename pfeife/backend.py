@@ -141,7 +141,9 @@ class Steps:
             if isinstance(value, torch.Tensor):
                 where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
                 lines.append(f"{argument.names[0]}: {where}")
-                if dim is not None and options.compare_batches:
+                state = argument.role in (Role.PARAMETER, Role.BUFFER)
+                trained = state or (dim is None and value.requires_grad)
+                if options.compare_batches and not trained:
                     lines[-1] += f", values with the checksum {checksum(value):x}"
         return "\n".join(lines)
 

@@ -282,3 +282,66 @@ def another_step_on_a_rank():
         return model(x).abs().mean()
 
     pfeife.compile(validate if RANK else train, microbatches=2)(rows())
+
+
+@edge(
+    'the arguments of this call: ranks [1] have another one than rank 0: rank 1 has "Options(',
+    ranks=(2,),
+)
+def other_options_on_a_rank():
+    compiled(net(), schedule="gpipe" if RANK else "1f1b")(rows())
+
+
+@edge("the arguments of this call: ranks [1] have another one than rank 0", ranks=(2,))
+def no_gradients_on_a_rank():
+    step = compiled(net())
+    try:
+        with torch.set_grad_enabled(RANK == 0):
+            step(rows())
+    except ValueError as error:
+        assert "in 2 microbatches, gradients off' where rank 0 has" in str(error), error
+        raise
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'table: ",
+    ranks=(2,),
+)
+def another_table_that_is_not_cut():
+    model = net()
+    step = pfeife.compile(
+        lambda x, table: (model(x) * table).square().mean(), microbatches=2, in_dims={"table": None}
+    )
+    step(rows(), torch.ones(8))
+    step(rows(), torch.ones(8) + RANK)
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'scale: ",
+    ranks=(2,),
+)
+def another_value_of_a_tensor_from_outside():
+    model, scale = net(), torch.ones(8)
+    step = pfeife.compile(lambda x: (model(x) * scale).square().mean(), microbatches=2)
+    step(rows())
+    scale += RANK
+    step(rows())
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x: "
+    "torch.float64 [4, 8]",
+    ranks=(2,),
+)
+def another_dtype_on_a_rank():
+    step = compiled(net().double(), compare_batches=False)
+    step(rows().double() if RANK else rows())
+
+
+@edge(
+    "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x: "
+    "torch.float32 [8, 8]",
+    ranks=(2,),
+)
+def more_rows_on_a_rank():
+    compiled(net(), compare_batches=False)(rows(count=4 + 4 * RANK))
