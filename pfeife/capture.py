@@ -97,7 +97,7 @@ def capture(
         def read(
             module: fx.GraphModule, examples: list[Any]
         ) -> tuple[fx.GraphModule, Inputs, tuple[Leaf, ...] | None]:
-            moved = _off_meta(module, target)
+            moved = copied(module, target)
             return moved, describe(moved, examples, target, given), leaves_of(module)
 
         args, named = call.made(values)
@@ -142,8 +142,9 @@ def dynamo_graph(
     kwargs: Mapping[str, Any],
     read: Callable[[fx.GraphModule, list[Any]], T],
 ) -> T:
-    """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it;
-    nothing is run. Raises ValueError when there is no single graph."""
+    """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it (it
+    may empty the graph afterwards); nothing is run. Raises ValueError when there is no single
+    graph."""
     found: list[T] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -160,13 +161,14 @@ def dynamo_graph(
     return found[0]
 
 
-def _off_meta(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Dynamo's graph with another device wherever it names the meta device."""
+def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:
+    """A copy of Dynamo's graph, which outlives Dynamo's compilation, with another `device`
+    wherever it names the meta device."""
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
 
     def moved(argument: Any) -> Any:
-        meta = isinstance(argument, torch.device) and argument.type == "meta"
+        meta = device and isinstance(argument, torch.device) and argument.type == "meta"
         return device if meta else argument
 
     for node in module.graph.nodes:

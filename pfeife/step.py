@@ -15,7 +15,7 @@ from pfeife import _torch
 from pfeife.arguments import Given, Inputs, describe
 from pfeife.backend import Backend, Steps, backend
 from pfeife.batch import Arguments, Cutter, Leaf, fields_of
-from pfeife.capture import dynamo_graph, plain_error
+from pfeife.capture import copied, dynamo_graph, plain_error
 from pfeife.graphs import MicrobatchGraph
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.runtime.meeting import join_world
@@ -129,7 +129,7 @@ class _Step:
         leaves = self.call.grown(times)
         args, kwargs = self.call.made(leaf.first for leaf in leaves)
         return dynamo_graph(
-            self.step, args, kwargs, lambda m, e: (m, describe(m, e, given=_given(leaves)))
+            self.step, args, kwargs, lambda m, e: (copied(m), describe(m, e, given=_given(leaves)))
         )
 
     def _checked(self, call: Arguments, result: Any) -> Any:

@@ -345,3 +345,20 @@ def another_dtype_on_a_rank():
 )
 def more_rows_on_a_rank():
     compiled(net(), compare_batches=False)(rows(count=4 + 4 * RANK))
+
+
+@edge(ranks=(2,))
+def a_batch_that_one_rank_cannot_tell_from_another_size():
+    model = net()
+    step = torch.compile(
+        lambda x: model(x).square().mean(),
+        backend="pfeife",
+        options={"microbatches": 2},
+        dynamic=True,
+    )
+    try:
+        step(rows(count=8 if RANK else 4))
+    except ValueError as error:
+        said = "input x: dimensions [0, 1] of"
+        assert str(error).startswith(said if RANK else f"rank 1: ValueError: {said}"), error
+    assert torch.equal(step(rows()), expected(net(), rows()))
