@@ -259,6 +259,19 @@ class Growing(Two):
         return super().forward(x) + self.seen.mean()
 
 
+class CountingTwice(Counting):
+    def forward(self, x):
+        self.n += 1
+        self.n = self.n * 2
+        return Two.forward(self, x) * self.n
+
+
+@edge("the step changes n in place and assigns it anew: do one", ranks=(1, 2))
+def a_buffer_that_changes_in_place_and_anew():
+    model, _ = pair(CountingTwice)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
 @edge("the step assigns model.seen anew and reads it in the next microbatch", ranks=(1, 2))
 def an_attribute_that_grows():
     model, _ = pair(Growing)

@@ -209,6 +209,16 @@ def dropout_does_not_disturb_the_check():
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(8)).backward()
 
 
+@edge()
+def noise_does_not_disturb_the_check():
+    """What is drawn has no expected value to put in its place."""
+    model = net()
+    torch.manual_seed(0)
+    pfeife.compile(lambda x: (model(x + torch.randn_like(x))).square().mean(), microbatches=2)(
+        rows(8)
+    ).backward()
+
+
 @edge("the rows of ['x'] (dimension 0) depend on one another")
 def a_sequence_first_with_the_named_backend():
     model = Attention()

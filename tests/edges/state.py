@@ -533,6 +533,13 @@ def gradients_are_clipped_by_the_norm_of_all():
         same_state(model, other)
 
 
+@edge("The total norm of order 2.0 for", ranks=(1, 2))
+def gradients_that_are_not_finite_are_not_clipped():
+    model, step, *_ = trained()
+    (step(rows(0)) * float("inf")).backward()
+    pfeife.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
 @edge("between backward() and optimizer.step() the gradients were multiplied by", ranks=(2,))
 def gradients_are_clipped_by_the_norm_of_one_rank():
     model, step, mine, *_ = trained()

@@ -98,3 +98,60 @@ def a_branch_of_torch_cond():
 
     parts = [(p,) for p in rows().chunk(2)]
     same(pfeife.compile(step, microbatches=2), step, model, (rows(),), parts)
+
+
+class Place:
+    """What a step returns and torch does not look into."""
+
+
+PLACE = Place()
+
+
+def opaque(model, x):
+    return model(x).square().mean(), PLACE
+
+
+@edge("loss='loss': the step returns an object whose tensors have no names for Pfeife")
+def a_name_in_an_object():
+    model = net()
+    pfeife.compile(lambda x: opaque(model, x), microbatches=2, loss="loss")(rows())
+
+
+@edge("option reduce: there are no results [5]")
+def an_index_beyond_an_object():
+    model = net()
+    options = {"reduce": {5: "mean"}}
+    pfeife.compile(lambda x: opaque(model, x), microbatches=2, **options)(rows())
+
+
+@edge("loss='scores': result 'scores' is no differentiable scalar; those are ['loss']")
+def a_loss_that_is_no_scalar():
+    model = net()
+
+    def step(x):
+        scores = model(x)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+    pfeife.compile(step, microbatches=2, loss="scores")(rows())
+
+
+@edge("result 1 of the step is")
+def a_size_among_the_results_by_name():
+    model = net()
+    options = {"microbatches": 2}
+    step = torch.compile(
+        lambda x: (model(x).square().mean(), x.shape[0] * 2),
+        backend="pfeife",
+        options=options,
+        dynamic=True,
+    )
+    step(rows(6))
+
+
+@edge("microbatch: input x with 6 rows does not divide into 4 microbatches; pass microbatches=3")
+def a_batch_that_does_not_divide_by_name():
+    model = net()
+    options = {"microbatches": 4}
+    torch.compile(
+        lambda x: model(x).square().mean(), backend="pfeife", options=options, dynamic=True
+    )(rows(6))
