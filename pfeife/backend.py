@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch, plain
 from pfeife.artifacts import Artifacts
@@ -24,6 +25,7 @@ from pfeife.program import Role
 from pfeife.progress import shown
 from pfeife.results import Key
 from pfeife.runtime.failure import PipelineError, Refusal
+from pfeife.runtime.foreign import version_of
 from pfeife.runtime.meeting import join_world
 from pfeife.runtime.world import World, checksum
 from pfeife.sched import policy
@@ -70,6 +72,7 @@ class Steps:
         self.backend, self.graph, self.name = backend, graph, name
         self.artifacts = Artifacts(_torch.compilation())
         self.known: dict[tuple, Compiled] = {}
+        self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
 
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
         """One call with the whole batch: builds the program if it is not known, and runs it.
@@ -144,8 +147,17 @@ class Steps:
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)
                 if options.compare_batches and not trained:
-                    lines[-1] += f", values with the checksum {checksum(value):x}"
+                    lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
         return "\n".join(lines)
+
+    def _checksum(self, value: torch.Tensor, dim: int | None) -> int:
+        """Of what is the same tensor at every call, such as a mask, it is computed once."""
+        version = version_of(value)
+        if dim is not None or version < 0:
+            return checksum(value)
+        if self.sums.get(value, (None, 0))[0] != version:
+            self.sums[value] = version, checksum(value)
+        return int(self.sums[value][1])
 
     def _device(self, args: Sequence[Any]) -> torch.device:
         """Where the parameters are, or else the first tensor."""
