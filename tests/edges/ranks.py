@@ -225,12 +225,22 @@ def accumulated(model):
 
 @edge(ranks=(1, 2))
 def a_gradient_that_overflows_on_one_rank():
+    overflowing()
+
+
+@edge(ranks=(1, 2))
+def a_gradient_that_overflows_with_the_loss_outside():
+    overflowing(loss="outside")
+
+
+def overflowing(**options):
     """No rank makes that step, and the scale goes down on all."""
     model, reference = Overflows(), Overflows()
     factors = [1.0, 1e30, 1.0, 1e30, 1.0]
     expected = scaled(accumulated(reference), reference, factors)
     cuts = {"split_at": {"last": "begin"}} if "RANK" in os.environ else {"stages": 2}
-    compiled = pfeife.compile(lambda x, factor: model(x, factor), microbatches=2, **cuts)
+    options |= {"microbatches": 2, **cuts}
+    compiled = pfeife.compile(lambda x, factor: model(x, factor), **options)
 
     def step(x, factor, scaler):
         loss = compiled(x, factor)
