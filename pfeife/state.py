@@ -29,9 +29,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             state = model.state_dict(keep_vars=True)
         finally:
             world.homes.foreign.reading = False
-        told = world.homes.news(None, list(state.values()))
+        values = list(state.values())
+        told = world.homes.news(None, values)
         found = world.agreed("\n".join(state), "the names in full_state_dict", note=told)
-        world.homes.agree(world, found.notes)
+        world.homes.agree(world, found.notes, args=values)
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:

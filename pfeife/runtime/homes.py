@@ -168,22 +168,24 @@ class Homes:
         lines = self.gradients.told()
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
-        lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes().items()]
+        lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
         lines += borrowed.news(args, bool(self.foreign.found)) if borrowed else ()
         return "\n".join(lines)
 
-    def _writes(self) -> dict[str, str]:
+    def _writes(self, args: Sequence[Any]) -> dict[str, str]:
         """How often what other ranks train as well has been written to since the ranks have last
         agreed, by those ranks."""
         groups: dict[str, list[int]] = {}
-        for number, before in self.shared.items():
-            writes = self._version(number) - before
-            groups.setdefault(_named(self.homes[number]), []).append(writes)
+        for number, tensor in self._among(args).items() if self.shared else ():
+            if number in self.shared:
+                writes = version_of(tensor) - self.shared[number]
+                groups.setdefault(_named(self.homes[number]), []).append(writes)
         return {ranks: digest(writes) for ranks, writes in groups.items() if any(writes)}
 
-    def _version(self, number: int) -> int:
-        tensor = self.tensors[number]()
-        return self.shared[number] if tensor is None else version_of(tensor)
+    def _among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Those of some arguments that have a home, by its number, in order."""
+        found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
+        return dict(sorted((self.known[one].number, one) for one in found))
 
     def agree(
         self,
@@ -208,23 +210,30 @@ class Homes:
             raise Refusal(wrong)
         if told["changed"]:
             self._take({r: {int(n) for (n,) in them} for r, them in told["changed"].items()}, world)
-        self._compare_shared(told["shared"], world)
+        mine = self._among(args)
+        self._compare_shared(told["shared"], mine, world)
         writes = {rank: line for rank, (line,) in told["borrowed"].items()}
         if borrowed and len({str(writes.get(rank)) for rank in range(world.size)}) > 1:
             _check_alike(borrowed.names, [args[place] for place in borrowed.at], world)
-        self.shared = {number: self._version(number) for number in self.shared}
+        self.shared |= {n: version_of(tensor) for n, tensor in mine.items() if n in self.shared}
         if borrowed:
             borrowed.agreed(args)
 
-    def _compare_shared(self, told: Mapping[int, Sequence[Sequence[str]]], world: "World") -> None:
+    def _compare_shared(
+        self,
+        told: Mapping[int, Sequence[Sequence[str]]],
+        mine: Mapping[int, torch.Tensor],
+        world: "World",
+    ) -> None:
         """Compares what several ranks train and have not written to as often as one another: one
-        of them has loaded a checkpoint alone."""
+        of them has loaded a checkpoint alone. `mine` are this rank's tensors by their homes."""
         writes = {(ranks, rank): one for rank, lines in told.items() for ranks, one in lines}
         for ranks in sorted({ranks for ranks, _ in writes}):
             having = [int(rank) for rank in ranks.split("-")]
             if len({writes.get((ranks, rank)) for rank in having}) > 1:
-                homes = [h for h in self.homes.values() if h.alike and _named(h) == ranks]
-                tensors = [self.tensors[home.number]() for home in homes]
+                homes = [self.homes[number] for number in mine]
+                homes = [home for home in homes if home.alike and _named(home) == ranks]
+                tensors = [mine[home.number] for home in homes]
                 _check_alike([home.name for home in homes], tensors, world, having)
 
     def _take(self, written: Mapping[int, set[int]], world: "World") -> None:
@@ -264,7 +273,7 @@ def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
 
 def _check_alike(
     names: Sequence[str],
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
     world: "World",
     ranks: Sequence[int] = (),
 ) -> None:
