@@ -33,6 +33,8 @@ CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 BATCH = (torch.randn(2, 8), torch.randint(4, (2,)))
 IMAGES = (torch.randn(2, 3, 12, 12), torch.randint(4, (2,)))
 SEQUENCES = (torch.randn(2, 5, 8), torch.randint(4, (2, 5)))
+ONE_ROW = (torch.randn(1, 8), torch.randint(4, (1,)))
+PAIRS = (torch.randn(4, 8), torch.randint(4, (4,)))
 
 
 def words(x, y):
@@ -102,6 +104,54 @@ UNKNOWN = [
     (BATCH, lambda x, y: NET.one(x).square().sum() * x.sum()),
     (BATCH, lambda x, y: (NET.one(x) / len(x)).sum() / len(x)),
     (BATCH, lambda x, y: (NET.one(x) * CLASSES.expand(2, 4)).sum() / 128),  # no more than two rows
+    # numbers
+    (BATCH, lambda x, y: NET.one(x).square().sum() / len(x) ** 2),
+    (BATCH, lambda x, y: NET.one(x).square().sum() / torch.ones(len(x), len(x)).sum()),
+    (BATCH, lambda x, y: torch.add(NET.one(x).sum(), NET.two(x).sum(), alpha=len(x))),
+    (BATCH, lambda x, y: (NET.one(x).square().sum() * 1j).imag),
+    # functions of sums and means
+    (BATCH, lambda x, y: NET.one(x).sum() + x.sum().long()),
+    (BATCH, lambda x, y: NET.one(x).sum() + torch.div(x.sum(), 3, rounding_mode="floor")),
+    (BATCH, lambda x, y: NET.one.weight.sum() / NET.one(x).exp().mean()),
+    (BATCH, lambda x, y: torch.where(CLASSES[0] > 0, NET.one(x).sum(), NET.one.weight.sum())),
+    (BATCH, lambda x, y: NET.one(x).mean(0) @ NET.two(x).mean(0)),
+    (BATCH, lambda x, y: F.mse_loss(NET.one(x).mean(0), CLASSES)),
+    (BATCH, lambda x, y: torch.stack([NET.one(x).mean(), NET.two(x).sum()]).sum()),
+    (BATCH, lambda x, y: torch.stack([NET.one(x).sum(), NET.one.weight.sum()]).sum()),
+    (BATCH, lambda x, y: F.pad(NET.one(x).sum(0), (0, 1), value=1.0).sum()),
+    (BATCH, lambda x, y: NET.one(x).sum(0)[torch.tensor([0, 2])].sum()),
+    (BATCH, lambda x, y: torch.addmm(NET.one.weight, NET.one(x).t(), x).sum()),
+    # rows and a sum or a mean
+    (BATCH, lambda x, y: torch.addmm(NET.two(x).mean(0), x, NET.one.weight.t()).mean()),
+    (BATCH, lambda x, y: (NET.one(x) @ NET.two(x).mean(0)).mean()),
+    (BATCH, lambda x, y: F.nll_loss(NET.one(x).mean(0, True).expand(len(x), 4), y)),
+    (BATCH, lambda x, y: F.nll_loss(NET.one(x), y, x[:, :4].mean(0), reduction="sum")),
+    (BATCH, lambda x, y: torch.select_scatter(NET.one(x), x.mean().expand(len(x)), 1, 0).mean()),
+    (BATCH, lambda x, y: NET.one(x).gather(1, y.sum().expand(len(x), 1)).mean()),
+    (BATCH, lambda x, y: NET.one(x)[:, y.sum(0, keepdim=True)].mean()),
+    # rows with other rows
+    (BATCH, lambda x, y: (NET.one(x)[:, None] - NET.one(x)).square().mean()),
+    (BATCH, lambda x, y: (NET.one(x).repeat(3, 1) - NET.two(x).repeat_interleave(3, 0)).mean()),
+    (BATCH, lambda x, y: (NET.one(x) @ NET.two(x).t()).mean()),
+    (BATCH, lambda x, y: torch.cdist(NET.one(x), NET.two(x)).mean()),
+    (BATCH, lambda x, y: F.scaled_dot_product_attention(*[NET.one(x)[None, None]] * 3).mean()),
+    (BATCH, lambda x, y: F.layer_norm(NET.one(x), (2, 4)).square().mean()),
+    (BATCH, lambda x, y: F.avg_pool1d(NET.one(x).t(), 2).square().mean()),
+    (BATCH, lambda x, y: torch.cat([NET.one(x), NET.two(x)]).square().mean()),
+    (BATCH, lambda x, y: F.pad(NET.one(x), (0, 0, 0, 1)).square().mean()),
+    (BATCH, lambda x, y: torch.select_scatter(NET.one(x), CLASSES, 0, 0).square().mean()),
+    (BATCH, lambda x, y: F.embedding(y % 2, NET.one(x)).square().mean()),
+    (BATCH, lambda x, y: NET.one(x).gather(0, y[:, None]).mean()),
+    (BATCH, lambda x, y: NET.one(x)[:, y].square().mean()),
+    (BATCH, lambda x, y: NET.one(x)[y % 2].mean()),
+    (BATCH, lambda x, y: (NET.one(x).t() @ CLASSES.view(2, 2)).mean()),
+    (PAIRS, lambda x, y: (NET.one(x).view(2, 2, 4)[0] - x.view(2, 2, 8)[1, :, :4]).mean()),
+    # rows elsewhere
+    (ONE_ROW, lambda x, y: NET.one(x).squeeze().square().sum(0)),
+    (BATCH, lambda x, y: F.batch_norm(NET.one(x).t(), None, None, None, None, True).sum(0).mean()),
+    (BATCH, lambda x, y: torch.zeros(3, len(x), 4).copy_(NET.one(x)).sum(0).mean()),
+    (BATCH, lambda x, y: NET.one.weight.view(2, 4, 2, 2)[:, y, :, y % 2].sum(1).mean()),
+    (SEQUENCES, lambda x, y: NET.one(x).transpose(0, 1)[y[:, 0], torch.arange(2)].sum(1).mean()),
 ]
 
 
