@@ -76,7 +76,7 @@ def aligned(one: Operation) -> Rows:
     if len(places) != 1:
         raise Stuck
     ((dim, before),) = places
-    power = max(rows.power for _, rows in operands if rows.dim is not None)
+    power = max((rows.power for _, rows in operands), key=abs)
     return Rows(any(rows.varies for _, rows in operands), dim, before, power)
 
 
@@ -84,8 +84,9 @@ def same(one: Operation) -> Rows:
     """A copy, another type, a sign."""
     (source, rows), *_ = one.operands()
     before, after = source.meta["val"].dtype, one.node.meta["val"].dtype
-    cast = before.is_floating_point and not after.is_floating_point
-    if rows.dim is None and rows.varies and cast:
+    cast = before != torch.bool and not (after.is_floating_point or after.is_complex)
+    cast = cast and (before.is_floating_point or after == torch.bool)
+    if cast and (rows.power or (rows.dim is None and rows.varies)):
         raise Stuck
     return rows
 
@@ -109,7 +110,7 @@ def sum_of(one: Operation) -> Rows:
         power=powers.pop(),
         maybe=maybe,
         counts=parts[0].counts | parts[1].counts,
-        plain=parts[0].plain or parts[1].plain,
+        plain=any(rows.plain or (rows.varies and not rows.counts) for rows in parts),
     )
 
 
@@ -123,8 +124,9 @@ def quotient(one: Operation) -> Rows:
     if one.arguments.get("rounding_mode"):
         raise Stuck
     both = left.varies and right.varies and left.dim is None and right.dim is None
-    if both and left.power == right.power == 1 and not left.counts:
-        return Rows(varies=True, counts=frozenset({one.arguments["other"]}))
+    if both and left.power == right.power == 1 and not (left.counts or right.counts):
+        maybe = left.maybe | frozenset(-power for power in right.maybe)
+        return Rows(varies=True, maybe=maybe, counts=frozenset({one.arguments["other"]}))
     if right.varies and right.dim is None:
         raise Stuck
     return _scaled(one, left, right, -1)
@@ -145,7 +147,7 @@ def _scaled(one: Operation, left: Rows, right: Rows, sign: int) -> Rows:
 def chosen(one: Operation) -> Rows:
     """where(mask, a, b), masked_fill: of rows."""
     found = aligned(one)
-    if found.dim is None:
+    if found.dim is None or found.power:
         raise Stuck
     maybe = [rows.maybe for _, rows in one.operands()]
     return attrs.evolve(found, maybe=frozenset().union(*maybe))
@@ -228,6 +230,8 @@ def normalised(one: Operation) -> tuple:
     rows = one.of("input")
     shape = shape_of(one.arguments["input"])
     if rows.dim is None or rows.dim >= len(shape) - len(one.arguments["normalized_shape"]):
+        raise Stuck
+    if rows.power or any(moves(given) for _, given in one.operands()[1:]):
         raise Stuck
     rest = attrs.evolve(rows, maybe=frozenset())
     return (rest, rest, rest)

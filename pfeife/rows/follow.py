@@ -47,7 +47,7 @@ def _settled(node: fx.Node, found: Any) -> Known:
     if isinstance(found, Rows) and found.dim is None:
         if any(found.power + shift in (0, 1) for shift in found.maybe if shift):
             return Unknown(node, numbers=True)
-        if found.power not in (0, 1):
+        if found.power not in (0, 1) or (found.power and found.counts):
             return Unknown(node)
     return found
 

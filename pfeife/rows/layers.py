@@ -33,14 +33,16 @@ def _contracted(one: Operation, left: str, right: str) -> Rows:
         len(shape_of(one.arguments[left])) - 1,
         max(0, len(shape_of(one.arguments[right])) - 2),
     )
+    maybe = a.maybe | b.maybe
     if a.dim == inner_a and b.dim == inner_b and a.before == b.before:
-        return Rows(True, power=a.power + b.power + 1)
+        return Rows(True, power=a.power + b.power + 1, maybe=maybe)
     if a.dim == inner_a or (b.dim == inner_b and b.dim is not None):
         raise Stuck
     if a.dim is None and b.dim is None:
         if a.varies and b.varies:
             raise Stuck
-        return a if a.varies else b
+        main = a if a.varies else b
+        return attrs.evolve(main, varies=True, power=a.power + b.power, maybe=maybe)
     if (a.varies and a.dim is None) or (b.varies and b.dim is None) or a.power or b.power:
         raise Stuck
     both = a.dim is not None and b.dim is not None
@@ -55,6 +57,9 @@ def batch_norm(one: Operation) -> tuple[Rows, ...]:
     the statistics count as means."""
     (_, rows), *_ = one.operands()
     if rows.dim != 0 or rows.before != 1 or rows.power:
+        raise Stuck
+    factors = [one.known[one.arguments[name]] for name in ("weight", "bias") if one.arguments[name]]
+    if any(moves(factor) for factor in factors):
         raise Stuck
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)
 
@@ -78,17 +83,18 @@ def attended(one: Operation) -> Rows:
 
 def loss(one: Operation) -> Any:
     """A loss with a `reduction`: none, mean or sum."""
-    how = one.arguments["reduction"]
+    how, weight = one.arguments["reduction"], one.arguments.get("weight")
     found = _classes(one) if one.name.startswith("nll_loss") else aligned(one)
     if found.dim is None or found.power:
         raise Stuck
+    maybe = found.maybe | one.known[weight].maybe if weight else found.maybe
     if how == 0:
-        each = attrs.evolve(found, maybe=frozenset())
+        each = attrs.evolve(found, maybe=maybe)
     elif how == 1:
         counts = frozenset({one.node}) if one.name.startswith("nll_loss") else frozenset()
-        each = Rows(True, counts=counts, plain=not counts)
+        each = Rows(True, maybe=maybe, counts=counts, plain=not counts)
     else:
-        each = Rows(True, power=1)
+        each = Rows(True, power=1, maybe=maybe)
     return (each, Rows(True, power=1)) if one.name.startswith("nll_loss") else each
 
 
@@ -98,4 +104,4 @@ def _classes(one: Operation) -> Rows:
         raise Stuck
     if target.dim or (one.arguments["weight"] is not None and moves(one.of("weight"))):
         raise Stuck
-    return target
+    return attrs.evolve(target, power=scores.power, maybe=scores.maybe)

@@ -90,13 +90,18 @@ def expanded(one: Operation) -> Rows:
     dim = rows.dim + len(one.shape) - len(shape_of(source))
     if one.shape[dim] != shape_of(source)[rows.dim]:
         raise Stuck
-    return attrs.evolve(rows, dim=dim)
+    return attrs.evolve(rows, dim=dim, maybe=rows.maybe | _new_sizes(one, shape_of(source)))
 
 
 def _new_sizes(one: Operation, before: Sequence[int]) -> frozenset[int]:
     """What the sizes that an expansion makes may count."""
     old = (1,) * (len(one.shape) - len(before)) + tuple(before)
-    grown = [new for new, size in zip(one.shape, old, strict=True) if new != size]
+    twice = shape_of(one.twin) if one.twin else (0,) * len(one.shape)
+    grown = [
+        new
+        for new, size, more in zip(one.shape, old, twice, strict=True)
+        if new not in (size, more)
+    ]
     return sizes(grown, one.rows)
 
 
@@ -123,10 +128,11 @@ def joined(one: Operation) -> Rows:
         return fixed(one)
     dim = one.arguments["dim"] % len(one.shape)
     places = {(rows.dim, rows.before, rows.power) for rows in moving}
-    if len(places) != 1 or (moving[0].dim is None and len(moving) != len(operands)):
+    alone = moving[0].dim is None or moving[0].power != 0
+    if len(places) != 1 or (alone and len(moving) != len(operands)):
         raise Stuck
     found = moving[0]
-    maybe = frozenset().union(*(rows.maybe for rows in moving))
+    maybe = frozenset().union(*(rows.maybe for _, rows in operands))
     if found.dim is None:
         counts = frozenset().union(*(rows.counts for rows in moving))
         return attrs.evolve(
@@ -141,7 +147,7 @@ def joined(one: Operation) -> Rows:
 
 def padded(one: Operation) -> Rows:
     (_, rows), *_ = one.operands()
-    if rows.dim is None:
+    if rows.dim is None or (rows.power and one.arguments["value"]):
         raise Stuck
     at = 2 * (len(one.shape) - 1 - rows.dim)
     if any(one.arguments["pad"][at : at + 2]):
@@ -168,7 +174,7 @@ def written(one: Operation) -> Rows:
 def copied(one: Operation) -> Rows:
     """A tensor's values replaced by another's."""
     rows = one.of("src")
-    if rows.dim is not None and shape_of(one.arguments["src"]) != one.shape:
+    if moves(rows) and shape_of(one.arguments["src"]) != one.shape:
         raise Stuck
     return rows
 
@@ -183,9 +189,10 @@ def like(one: Operation) -> Rows:
 
 def looked_up(one: Operation) -> Rows:
     """embedding: a table, and indices that have rows."""
-    if moves(one.of("weight")):
+    table, indices = one.of("weight"), one.of("indices")
+    if moves(table) or indices.dim is None or indices.power:
         raise Stuck
-    return attrs.evolve(one.of("indices"), maybe=frozenset())
+    return attrs.evolve(indices, maybe=table.maybe)
 
 
 def gathered(one: Operation) -> Rows:
@@ -195,7 +202,8 @@ def gathered(one: Operation) -> Rows:
         raise Stuck
     if moving[0].dim is None or one.arguments["dim"] % len(one.shape) == moving[0].dim:
         raise Stuck
-    return Rows(True, moving[0].dim, moving[0].before, moving[0].power)
+    maybe = frozenset().union(*(rows.maybe for _, rows in one.operands()))
+    return Rows(True, moving[0].dim, moving[0].before, moving[0].power, maybe)
 
 
 def indexed(one: Operation) -> Rows:
@@ -215,7 +223,7 @@ def indexed(one: Operation) -> Rows:
         raise Stuck
     if table.dim is None and not table.varies and found:
         ((dim, before),) = found
-        return Rows(True, places[0] + dim, before)
+        return Rows(True, places[0] + dim, before, maybe=table.maybe)
     if table.dim is None or table.before != 1 or table.power:
         raise Stuck
     if table.dim in places:
@@ -223,7 +231,7 @@ def indexed(one: Operation) -> Rows:
     if found:
         raise Stuck
     dim = table.dim + (width - len(places) if places[0] < table.dim else 0)
-    return Rows(True, dim)
+    return Rows(True, dim, maybe=table.maybe)
 
 
 def _row_by_row(one: Operation, table: Rows, given: list, found: set, width: int) -> Rows:
@@ -235,7 +243,7 @@ def _row_by_row(one: Operation, table: Rows, given: list, found: set, width: int
         raise Stuck
     if table.dim != given[0][0] or found - {(places[0], 1)}:
         raise Stuck
-    return Rows(True, table.dim + places[0])
+    return Rows(True, table.dim + places[0], maybe=table.maybe)
 
 
 def _counts_rows(index: fx.Node, rows: int) -> bool:

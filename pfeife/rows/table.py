@@ -12,8 +12,6 @@ def rule_of(one: Operation) -> Rule:
     """The rule of an operation. Raises Stuck if there is none."""
     if one.node.op == "get_attr":
         return elements.constant
-    if one.node.op != "call_function":
-        raise Stuck
     if one.name == "getitem":
         return _item
     operands = one.operands()
