@@ -74,6 +74,7 @@ TOLD = [
     ("mean", BATCH, lambda x, y: F.kl_div(NET.one(x).log_softmax(1), x[:, :4].softmax(1),
                                           reduction="batchmean")),
     ("mean", BATCH, lambda x, y: ((NET.one(x) / len(x)).t() @ NET.two(x)).sum()),
+    ("mean", BATCH, lambda x, y: (NET.one(x)[:, 0] * (NET.one.bias / len(x))[y]).sum()),
     ("mean", BATCH, lambda x, y: NET.one(x)[:, None].expand(-1, 2, -1).mean()),
     ("mean", IMAGES, lambda x, y: F.interpolate(NET.image[0](x), scale_factor=2).square().mean()),
     # by the targets that are not ignored, or by a mask

@@ -24,7 +24,7 @@ def matrices(one: Operation) -> Rows:
         raise Stuck
     if one.name in ("addmm", "baddbmm") and product.power != extra.power:
         raise Stuck
-    return product
+    return attrs.evolve(product, maybe=product.maybe | extra.maybe)
 
 
 def _contracted(one: Operation, left: str, right: str) -> Rows:
@@ -42,7 +42,7 @@ def _contracted(one: Operation, left: str, right: str) -> Rows:
         if a.varies and b.varies:
             raise Stuck
         main = a if a.varies else b
-        return attrs.evolve(main, varies=True, power=a.power + b.power, maybe=maybe)
+        return attrs.evolve(main, power=a.power + b.power, maybe=maybe)
     if (a.varies and a.dim is None) or (b.varies and b.dim is None) or a.power or b.power:
         raise Stuck
     both = a.dim is not None and b.dim is not None

@@ -223,7 +223,7 @@ def indexed(one: Operation) -> Rows:
         raise Stuck
     if table.dim is None and not table.varies and found:
         ((dim, before),) = found
-        return Rows(True, places[0] + dim, before, maybe=table.maybe)
+        return Rows(True, places[0] + dim, before, table.power, table.maybe)
     if table.dim is None or table.before != 1 or table.power:
         raise Stuck
     if table.dim in places:
