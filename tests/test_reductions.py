@@ -76,6 +76,7 @@ TOLD = [
     ("mean", BATCH, lambda x, y: ((NET.one(x) / len(x)).t() @ NET.two(x)).sum()),
     ("mean", BATCH, lambda x, y: (NET.one(x)[:, 0] * (NET.one.bias / len(x))[y]).sum()),
     ("mean", BATCH, lambda x, y: NET.one(x)[:, None].expand(-1, 2, -1).mean()),
+    ("mean", BATCH, lambda x, y: (NET.one(x) / 2).sigmoid().mean()),  # two rows, but no count
     ("mean", IMAGES, lambda x, y: F.interpolate(NET.image[0](x), scale_factor=2).square().mean()),
     # by the targets that are not ignored, or by a mask
     ("weighted", IMAGES, lambda x, y: F.cross_entropy(NET.image(x), y)),
@@ -95,6 +96,12 @@ TOLD = [
     ("sum", BATCH, lambda x, y: (NET.one(x) * NET.two(x)).sum(1).unsqueeze(0).sum()),
 ]  # fmt: skip
 UNKNOWN = [
+    # numbers that count rows, in functions of rows
+    (BATCH, lambda x, y: (NET.one(x) / len(x)).abs().sum()),
+    (BATCH, lambda x, y: NET.one(x / len(x)).sum()),
+    (BATCH, lambda x, y: NET.one(x).square().sum() * len(x)),
+    (BATCH, lambda x, y: NET.one(x).square().mean() / len(x)),
+    (BATCH, lambda x, y: (NET.one.weight / len(x)).exp().sum() + NET.one(x).mean()),
     (BATCH, lambda x, y: NET.one(x).square().mean().sqrt()),
     (BATCH, lambda x, y: NET.one(x).square().sum() + NET.one.weight.square().sum()),
     (BATCH, lambda x, y: NET.one(x).square().mean() * NET.two(x).square().mean()),

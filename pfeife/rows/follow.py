@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 from torch import fx
 
 from pfeife.rows.table import rule_of
@@ -34,7 +35,7 @@ def follow(
             (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
         try:
-            known[node] = stuck or rule_of(one)(one)
+            known[node] = stuck or _noting_losses(one, rule_of(one)(one))
         except Stuck as reason:
             known[node] = Unknown(node, reason.numbers)
         except KeyError:  # an overload without the argument that the rule is about
@@ -42,10 +43,19 @@ def follow(
     return {node: _settled(node, known[node]) for node in wanted}
 
 
+def _noting_losses(one: Operation, found: Any) -> Any:
+    """What a rule has found, where it has dropped numbers that may count rows."""
+    if isinstance(found, tuple):
+        return tuple(_noting_losses(one, part) for part in found)
+    operands = [rows for _, rows in one.operands() if isinstance(rows, Rows)]
+    lost = any(rows.lost or (rows.maybe - {0} and not found.maybe) for rows in operands)
+    return attrs.evolve(found, lost=True) if lost else found
+
+
 def _settled(node: fx.Node, found: Any) -> Known:
-    """Unknown where the numbers in a value leave several ways to put its microbatches together."""
+    """Unknown where numbers in a value may count rows."""
     if isinstance(found, Rows) and found.dim is None:
-        if any(found.power + shift in (0, 1) for shift in found.maybe if shift):
+        if found.lost or found.maybe - {0}:
             return Unknown(node, numbers=True)
         if found.power not in (0, 1) or (found.power and found.counts):
             return Unknown(node)

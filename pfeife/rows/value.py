@@ -21,8 +21,9 @@ class Rows:
     `varies`: it may differ from microbatch to microbatch. `dim`: where its rows are, None for
     nowhere; that dimension has `before` times the rows times the rest, in this order. `power`: how
     it grows with the number of rows: 1 for a sum or a count, 0 for a mean. `maybe`: what the
-    numbers in it would add to the power if they counted rows. `counts`: the nodes by which means
-    in it were divided; `plain`: there are means over all rows in it.
+    numbers in it would add to the power if they counted rows; `lost`: such a number has gone into
+    a function that no power describes. `counts`: the nodes by which means in it were divided;
+    `plain`: there are means over all rows in it.
     """
 
     varies: bool = False
@@ -30,6 +31,7 @@ class Rows:
     before: int = 1
     power: int = 0
     maybe: frozenset[int] = _NONE
+    lost: bool = False
     counts: frozenset[fx.Node] = _NONE
     plain: bool = False
 
