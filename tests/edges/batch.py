@@ -596,3 +596,31 @@ def the_step_is_a_model_with_cuts_by_hand():
     ):
         expected = eager_accumulation(model, model, [(p,) for p in rows(6).chunk(2)])
         assert torch.equal(step(rows(6)), expected.loss)
+
+
+@edge()
+def statistics_of_a_microbatch_by_name():
+    """A row gives something else in other company, by what batch normalisation is."""
+    model, x = nn.Sequential(*net(), nn.BatchNorm1d(8)), rows(12)
+    options = {"microbatches": 2}
+    compiled = torch.compile(model, backend="pfeife", options=options, dynamic=True)
+    expected = torch.cat([copy.deepcopy(model)(part) for part in x.chunk(2)])
+    assert torch.equal(compiled(x), expected)
+
+
+@edge("index out of range in self")
+def a_step_that_fails_at_its_first_call():
+    model = nn.Embedding(4, 8)
+    pfeife.compile(lambda t: model(t).square().mean(), microbatches=2)(torch.tensor([0, 9, 1, 2]))
+
+
+@edge()
+def rows_of_a_result_that_no_rule_tells():
+    model, x = net(), rows(8)
+
+    def step(x):
+        hidden = model(x)
+        return {"loss": hidden.square().mean(), "spectrum": torch.fft.fft(hidden).real}
+
+    found = pfeife.compile(step, microbatches=2)(x)["spectrum"]
+    assert torch.equal(found, torch.cat([step(part)["spectrum"] for part in x.chunk(2)]))

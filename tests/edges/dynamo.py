@@ -1,6 +1,7 @@
 """Where Dynamo does not see the whole step: the pipeline runs all of it, or says that it cannot."""
 
 import copy
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +65,11 @@ def a_loop_of_trials_over_one_function():
         return model(x).square().mean()
 
     expected = eager_accumulation(step, model, [(p,) for p in rows().chunk(2)])
-    for _ in range(12):
-        compiled = pfeife.compile(step, microbatches=2)
-        assert torch.equal(compiled(rows()), expected.loss)
-        assert len(compiled.backend.compiled) == 1
+    with patch.object(pfeife.step, "PROGRAMS", 5):  # of one step
+        for _ in range(12):
+            compiled = pfeife.compile(step, microbatches=2)
+            assert torch.equal(compiled(rows()), expected.loss)
+            assert len(compiled.backend.compiled) == 1
 
 
 @edge("this step has been compiled so often", ranks=(1, 2))
@@ -99,6 +101,21 @@ def a_loss_that_is_disabled_by_name():
 
     options = {"microbatches": 2}
     torch.compile(lambda x: loss(model(x)), backend="pfeife", options=options, dynamic=True)(rows())
+
+
+@edge("torch.compile has broken the step into several graphs: this graph goes on after another")
+def a_break_before_all_tensors_by_name():
+    model, notes = net(), []
+
+    @torch.compiler.disable
+    def note():
+        notes.append("a call")
+
+    def step(x):
+        note()
+        return model(x).square().mean()
+
+    torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
 
 
 @edge("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")

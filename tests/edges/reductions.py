@@ -420,3 +420,21 @@ def hugging_face_with_padding():
     expected = plainly(model, lambda *one: step(*one).loss, [(tokens, labels, mask)])
     loss = pfeife.compile(step, microbatches=2, loss="loss")(tokens, labels, mask).loss
     check(model, loss, expected, torch.testing.assert_close)
+
+
+@edge(ranks=(1, 2))
+def what_was_the_loss_without_gradients():
+    """Of two scalars the one that was differentiated, where no rule tells of either."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+    def step(x):
+        error = model(x).square().mean()
+        return {"metric": error.detach(), "loss": error.sqrt()}
+
+    expected = sum(step(part)["loss"].detach() / 2 for part in x.chunk(2))
+    compiled = pfeife.compile(step, microbatches=2)
+    with said():
+        assert torch.equal(compiled(x)["loss"], expected)
+        with torch.no_grad():
+            assert torch.equal(compiled(x)["loss"], expected)
