@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import attrs
+import pytest
 from tqdm import tqdm
 
 HERE = Path(__file__).parent.parent
@@ -98,6 +99,10 @@ def without(source: str, check: Check) -> str:
     return "\n".join(lines) + "\n"
 
 
+class NotRun(Exception):
+    """Raised where the tests say nothing: their failure would look like a check that is seen."""
+
+
 class Copy:
     """A copy of the tracked files, in which the tests run."""
 
@@ -111,8 +116,9 @@ class Copy:
             shutil.copy(HERE / name, root / name)
         (root / f"{HITS}.py").write_text(NOTING)
 
-    def run(self, tests: Sequence[str], seconds: float | None = None) -> int | None:
-        """How the tests end: pytest's exit code, None if they do not."""
+    def run(self, tests: Sequence[str], seconds: float | None = None) -> bool:
+        """Whether the tests pass; they do not if they take longer. Raises NotRun if pytest does
+        not find them."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         path = {"PYTHONPATH": str(self.root), "MUTANT_HITS": str(self.hits)}
         with subprocess.Popen(
@@ -124,10 +130,13 @@ class Copy:
             start_new_session=True,
         ) as running:
             try:
-                return running.wait(seconds)
+                code = running.wait(seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(running.pid, 9)
-                return None
+                return False
+        if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise NotRun((self.root / "log").read_text()[-2000:])
+        return code == 0
 
 
 def hits_of(copy: Copy, checks: Sequence[Check], tests: Sequence[str]) -> dict[int, list[str]]:
@@ -137,7 +146,8 @@ def hits_of(copy: Copy, checks: Sequence[Check], tests: Sequence[str]) -> dict[i
     for file, source in sources.items():
         mine = [(number, one) for number, one in enumerate(checks) if one.file == file]
         (copy.root / file).write_text(noting(source, mine))
-    copy.run(tests)
+    if not copy.run(tests):
+        raise NotRun((copy.root / "log").read_text()[-2000:])
     for file, source in sources.items():
         (copy.root / file).write_text(source)
     found: dict[int, list[str]] = {}
@@ -155,10 +165,10 @@ def verdict(copy: Copy, check: Check, tests: Sequence[str]) -> str:
     source = (HERE / check.file).read_text()
     (copy.root / check.file).write_text(without(source, check))
     try:
-        code = copy.run(["-x", *tests[:AT_MOST]], SECONDS)
+        passed = copy.run(["-x", *tests[:AT_MOST]], SECONDS)
     finally:
         (copy.root / check.file).write_text(source)
-    return f"missed by {tests[:AT_MOST]}" if code == 0 else ""
+    return f"missed by {tests[:AT_MOST]}" if passed else ""
 
 
 def main() -> None:

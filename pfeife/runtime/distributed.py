@@ -304,10 +304,10 @@ class DistributedStep:
         world = self.transport.world
         names = [name for part in tangents for name in part]
         world.agreed("\n".join(names), "the results that a backward begins at")
-        sketches = world.gather(sketch(tangents).to(world.device)) if values else []
-        wrong = compared(sketches, tangents) if values else ""
-        if wrong:
-            raise Refusal(wrong)
+        if values:
+            wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
+            if wrong:
+                raise Refusal(wrong)
 
     def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """The gradients of the outputs, per microbatch by port name, before the backward."""

@@ -61,8 +61,7 @@ class Homes:
 
     def __init__(self) -> None:
         self.known = WeakIdKeyDictionary()
-        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # by the homes' numbers
-        self.homes: dict[int, Home] = {}
+        self.homes: dict[int, Home] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
         self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
@@ -115,7 +114,7 @@ class Homes:
         wanted = [port for port in wanted if port.name not in carried]
         pairs = [
             (value, Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
-            for number, port in enumerate(wanted, len(self.tensors))
+            for number, port in enumerate(wanted, len(self.homes))
             for value in [slots[port.name]]
             for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
@@ -130,7 +129,7 @@ class Homes:
 
     def _note(self, tensor: torch.Tensor, home: Home, rank: int) -> None:
         self.known[tensor] = home
-        self.tensors[home.number], self.homes[home.number] = weakref.ref(tensor), home
+        self.homes[home.number] = home
         if not home.holds(rank):
             self.foreign.add(tensor, home.number, home.name, home.ranks)
         elif home.alike and len(home.everywhere) > 1:
@@ -139,12 +138,12 @@ class Homes:
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
         has given that a home since it was built."""
-        if self.fitting.get(program) == len(self.tensors):
+        if self.fitting.get(program) == len(self.homes):
             return False
         homes, ranks = self.of(program, slots, mesh), ranks_of(program)
         if any(ranks.get(name, frozenset()) - home for name, home in homes.items()):
             return True
-        self.fitting[program] = len(self.tensors)
+        self.fitting[program] = len(self.homes)
         return False
 
     def borrowed(
@@ -185,7 +184,8 @@ class Homes:
     def _among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that have a home, by its number, in order."""
         found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
-        return dict(sorted((self.known[one].number, one) for one in found))
+        numbered = {self.known[one].number: one for one in found}
+        return {number: numbered[number] for number in sorted(numbered)}
 
     def agree(
         self,
@@ -208,9 +208,10 @@ class Homes:
         wrong = compared(told["scaled"]) or _spoiled(told["nan"])
         if wrong:
             raise Refusal(wrong)
-        if told["changed"]:
-            self._take({r: {int(n) for (n,) in them} for r, them in told["changed"].items()}, world)
         mine = self._among(args)
+        if told["changed"]:
+            changed = {r: {int(n) for (n,) in them} for r, them in told["changed"].items()}
+            self._take(changed, mine, world)
         self._compare_shared(told["shared"], mine, world)
         writes = {rank: line for rank, (line,) in told["borrowed"].items()}
         if borrowed and len({str(writes.get(rank)) for rank in range(world.size)}) > 1:
@@ -236,11 +237,13 @@ class Homes:
                 tensors = [mine[home.number] for home in homes]
                 _check_alike([home.name for home in homes], tensors, world, having)
 
-    def _take(self, written: Mapping[int, set[int]], world: "World") -> None:
-        """Compares what ranks have `written` to state of others with what these have."""
+    def _take(
+        self, written: Mapping[int, set[int]], mine: Mapping[int, torch.Tensor], world: "World"
+    ) -> None:
+        """Compares what ranks have `written` to state of others with what these have. `mine` are
+        this rank's tensors by their homes."""
         numbers = sorted(set().union(*written.values()))
-        tensors = [self.tensors[number]() for number in numbers]
-        sums = world.checksums(tensors)
+        sums = world.checksums([mine.get(number) for number in numbers])
         for at, number in enumerate(numbers):
             home = self.homes[number]
             having = [home.first, *(home.everywhere if home.alike else ())]
@@ -264,11 +267,9 @@ def _named(home: Home) -> str:
 
 
 def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
-    """The ranks that have other values than the first of them, by checksums; those that have none
-    any more count as the first."""
+    """The ranks that have other values than the first of them, by checksums."""
     first = int(sums[0])
-    found = zip(ranks, map(int, sums), strict=True)
-    return sorted({rank for rank, one in found if one != first and one >= 0 <= first})
+    return sorted({rank for rank, one in zip(ranks, sums, strict=True) if int(one) != first})
 
 
 def _check_alike(

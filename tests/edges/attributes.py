@@ -402,7 +402,7 @@ def numbers_that_do_not_count_rows():
         )
 
 
-class Alternating(Two):
+class CountingCalls(Two):
     def __init__(self):
         super().__init__()
         self.calls = 0
@@ -414,7 +414,7 @@ class Alternating(Two):
 
 @edge("this step has been compiled so often", ranks=(1, 2))
 def a_counter_that_compiles_every_call():
-    model, _ = pair(Alternating)
+    model, _ = pair(CountingCalls)
     compiled = pfeife.compile(lambda x: model(x), microbatches=2)
     with patch.object(step, "PROGRAMS", 5):  # 64 take a while
         for count in range(100):
