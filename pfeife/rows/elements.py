@@ -26,11 +26,17 @@ def made(one: Operation) -> Rows:
 
 def constant(one: Operation) -> Rows:
     value, other = _attribute(one.node), one.twin and _attribute(one.twin)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+    if not isinstance(value, torch.Tensor):
         return Rows(maybe=sizes(one.shape, one.rows))
     if isinstance(other, torch.Tensor):
-        return Rows(power=growth(float(value), float(other)))
-    return Rows(maybe=counting(float(value), one.rows))
+        if value.numel() == 1 == other.numel():
+            return Rows(power=growth(float(value), float(other)))
+        if not torch.equal(value, other):
+            raise Stuck
+        return FIXED
+    numbers = [] if value.is_complex() else value.detach().unique().tolist()
+    powers = frozenset().union(*(counting(float(number), one.rows) for number in numbers))
+    return Rows(maybe=powers if value.numel() == 1 else powers | sizes(one.shape, one.rows))
 
 
 def _attribute(node: fx.Node) -> Any:
@@ -39,7 +45,7 @@ def _attribute(node: fx.Node) -> Any:
 
 
 def sizes(shape: Sequence[int], rows: int) -> frozenset[int]:
-    return frozenset({1}) if any(size % rows == 0 for size in shape) else frozenset()
+    return frozenset({1}) if any(size and size % rows == 0 for size in shape) else frozenset()
 
 
 def _grown(shape: Sequence[int], twice: Sequence[int]) -> int | None:

@@ -423,6 +423,41 @@ def hugging_face_with_padding():
 
 
 @edge(ranks=(1, 2))
+def hugging_face_as_it_comes():
+    """The same with all its defaults: a cache that begins with empty tensors, positions counted
+    by arange (as many as would be rows), a mask of its own."""
+    model, (tokens, labels) = llama(), text(rows=6)
+    labels[:2, 3:] = -100
+
+    def step(tokens, labels):
+        return model(input_ids=tokens, labels=labels).loss
+
+    expected = plainly(model, step, [(tokens, labels)])
+    with said() as found:
+        check(
+            model,
+            pfeife.compile(step, microbatches=2)(tokens, labels),
+            expected,
+            torch.testing.assert_close,
+        )
+    assert not found, found
+
+
+@edge()
+def constants_that_count_rows():
+    """Tensors made from a list in which one number is that of the rows."""
+    model = nn.Linear(3, 3)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def step(x):
+        return (model(x).sum(0) / torch.tensor([1.0 * len(x), 2.0 * len(x), 5.0])).sum()
+
+    with said() as found:
+        pfeife.compile(step, microbatches=2)(x)
+    assert found, "a sum, and two means"
+
+
+@edge(ranks=(1, 2))
 def what_was_the_loss_without_gradients():
     """Of two scalars the one that was differentiated, where no rule tells of either."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
