@@ -197,7 +197,6 @@ class Homes:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
-        self.gradients.forget()
         if not any(news):
             return
         told: dict[str, dict[int, list[list[str]]]] = {kind: {} for kind in _KINDS}
@@ -205,6 +204,11 @@ class Homes:
             for line in text.splitlines():
                 kind, _, rest = line.partition(" ")
                 told[kind].setdefault(rank, []).append(rest.split(" "))
+        stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
+        self.gradients.compare_steps(stepped, world.rank, world.size)
+        self.gradients.forget()
+        if not any(told.values()):
+            return
         wrong = compared(told["scaled"]) or _spoiled(told["nan"])
         if wrong:
             raise Refusal(wrong)
@@ -258,7 +262,7 @@ class Homes:
         self.foreign.forget(written.get(world.rank, ()))
 
 
-_KINDS = ("changed", "nan", "scaled", "shared", "borrowed")  # of news
+_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")  # of news
 
 
 def _named(home: Home) -> str:

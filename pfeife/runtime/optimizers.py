@@ -1,6 +1,7 @@
 """What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
 
 import functools
+import hashlib
 import logging
 import weakref
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
@@ -58,9 +59,10 @@ class Gradients:
         self.handed: dict[int, _Handed] = {}
         self.scaled = False  # whether anything has scaled gradients so far
         self.steps = 0  # of any optimizer since the ranks have last compared
+        self.stepped: set[str] = set()  # those optimizers, with what they are set to
         self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
         self.handle: Any = None
-        self.warned = False
+        self.warned: set[str] = set()
 
     def install(self) -> None:
         """From now on every optimizer's step is seen."""
@@ -87,18 +89,35 @@ class Gradients:
             )
 
     def told(self) -> list[str]:
-        """The factors since the ranks have last compared, a line each."""
-        return [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
+        """The optimizers that have stepped since the ranks have last compared, and the factors,
+        a line each."""
+        lines = [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
+        return [f"stepped {_digest(self.stepped)}", *lines] if self.stepped else lines
 
     def forget(self) -> None:
         """After the ranks have compared."""
-        self.steps, self.factors = 0, {}
+        self.steps, self.factors, self.stepped = 0, {}, set()
+
+    def compare_steps(self, told: Mapping[int, str], rank: int, ranks: int) -> None:
+        """Warns where ranks have stepped other optimizers, by the digests that they have told.
+        That is no error: an optimizer of each parameter, stepped when its gradient is there, is
+        stepped where the parameter is."""
+        mine = told.get(rank)
+        others = [other for other in range(ranks) if told.get(other) != mine]
+        if others:
+            self._warn(
+                "steps",
+                f"rank {rank} has stepped {', '.join(sorted(self.stepped)) or 'no optimizer'} "
+                f"since the last step, and ranks {others} others, or otherwise set: every rank "
+                "trains a part of the model, so that all make the same steps",
+            )
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_whole(parameters)
         self._check_state(optimizer, parameters)
+        self.stepped |= {_described(optimizer, group) for group in optimizer.param_groups}
         found = self._factor(parameters)
         if found is not None:
             self.factors[self.steps] = found
@@ -148,17 +167,30 @@ class Gradients:
         if not tops or max(tops) - min(tops) > near * max(tops):
             return None
         if exact:
-            self._warn()
-        return max(tops), near
-
-    def _warn(self) -> None:
-        if not self.warned:
-            log.warning(
+            self._warn(
+                "factors",
                 "gradients were multiplied by exactly 1 before the optimizer's step: if that was "
                 "torch.nn.utils.clip_grad_norm_, its norm is that of this rank's parameters alone; "
-                "pfeife.clip_grad_norm_ takes that of all"
+                "pfeife.clip_grad_norm_ takes that of all",
             )
-        self.warned = True
+        return max(tops), near
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once for each kind."""
+        if kind not in self.warned:
+            log.warning(text)
+        self.warned.add(kind)
+
+
+def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """An optimizer with what a group is set to, its numbers of Python's."""
+    plain = int | float | str | tuple | None
+    given = [f"{key}={value}" for key, value in group.items() if isinstance(value, plain)]
+    return f"{type(optimizer).__name__}({', '.join(given)})"
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:8]
 
 
 def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:

@@ -34,7 +34,7 @@ from pfeife.runtime.sending import Sender
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
-_SHORT = 64  # bytes of a note from which on it has a message of its own
+_SHORT = 96  # bytes of a note from which on it has a message of its own
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=BEAT)
 FOREVER = timedelta(days=1)  # of a wait that a thread ends

@@ -5,7 +5,10 @@ A module a topic, each with rows: `@edge()` over a function that asserts what is
 processes the row runs; `tests/test_edges.py` is the table.
 """
 
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -43,3 +46,20 @@ def edge(refused: str = "", ranks: tuple[int, ...] = (1,)) -> Callable:
         return run
 
     return note
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What is logged or warned meanwhile; logged only on rank 0."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("pfeife")
+    log.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield found
+        found += [str(one.message) for one in warned if "microbatches count" in str(one.message)]
+    finally:
+        log.removeHandler(handler)

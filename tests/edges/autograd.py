@@ -2,14 +2,13 @@
 
 import copy
 import gc
-import logging
 import os
 
 import torch
 from torch import nn
 
 import pfeife
-from edges import edge
+from edges import edge, said
 from pfeife.testing import eager_accumulation
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
@@ -252,21 +251,16 @@ def a_hook_of_another_ranks_parameter():
 
 @edge(ranks=(1, 2))
 def hooks_of_parameters_are_announced():
-    model, calls, said = net(), [], []
+    model, calls = net(), []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter))
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pfeife").addHandler(handler)
-    try:
+    with said() as found:
         step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
         for _ in range(2):
             step(rows()).backward()
-    finally:
-        logging.getLogger("pfeife").removeHandler(handler)
     mine = [p for p in model.parameters() if p.grad is not None]
     assert len(calls) == 2 * len(mine)
-    assert len([text for text in said if "run once a call" in text]) == bool(mine)
+    assert len([text for text in found if "run once a call" in text]) == bool(mine)
 
 
 @edge(ranks=(2,))

@@ -1,6 +1,5 @@
 """Ranks that differ: seen at the call, on all of them, before anything is sent."""
 
-import logging
 import os
 
 import torch
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pfeife
-from edges import edge
+from edges import edge, said
 from pfeife.testing import eager_accumulation
 
 OTHER_BATCH = "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x"
@@ -170,18 +169,11 @@ def another_seed_on_a_rank():
     step = compiled(model)
     torch.manual_seed(5)
     alone = step(rows())
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("pfeife").addHandler(handler)
-    try:
+    with said() as found:
         for _ in range(2):
             torch.manual_seed(5 + RANK)
             assert torch.equal(step(rows()), alone)
-    finally:
-        logging.getLogger("pfeife").removeHandler(handler)
-    said = [r for r in records if "seed every rank alike" in r.getMessage()]
-    assert len(said) == 1, [r.getMessage() for r in records]
+    assert len([text for text in found if "seed every rank alike" in text]) == 1, found
 
 
 class Overflows(nn.Module):
@@ -372,3 +364,17 @@ def a_batch_that_one_rank_cannot_tell_from_another_size():
         said = "input x: dimensions [0, 1] of"
         assert str(error).startswith(said if RANK else f"rank 1: ValueError: {said}"), error
     assert torch.equal(step(rows()), expected(net(), rows()))
+
+
+@edge(ranks=(2,))
+def another_learning_rate_on_a_rank():
+    """It is warned of once: a rank may have an optimizer of its own."""
+    model = net()
+    step, optimizer = compiled(model), torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 / (1 + at * RANK))
+    with said() as found:
+        for seed in range(4):
+            step(rows(seed)).backward()
+            optimizer.step()
+            schedule.step()
+    assert len(found) == 1 and "others, or otherwise set" in found[0], found

@@ -1,16 +1,13 @@
 """How the losses and the other results of microbatches combine, and which result is the loss."""
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import pfeife
-from edges import edge
+from edges import edge, said
 
 WORDS = 20
 
@@ -66,23 +63,6 @@ def bitwise(one: torch.Tensor, other: torch.Tensor) -> None:
 def parts(batch: tuple, count: int) -> list[tuple]:
     cut = [x.chunk(count) if x.dim() else [x] * count for x in batch]
     return list(zip(*cut, strict=True))
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """What is logged or warned meanwhile; logged only on rank 0."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("pfeife")
-    log.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield found
-        found += [str(one.message) for one in warned if "microbatches count" in str(one.message)]
-    finally:
-        log.removeHandler(handler)
 
 
 @edge(ranks=(1, 2))

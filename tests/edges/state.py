@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 from itertools import pairwise, permutations
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pfeife
-from edges import edge
+from edges import edge, said
 from pfeife.runtime.failure import Failure
 from pfeife.runtime.meeting import join_world
 
@@ -574,19 +573,42 @@ def gradients_are_clipped_by_the_norm_of_one_rank():
 def a_norm_under_the_limit_is_warned_of():
     """The ranks' norms may be where that of all is not."""
     model, step, mine, other, theirs = trained()
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pfeife").addHandler(handler)
-    try:
+    with said() as found:
         step(rows(0)).backward()
         accumulated(lambda x: other(x).square().mean(), rows(0))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         stepped(mine, theirs)
-    finally:
-        logging.getLogger("pfeife").removeHandler(handler)
-    assert any("multiplied by exactly 1" in text for text in said), said
+    assert any("multiplied by exactly 1" in text for text in found), found
     go_on(model, step, mine, other, theirs)
+
+
+@edge(ranks=(2,))
+def an_optimizer_is_stepped_on_one_rank():
+    """An error where each parameter has an optimizer of its own would be a mistake: a warning."""
+    _, step, mine, *_ = trained()
+    rank = torch.distributed.get_rank()
+    with said() as found:
+        for seed in range(3):
+            step(rows(seed)).backward()
+            if rank == 0 or seed == 0:
+                stepped(mine)
+    expected = "rank 1 has stepped no optimizer" if rank else "rank 0 has stepped SGD"
+    assert [text.startswith(expected) for text in found] == [True], found
+
+
+@edge(ranks=(2,))
+def optimizers_of_single_parameters_in_backward():
+    """Each is stepped where its parameter is."""
+    model, step, *_ = trained()
+    own = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for parameter, optimizer in own.items():
+        parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
+    with said() as found:
+        for seed in range(3):
+            model.zero_grad()
+            step(rows(seed)).backward()
+        step(rows(3)).backward()
+    assert not [text for text in found if "stepped" in text], found
 
 
 @edge(ranks=(2,))
