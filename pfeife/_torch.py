@@ -477,7 +477,10 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
 
     dims = _broadcast_to_and_flatten(in_dims, tree_structure(tree))
     if dims is None:
-        raise ValueError(f"in_dims={in_dims!r} does not fit the arguments of the step")
+        raise ValueError(
+            "in_dims does not fit the arguments of the step: it is a number, None, or a structure "
+            "of them as that of the positional arguments (a tuple with an entry for each)"
+        )
     return dims
 
 

@@ -87,6 +87,7 @@ class Cutter:
         self.in_dims, self.microbatches = in_dims, microbatches
         self.replicas, self.fit = replicas, fit
         self.said = isinstance(in_dims, Mapping) or in_dims != 0
+        self.name = getattr(step, "__qualname__", type(step).__name__)
         self.signature = _signature(step)
         self.most = 0  # rows of the largest microbatch so far
 
@@ -117,6 +118,14 @@ class Cutter:
         self.most = max(self.most, call.rows)
         return call
 
+    def mismatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+        """What is wrong with arguments that the step does not take."""
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            return TypeError(f"{self.name}(): {error}")
+        return None
+
     def _dims(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(self.in_dims, Mapping):
             return self.in_dims, dict.fromkeys(kwargs, 0)
@@ -132,7 +141,7 @@ class Cutter:
     def _names(self, args: tuple[Any, ...]) -> list[str]:
         """A name for every positional argument."""
         names: list[str] = []
-        for parameter in self.signature:
+        for parameter in self.signature.parameters.values():
             if parameter.kind == parameter.VAR_POSITIONAL:
                 names += [f"{parameter.name}.{i}" for i in range(len(args) - len(names))]
             elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -170,12 +179,12 @@ class Cutter:
         )
 
 
-def _signature(step: Callable[..., Any]) -> list[inspect.Parameter]:
+def _signature(step: Callable[..., Any]) -> inspect.Signature:
     call = step.forward if isinstance(step, nn.Module) else step
     try:
-        return list(inspect.signature(call).parameters.values())
+        return inspect.signature(call)
     except (TypeError, ValueError):  # a builtin
-        return []
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def _named(path: tuple[str, ...], names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
     The result's `backend` attribute has what was compiled. Raises ValueError for wrong options,
     and at a call for what cannot be cut or captured.
     """
+    call = step.forward if isinstance(step, nn.Module) else step
+    if inspect.isgeneratorfunction(call) or inspect.iscoroutinefunction(call):
+        raise ValueError(f"{call.__qualname__} is a generator or async: a step returns its results")
     compiled = _Step(step, in_dims, backend(**options))
 
     @functools.wraps(step)
@@ -58,7 +62,7 @@ class _Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
-        self.name = getattr(step, "__qualname__", type(step).__name__)
+        self.name = self.cutter.name
         self.lock = threading.RLock()
         self.call: Arguments | None = None
         self.reached = False
@@ -96,7 +100,7 @@ class _Step:
         except Exception as error:
             if self.reached:
                 raise
-            found = plain_error(error)
+            found = self.cutter.mismatch(args, kwargs) or plain_error(error)
             if world:
                 with contextlib.suppress(Refusal):
                     world.agreed("", "this call", refused=found)

@@ -155,3 +155,23 @@ def a_batch_that_does_not_divide_by_name():
     torch.compile(
         lambda x: model(x).square().mean(), backend="pfeife", options=options, dynamic=True
     )(rows(6))
+
+
+@edge("step(): too many positional arguments")
+def more_arguments_than_the_step_takes():
+    model = net()
+
+    def step(x):
+        return model(x).square().mean()
+
+    step.__qualname__ = "step"
+    pfeife.compile(step, microbatches=2)(rows(), rows())
+
+
+@edge("steps is a generator or async")
+def a_step_that_yields():
+    def steps(x):
+        yield x.sum()
+
+    steps.__qualname__ = "steps"
+    pfeife.compile(steps, microbatches=2)
