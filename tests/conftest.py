@@ -1,7 +1,14 @@
-"""One thread a process (tiny operations on a shared machine), and repeatable random cases."""
+"""One thread a process (tiny operations on a shared machine), repeatable random cases, and what
+rows find on ranks (`rows.py`)."""
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from rows import on_ranks
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -12,3 +19,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("pfeife")
+
+
+@pytest.fixture(scope="session")
+def found_on_ranks(request, tmp_path_factory) -> Callable[[str, int, str], dict[str, str]]:
+    """What every rank found of a row; those of a module that are tested are run at once, when the
+    first of them is asked for."""
+    known: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
+
+    def found(module: str, ranks: int, name: str) -> dict[str, str]:
+        if (module, ranks) not in known:
+            report: Path = tmp_path_factory.mktemp(module)
+            test = os.environ["PYTEST_CURRENT_TEST"].partition("[")[0]
+            params = (getattr(one, "callspec", None) for one in request.session.items)
+            tested = [one.params["item"] for one in params if one and "item" in one.params]
+            names = [i.row.name for i in tested if (i.module, i.ranks) == (module, ranks)]
+            known[module, ranks] = on_ranks(module, ranks, report, test, names)
+        every = known[module, ranks]
+        return every.get(name) or every.get("the processes") or {}
+
+    return found

@@ -5,11 +5,11 @@ import warnings
 from unittest.mock import patch
 
 import torch
+from rows import row
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import pfeife
-from edges import edge
 from pfeife import step
 from pfeife.evaluate import state_of
 
@@ -84,12 +84,12 @@ def same_state(model, other, attributes, same):
         assert same(mine, wanted), (name, mine, wanted)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def spectral_norm():
     same_training(lambda: Two(parametrizations.spectral_norm))
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def the_older_spectral_norm():
     """Of 2 ranks both use a weight: the sum of its gradients is re-associated."""
     same_training(
@@ -97,7 +97,7 @@ def the_older_spectral_norm():
     )
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def the_older_weight_norm():
     same_training(lambda: Two(nn.utils.weight_norm), ["first.weight", "second.weight"])
 
@@ -114,7 +114,7 @@ class Counting(Two):
         return super().forward(x) * self.n
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def buffers_that_count():
     same_training(Counting, ["n", "steps"])
 
@@ -126,7 +126,7 @@ class CountingInPlace(Counting):
         return Two.forward(self, x) * self.n
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def buffers_that_count_in_place():
     same_training(CountingInPlace, ["n", "steps"])
 
@@ -145,7 +145,7 @@ class Running(Two):
         return self.second(hidden - self.mean).square().mean()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_running_mean_in_a_plain_attribute():
     same_training(Running, ["mean", "peak"])
 
@@ -159,7 +159,7 @@ class Caching(Two):
         return self.second(hidden).square().mean()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_cache_that_is_not_read():
     """The last microbatch's value."""
     same_training(Caching, ["norm", "kept", "row", "scale"])
@@ -172,7 +172,7 @@ class Rows(Two):
         return self.second(hidden).square().mean()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_cache_with_rows():
     """It is that of the whole batch."""
     model, other = pair(Rows)
@@ -185,7 +185,7 @@ def a_cache_with_rows():
     assert torch.equal(model.hidden, torch.cat(hidden))
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def the_old_value_stays_what_it_was():
     """Who kept the tensor of a step before has its value."""
     model, _ = pair(Counting)
@@ -196,7 +196,7 @@ def the_old_value_stays_what_it_was():
     assert [one.item() for one in seen] == [0, 2, 4]
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_counter_of_the_steps_own():
     """A cell of the step's closure."""
     for count in (2, 3):
@@ -216,7 +216,7 @@ def a_counter_of_the_steps_own():
         assert torch.equal(total, wanted)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_result_that_depends_on_no_row():
     """It is taken once, beside the loss."""
     model, other = pair(Two)
@@ -229,7 +229,7 @@ def a_result_that_depends_on_no_row():
     loss.backward()
 
 
-@edge()
+@row()
 def captured_and_evaluated():
     for make in (Counting, Running, lambda: Two(parametrizations.spectral_norm)):
         model, other = pair(make)
@@ -266,13 +266,13 @@ class CountingTwice(Counting):
         return Two.forward(self, x) * self.n
 
 
-@edge("the step changes n in place and assigns it anew: do one", ranks=(1, 2))
+@row("the step changes n in place and assigns it anew: do one", ranks=(1, 2))
 def a_buffer_that_changes_in_place_and_anew():
     model, _ = pair(CountingTwice)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
 
 
-@edge("the step assigns model.seen anew and reads it in the next microbatch", ranks=(1, 2))
+@row("the step assigns model.seen anew and reads it in the next microbatch", ranks=(1, 2))
 def an_attribute_that_grows():
     model, _ = pair(Growing)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
@@ -285,13 +285,13 @@ class Undetached(Running):
         return self.second(hidden - self.mean).square().mean()
 
 
-@edge("the step assigns model.mean anew, with its gradients,", ranks=(1, 2))
+@row("the step assigns model.mean anew, with its gradients,", ranks=(1, 2))
 def an_attribute_with_gradients():
     model, _ = pair(Undetached)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
 
 
-@edge("attribute model.first.weight of the step received a gradient", ranks=(1,))
+@row("attribute model.first.weight of the step received a gradient", ranks=(1,))
 def a_penalty_on_a_cache():
     model, _ = pair(lambda: Two(nn.utils.weight_norm))
     loss = pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
@@ -304,7 +304,7 @@ class KeepsItsInput(Two):
         return super().forward(x)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def an_input_that_is_kept():
     model, _ = pair(KeepsItsInput)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
@@ -317,7 +317,7 @@ class KeepsTheOld(Counting):
         return super().forward(x)
 
 
-@edge("the step keeps n as model.before, and it is another", ranks=(1, 2))
+@row("the step keeps n as model.before, and it is another", ranks=(1, 2))
 def an_old_value_that_is_kept():
     model, _ = pair(KeepsTheOld)
     pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
@@ -361,22 +361,22 @@ def noting(kind, number):
     return model
 
 
-@edge("the step assigns 6 to model.last, which Python has computed from the size", ranks=(1, 2))
+@row("the step assigns 6 to model.last, which Python has computed from the size", ranks=(1, 2))
 def a_number_of_rows_that_is_kept():
     noting(NotesInAnAttribute, lambda x: x.shape[0])
 
 
-@edge("the step assigns 6 to model.seen.0, which Python has computed from the size")
+@row("the step assigns 6 to model.seen.0, which Python has computed from the size")
 def a_number_of_rows_in_a_list():
     noting(NotesInAList, lambda x: x.shape[0])
 
 
-@edge("the step assigns (6, 'a word') to model.notes.number, which Python has computed")
+@row("the step assigns (6, 'a word') to model.notes.number, which Python has computed")
 def a_number_of_rows_in_a_dict():
     noting(NotesInADict, lambda x: x.shape[0])
 
 
-@edge("the step assigns '6 rows' to model.last, which Python has computed from the size")
+@row("the step assigns '6 rows' to model.last, which Python has computed from the size")
 def a_text_about_the_rows():
     noting(NotesInAnAttribute, lambda x: f"{x.shape[0]} rows")
 
@@ -386,12 +386,12 @@ class Place:
         self.rows = rows
 
 
-@edge("the step assigns 6 to model.last.rows, which Python has computed from the size")
+@row("the step assigns 6 to model.last.rows, which Python has computed from the size")
 def a_number_of_rows_in_an_object():
     noting(NotesInAnAttribute, lambda x: Place(x.shape[0]))
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def numbers_that_do_not_count_rows():
     for kind in NOTING:
         model = noting(kind, lambda x: x.shape[1])
@@ -412,7 +412,7 @@ class CountingCalls(Two):
         return super().forward(x)
 
 
-@edge("this step has been compiled so often", ranks=(1, 2))
+@row("this step has been compiled so often", ranks=(1, 2))
 def a_counter_that_compiles_every_call():
     model, _ = pair(CountingCalls)
     compiled = pfeife.compile(lambda x: model(x), microbatches=2)

@@ -4,10 +4,10 @@ import copy
 import os
 
 import torch
+from rows import row
 from torch import nn
 
 import pfeife
-from edges import edge
 from pfeife.cost import measure
 from pfeife.testing import eager_accumulation
 
@@ -68,22 +68,22 @@ def trained(dtype, half=None, **options):
     same(model, loss, expected)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_float32_island_that_crosses_the_cut():
     trained(torch.bfloat16, **CUT)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_float32_island_within_a_stage():
     trained(torch.bfloat16, torch.bfloat16, **CUT)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_float32_island_under_float16():
     trained(torch.float16, **CUT)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def an_island_with_another_schedule():
     trained(torch.bfloat16, schedule="zb-h1", **CUT)
 
@@ -102,14 +102,14 @@ def watching(seen):
     return compiler
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def an_island_in_compiled_stages():
     seen = []
     trained(torch.bfloat16, compiler=watching(seen), **CUT)
     assert seen and not any(seen)
 
 
-@edge()
+@row()
 def measured_costs():
     seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -118,7 +118,7 @@ def measured_costs():
     assert seen and not any(seen)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def the_loss_outside():
     model = Islands(None)
     other = copy.deepcopy(model)
@@ -135,7 +135,7 @@ def the_loss_outside():
     same(model, loss, pfeife.Result(seen.float().square().mean().detach(), (), gradients, {}))
 
 
-@edge()
+@row()
 def capture_and_evaluate():
     model, parts = Islands(None), [(part,) for part in batch().chunk(2)]
     expected = eager_accumulation(under(torch.bfloat16, model.loss), model, parts)
@@ -150,7 +150,7 @@ def capture_and_evaluate():
             assert torch.equal(gradient, expected.gradients[name]), name
 
 
-@edge(refused="backward was called under autocast", ranks=(1, 2))
+@row(refused="backward was called under autocast", ranks=(1, 2))
 def a_backward_under_autocast():
     model = Islands(None)
     step = pfeife.compile(model.loss, microbatches=2, **CUT)

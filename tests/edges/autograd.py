@@ -5,10 +5,10 @@ import gc
 import os
 
 import torch
+from rows import row, said
 from torch import nn
 
 import pfeife
-from edges import edge, said
 from pfeife.testing import eager_accumulation
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
@@ -57,7 +57,7 @@ def loop(model, step):
     return once
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_loop_keeps_no_second_set_of_gradients():
     model = net(64)
     once = loop(model, pfeife.compile(lambda x: model(x).square().mean(), **TWO))
@@ -69,7 +69,7 @@ def a_loop_keeps_no_second_set_of_gradients():
     assert loss.nbytes and live() <= before + SCALARS
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def kept_losses_are_small():
     model = net(64)
     once = loop(model, pfeife.compile(lambda x: model(x).square().mean(), **TWO))
@@ -79,7 +79,7 @@ def kept_losses_are_small():
     assert live() - before <= 8 * SCALARS
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def activations_are_freed():
     """With the loss outside: by the backward, and with a result that is dropped without one."""
     model = net(64)
@@ -104,7 +104,7 @@ def activations_are_freed():
     assert live() <= before + SCALARS, "something has outlived the result"
 
 
-@edge(refused=AGAIN, ranks=(1, 2))
+@row(refused=AGAIN, ranks=(1, 2))
 def a_second_backward():
     model = net()
     loss = pfeife.compile(lambda x: model(x).square().mean(), **TWO)(rows())
@@ -116,7 +116,7 @@ def a_second_backward():
     loss.backward()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_retained_graph():
     """With the loss outside there is one backward: a second one says so."""
     model = net()
@@ -133,7 +133,7 @@ def a_retained_graph():
             raise AssertionError("not refused")
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_detached_result():
     model = net()
 
@@ -148,7 +148,7 @@ def a_detached_result():
     h.numpy()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_detached_result_with_the_loss_outside():
     model = net()
 
@@ -160,7 +160,7 @@ def a_detached_result_with_the_loss_outside():
     assert not h.requires_grad and out.requires_grad
 
 
-@edge(refused=CHANGED, ranks=(1, 2))
+@row(refused=CHANGED, ranks=(1, 2))
 def the_batch_is_changed_in_between():
     x = rows()
     out = pfeife.compile(net(), **TWO)(x)
@@ -168,7 +168,7 @@ def the_batch_is_changed_in_between():
     out.sum().backward()
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def one_ranks_batch_is_changed_in_between():
     """The other rank does not wait for a backward that does not come."""
     x, rank = rows(), int(os.environ.get("RANK", 0))
@@ -183,7 +183,7 @@ def one_ranks_batch_is_changed_in_between():
         raise AssertionError("not refused")
 
 
-@edge(refused=CHANGED, ranks=(1, 2))
+@row(refused=CHANGED, ranks=(1, 2))
 def a_batch_that_is_saved_as_a_view():
     x = rows().reshape(4, 2, 4)
     out = pfeife.compile(net(4), **TWO)(x)
@@ -191,7 +191,7 @@ def a_batch_that_is_saved_as_a_view():
     out.sum().backward()
 
 
-@edge(refused=CHANGED, ranks=(1, 2))
+@row(refused=CHANGED, ranks=(1, 2))
 def a_weight_that_is_saved_in_parts():
     first, weight = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 8, 8))
     out = pfeife.compile(lambda x: first(x).tanh() @ weight.unbind()[1], **TWO)(rows())
@@ -200,7 +200,7 @@ def a_weight_that_is_saved_in_parts():
     out.sum().backward()
 
 
-@edge(refused=CHANGED, ranks=(1, 2))
+@row(refused=CHANGED, ranks=(1, 2))
 def a_weight_is_changed_in_between():
     model = net()
     out = pfeife.compile(model, **TWO)(rows())
@@ -210,7 +210,7 @@ def a_weight_is_changed_in_between():
     out.sum().backward()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def what_no_backward_reads_is_changed_in_between():
     model, other = net(), net()
     other.load_state_dict(model.state_dict())
@@ -225,7 +225,7 @@ def what_no_backward_reads_is_changed_in_between():
     same(model, other)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def an_uncut_result_is_changed_in_between():
     """Eager refuses it, because its backward reads the result itself; ours reads another copy."""
     model = net()
@@ -238,7 +238,7 @@ def an_uncut_result_is_changed_in_between():
     same(model, other)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_hook_of_another_ranks_parameter():
     model, seen = net(), {}
     for name, parameter in model.named_parameters():
@@ -249,7 +249,7 @@ def a_hook_of_another_ranks_parameter():
     assert set(seen) == mine and all(gradient is not None for gradient in seen.values())
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def hooks_of_parameters_are_announced():
     model, calls = net(), []
     for parameter in model.parameters():
@@ -263,7 +263,7 @@ def hooks_of_parameters_are_announced():
     assert len([text for text in found if "run once a call" in text]) == bool(mine)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def an_eager_encoder_before_a_compiled_model():
     encoder, model = nn.Linear(8, 8), net()
     others = copy.deepcopy(encoder), copy.deepcopy(model)
@@ -279,7 +279,7 @@ def an_eager_encoder_before_a_compiled_model():
     same(encoder, others[0])
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_rank_that_trains_nothing():
     """Its loss has a backward all the same, and no parameter of the others gets anything."""
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})

@@ -11,10 +11,10 @@ from unittest import mock
 import attrs
 import torch
 import torch.nn.functional as F
+from rows import row
 from torch import nn
 
 import pfeife
-from edges import edge
 from pfeife.graphs import MicrobatchGraph
 from pfeife.testing import eager_accumulation
 
@@ -42,7 +42,7 @@ def same(compiled, step, model, whole, parts, expected=None):
         assert torch.equal(gradient, expected.gradients[name]), name
 
 
-@edge()
+@row()
 def the_users_tensor_is_not_marked():
     model, x = net(), rows()
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(x)
@@ -50,7 +50,7 @@ def the_users_tensor_is_not_marked():
     torch.compile(lambda x: x.view(4, 2, 4).sum(), backend="eager")(x)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def an_unstrided_convolution_of_size_1():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -62,7 +62,7 @@ def an_unstrided_convolution_of_size_1():
     same(pfeife.compile(step, microbatches=4), step, model, (x,), [(p,) for p in x.chunk(4)])
 
 
-@edge()
+@row()
 def an_unstrided_convolution_of_size_1_by_name():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -82,17 +82,17 @@ def _looked_up(model):
     return step
 
 
-@edge("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
+@row("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
 def a_table_of_64_rows_beside_a_batch_of_8():
     pfeife.compile(_looked_up(net()), microbatches=2)(rows(8), rows(64))
 
 
-@edge("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
+@row("microbatch: the inputs have {'x': 8, 'table': 64} rows, which do not belong together")
 def a_table_by_name_beside_a_batch_of_8():
     pfeife.compile(_looked_up(net()), microbatches=2)(rows(8), table=rows(64))
 
 
-@edge("microbatch: the inputs have {'x': 6, 'table': 64} rows, which do not belong together")
+@row("microbatch: the inputs have {'x': 6, 'table': 64} rows, which do not belong together")
 def a_table_beside_a_batch_with_the_named_backend():
     options = {"microbatches": 2}
     torch.compile(_looked_up(net()), backend="pfeife", options=options, dynamic=True)(
@@ -100,7 +100,7 @@ def a_table_beside_a_batch_with_the_named_backend():
     )
 
 
-@edge("microbatch: the inputs have {'table': 64, 'x': 6} rows, which do not belong together")
+@row("microbatch: the inputs have {'table': 64, 'x': 6} rows, which do not belong together")
 def a_table_before_a_batch_with_the_named_backend():
     model = net()
     step = _looked_up(model)
@@ -110,7 +110,7 @@ def a_table_before_a_batch_with_the_named_backend():
     )
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_table_that_in_dims_names():
     model = net()
     step = _looked_up(model)
@@ -119,7 +119,7 @@ def a_table_that_in_dims_names():
     same(compiled, step, model, (x, table), [(p, table) for p in x.chunk(2)])
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def two_views_stacked_where_in_dims_says_so():
     model = net()
 
@@ -131,7 +131,7 @@ def two_views_stacked_where_in_dims_says_so():
     same(pfeife.compile(step, microbatches=2, in_dims=(0, 0)), step, model, (x, views), parts)
 
 
-@edge("in_dims: the step has no arguments ['tabel']")
+@row("in_dims: the step has no arguments ['tabel']")
 def in_dims_of_no_argument():
     pfeife.compile(_looked_up(net()), microbatches=2, in_dims={"tabel": None})(rows(8), rows(64))
 
@@ -159,14 +159,14 @@ class Tabled(nn.Module):
         return F.mse_loss(self.net(x) + table[kinds], x)
 
 
-@edge("in_dims: table has as many rows as the batch, but they do not belong to its rows")
+@row("in_dims: table has as many rows as the batch, but they do not belong to its rows")
 def a_table_with_as_many_rows_as_the_batch():
     step = Tabled()
     kinds = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
     pfeife.compile(step, microbatches=2)(rows(8), kinds, rows(8) * 3)
 
 
-@edge("in_dims: the results of the step depend on the order of the rows of ['x']")
+@row("in_dims: the results of the step depend on the order of the rows of ['x']")
 def a_sequence_with_places_first():
     model = net()
     places = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(2))
@@ -178,7 +178,7 @@ def a_sequence_with_places_first():
     pfeife.compile(step, microbatches=2)(x)
 
 
-@edge("in_dims: the results of the step depend on the order of the rows of ['x']")
+@row("in_dims: the results of the step depend on the order of the rows of ['x']")
 def places_first_with_dropout():
     model = nn.Sequential(net(), nn.Dropout(0.5))
     places = torch.randn(4, 1, 8, generator=torch.Generator().manual_seed(2))
@@ -190,7 +190,7 @@ def places_first_with_dropout():
     pfeife.compile(step, microbatches=2)(x)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def negatives_from_the_microbatch():
     model = net()
 
@@ -202,14 +202,14 @@ def negatives_from_the_microbatch():
     same(pfeife.compile(step, microbatches=2), step, model, (x,), [(p,) for p in x.chunk(2)])
 
 
-@edge()
+@row()
 def dropout_does_not_disturb_the_check():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(8)).backward()
 
 
-@edge()
+@row()
 def noise_does_not_disturb_the_check():
     """What is drawn has no expected value to put in its place."""
     model = net()
@@ -219,7 +219,7 @@ def noise_does_not_disturb_the_check():
     ).backward()
 
 
-@edge("the rows of ['x'] (dimension 0) depend on one another")
+@row("the rows of ['x'] (dimension 0) depend on one another")
 def a_sequence_first_with_the_named_backend():
     model = Attention()
     x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -241,7 +241,7 @@ def _pairs_by_name(step):
         raise AssertionError("cut along the sequence")
 
 
-@edge()
+@row()
 def scores_of_all_pairs_with_the_named_backend():
     model = net()
 
@@ -252,7 +252,7 @@ def scores_of_all_pairs_with_the_named_backend():
     _pairs_by_name(step)
 
 
-@edge()
+@row()
 def attention_among_rows_with_the_named_backend():
     model = net()
 
@@ -263,7 +263,7 @@ def attention_among_rows_with_the_named_backend():
     _pairs_by_name(step)
 
 
-@edge("the captured program computes another loss than the step on the first microbatch")
+@row("the captured program computes another loss than the step on the first microbatch")
 def a_program_that_is_not_the_step():
     """As a defect of the capturing would make it: another function of the activations."""
     model = net()
@@ -282,7 +282,7 @@ def a_program_that_is_not_the_step():
         pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows())
 
 
-@edge()
+@row()
 def statistics_of_a_microbatch_with_the_named_backend():
     """Rows depend on one another by them, as in eager accumulation."""
     torch.manual_seed(0)
@@ -309,7 +309,7 @@ class Encoding(UserDict):
     """As Hugging Face's tokenizers return."""
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_batch_in_a_dataclass():
     model = net()
 
@@ -321,7 +321,7 @@ def a_batch_in_a_dataclass():
     same(pfeife.compile(step, microbatches=2), step, model, (Pair(x, y),), parts)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_batch_in_a_mapping():
     model = net()
 
@@ -338,32 +338,32 @@ class Opaque:
         self.x = x
 
 
-@edge("args.0.x is a tensor inside of an argument that Pfeife does not look into")
+@row("args.0.x is a tensor inside of an argument that Pfeife does not look into")
 def a_batch_in_an_object():
     model = net()
     pfeife.compile(lambda batch: model(batch.x).square().mean(), microbatches=2)(Opaque(rows()))
 
 
-@edge("input x is a ndarray, not a tensor: pass torch.from_numpy")
+@row("input x is a ndarray, not a tensor: pass torch.from_numpy")
 def a_batch_of_numpy():
     model = net()
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows().numpy())
 
 
-@edge("microbatch: the batch is empty: x has no rows")
+@row("microbatch: the batch is empty: x has no rows")
 def an_empty_batch():
     model = net()
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(0))
 
 
-@edge("input x is a nested tensor, which has no rows of equal size to cut")
+@row("input x is a nested tensor, which has no rows of equal size to cut")
 def a_jagged_batch():
     model = net()
     x = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
     pfeife.compile(lambda x: model(x).mean(), microbatches=2)(x)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_last_smaller_batch():
     model = net()
 
@@ -378,7 +378,7 @@ def a_last_smaller_batch():
         same(compiled, step, model, (rows(count),), microbatches, one)
 
 
-@edge()
+@row()
 def a_last_smaller_batch_of_two_replicas():
     """Six microbatches of a row: three of two rows would leave one replica with fewer."""
     model = net()
@@ -391,7 +391,7 @@ def a_last_smaller_batch_of_two_replicas():
         torch.testing.assert_close(compiled(rows(count)), step(rows(count)))
 
 
-@edge("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
+@row("microbatch: a batch of 6 rows does not divide into 4 microbatches; pass microbatches=3")
 def a_last_smaller_batch_that_is_not_to_fit():
     model = net()
     step = pfeife.compile(
@@ -401,7 +401,7 @@ def a_last_smaller_batch_that_is_not_to_fit():
     step(rows(6))
 
 
-@edge("microbatch: a batch of 10 rows does not divide into 4 microbatches; pass microbatches=2")
+@row("microbatch: a batch of 10 rows does not divide into 4 microbatches; pass microbatches=2")
 def a_larger_batch_that_does_not_divide():
     model = net()
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4)
@@ -409,7 +409,7 @@ def a_larger_batch_that_does_not_divide():
     step(rows(10))
 
 
-@edge()
+@row()
 def two_threads_that_make_the_first_call_together():
     model = net()
 
@@ -426,13 +426,13 @@ def two_threads_that_make_the_first_call_together():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@edge("the step returns the number 2, which Python has computed of one microbatch")
+@row("the step returns the number 2, which Python has computed of one microbatch")
 def a_number_among_the_results():
     model = net()
     pfeife.compile(lambda x: (model(x).square().mean(), x.shape[0]), microbatches=2)(rows())
 
 
-@edge()
+@row()
 def an_argument_among_the_results():
     model, x = net(), rows()
     _, found = pfeife.compile(lambda x: (model(x).square().mean(), x), microbatches=2)(x)
@@ -444,14 +444,14 @@ class Kept:
         self.loss, self.x = loss, x
 
 
-@edge()
+@row()
 def an_argument_in_an_object_that_is_returned():
     model, x = net(), rows()
     found = pfeife.compile(lambda x: Kept(model(x).square().mean(), x), microbatches=2)(x)
     assert torch.equal(found.x, x)
 
 
-@edge()
+@row()
 def an_argument_that_the_step_keeps():
     model, x, seen = net(), rows(), []
 
@@ -471,32 +471,32 @@ class Counted:
     count: int
 
 
-@edge("the step returns the number 2, which Python has computed of one microbatch")
+@row("the step returns the number 2, which Python has computed of one microbatch")
 def a_number_in_a_dataclass_among_the_results():
     model = net()
     pfeife.compile(lambda x: Counted(model(x).square().mean(), x.shape[0]), microbatches=2)(rows())
 
 
-@edge()
+@row()
 def numbers_among_the_results_of_one_microbatch():
     model = net()
     step = pfeife.compile(lambda x: (model(x).square().mean(), x.shape[0]), microbatches=1)
     assert [step(rows(count))[1] for count in (4, 6)] == [4, 6]
 
 
-@edge("in_dims: x has '0', which is no number of a dimension or None")
+@row("in_dims: x has '0', which is no number of a dimension or None")
 def in_dims_of_another_kind():
     model = net()
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims={"x": "0"})(rows())
 
 
-@edge("in_dims: x, a tensor of 2 dimensions, has no dimension 2")
+@row("in_dims: x, a tensor of 2 dimensions, has no dimension 2")
 def in_dims_beyond_the_dimensions():
     model = net()
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, in_dims=2)(rows())
 
 
-@edge()
+@row()
 def in_dims_from_the_end():
     model = net()
 
@@ -507,7 +507,7 @@ def in_dims_from_the_end():
     same(pfeife.compile(step, microbatches=2, in_dims=-1), step, model, (rows().t(),), parts)
 
 
-@edge("args.0.x is a tensor inside of an argument that Pfeife does not look into")
+@row("args.0.x is a tensor inside of an argument that Pfeife does not look into")
 def a_batch_in_a_mapping_that_cannot_be_written_to():
     model = net()
     step = pfeife.compile(lambda batch: model(batch["x"]).square().mean(), microbatches=2)
@@ -519,7 +519,7 @@ class Fixed:
     x: torch.Tensor
 
 
-@edge()
+@row()
 def a_batch_in_a_frozen_dataclass():
     model = net()
 
@@ -530,13 +530,13 @@ def a_batch_in_a_frozen_dataclass():
     same(pfeife.compile(step, microbatches=2), step, model, (Fixed(rows()),), parts)
 
 
-@edge("input x is a sparse_coo tensor, which has no rows of equal size to cut")
+@row("input x is a sparse_coo tensor, which has no rows of equal size to cut")
 def a_sparse_batch():
     model = net()
     pfeife.compile(lambda x: model(x).mean(), microbatches=2)(rows().to_sparse())
 
 
-@edge()
+@row()
 def the_same_tensor_twice():
     model, x, y = net(), rows(), rows().flip(0)
 
@@ -550,7 +550,7 @@ def the_same_tensor_twice():
         same(compiled, step, model, whole, parts)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def arguments_in_a_star():
     model, x = net(), rows()
 
@@ -561,7 +561,7 @@ def arguments_in_a_star():
     same(compiled, step, model, (x, rows(64)), [(part, rows(64)) for part in x.chunk(2)])
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def results_of_microbatches_of_one_row():
     model, x = net(), rows()
 
@@ -574,7 +574,7 @@ def results_of_microbatches_of_one_row():
     assert torch.equal(found, expected)
 
 
-@edge()
+@row()
 def the_step_is_a_model_with_cuts_by_hand():
     class Net(nn.Module):
         def __init__(self):
@@ -598,7 +598,7 @@ def the_step_is_a_model_with_cuts_by_hand():
         assert torch.equal(step(rows(6)), expected.loss)
 
 
-@edge()
+@row()
 def statistics_of_a_microbatch_by_name():
     """A row gives something else in other company, by what batch normalisation is."""
     model, x = nn.Sequential(*net(), nn.BatchNorm1d(8)), rows(12)
@@ -608,13 +608,13 @@ def statistics_of_a_microbatch_by_name():
     assert torch.equal(compiled(x), expected)
 
 
-@edge("index out of range in self")
+@row("index out of range in self")
 def a_step_that_fails_at_its_first_call():
     model = nn.Embedding(4, 8)
     pfeife.compile(lambda t: model(t).square().mean(), microbatches=2)(torch.tensor([0, 9, 1, 2]))
 
 
-@edge()
+@row()
 def rows_of_a_result_that_no_rule_tells():
     model, x = net(), rows(8)
 

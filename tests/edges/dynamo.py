@@ -5,10 +5,10 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from rows import row
 from torch import nn
 
 import pfeife
-from edges import edge
 from pfeife.testing import eager_accumulation
 
 
@@ -39,7 +39,7 @@ def _expected(model, count, seed):
     return losses[0] + losses[1]
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def more_programs_than_dynamos_limit():
     model = Counting()
     reference = copy.deepcopy(model)
@@ -57,7 +57,7 @@ def more_programs_than_dynamos_limit():
     assert len(step.backend.compiled) == 12
 
 
-@edge()
+@row()
 def a_loop_of_trials_over_one_function():
     model = net()
 
@@ -72,7 +72,7 @@ def a_loop_of_trials_over_one_function():
             assert len(compiled.backend.compiled) == 1
 
 
-@edge("this step has been compiled so often", ranks=(1, 2))
+@row("this step has been compiled so often", ranks=(1, 2))
 def more_programs_than_dynamos_limit_by_name():
     model = Counting()
     step = torch.compile(lambda x: model(x), backend="pfeife", dynamic=True)
@@ -80,7 +80,7 @@ def more_programs_than_dynamos_limit_by_name():
         step(rows())
 
 
-@edge("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
+@row("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
 def a_loss_that_is_disabled():
     model = net()
 
@@ -91,7 +91,7 @@ def a_loss_that_is_disabled():
     pfeife.compile(lambda x: loss(model(x)), microbatches=2)(rows())
 
 
-@edge("torch.compile has broken the step into several graphs: Skip calling `torch.compiler.disable")
+@row("torch.compile has broken the step into several graphs: Skip calling `torch.compiler.disable")
 def a_loss_that_is_disabled_by_name():
     model = net()
 
@@ -103,7 +103,7 @@ def a_loss_that_is_disabled_by_name():
     torch.compile(lambda x: loss(model(x)), backend="pfeife", options=options, dynamic=True)(rows())
 
 
-@edge("torch.compile has broken the step into several graphs: this graph goes on after another")
+@row("torch.compile has broken the step into several graphs: this graph goes on after another")
 def a_break_before_all_tensors_by_name():
     model, notes = net(), []
 
@@ -118,7 +118,7 @@ def a_break_before_all_tensors_by_name():
     torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
 
 
-@edge("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
+@row("the step could not be captured as one graph: Skip calling `torch.compiler.disable()`d")
 def a_step_that_is_disabled():
     model = net()
 
@@ -129,7 +129,7 @@ def a_step_that_is_disabled():
     pfeife.compile(step, microbatches=2)(rows())
 
 
-@edge("the step could not be captured as one graph: Unsupported Tensor.requires_grad_() call")
+@row("the step could not be captured as one graph: Unsupported Tensor.requires_grad_() call")
 def a_step_that_freezes_a_part():
     model = net()
 
@@ -140,12 +140,12 @@ def a_step_that_freezes_a_part():
     pfeife.compile(step, microbatches=2)(rows())
 
 
-@edge("the call of a_step_without_tensors.<locals>.<lambda> has not reached Pfeife")
+@row("the call of a_step_without_tensors.<locals>.<lambda> has not reached Pfeife")
 def a_step_without_tensors():
     pfeife.compile(lambda x: 3, microbatches=2)(rows())
 
 
-@edge("the call of torch_is_turned_off.<locals>.<lambda> has not reached Pfeife")
+@row("the call of torch_is_turned_off.<locals>.<lambda> has not reached Pfeife")
 def torch_is_turned_off():
     model = net()
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
@@ -153,7 +153,7 @@ def torch_is_turned_off():
         step(rows())
 
 
-@edge("the call of torch_is_turned_off_later.<locals>.<lambda> has not reached Pfeife")
+@row("the call of torch_is_turned_off_later.<locals>.<lambda> has not reached Pfeife")
 def torch_is_turned_off_later():
     model = net()
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
@@ -162,7 +162,7 @@ def torch_is_turned_off_later():
         step(rows())
 
 
-@edge("the step could not be captured as one graph: it raises RuntimeError(")
+@row("the step could not be captured as one graph: it raises RuntimeError(")
 def an_error_that_the_step_raises():
     model = net()
 
@@ -181,7 +181,7 @@ def an_error_that_the_step_raises():
         raise
 
 
-@edge("torch.compile has broken the step into several graphs")
+@row("torch.compile has broken the step into several graphs")
 def two_graphs_in_one_call_with_dynamic():
     model = net()
 
@@ -193,7 +193,7 @@ def two_graphs_in_one_call_with_dynamic():
     torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
 
 
-@edge("torch.compile has broken the step into several graphs")
+@row("torch.compile has broken the step into several graphs")
 def errors_that_are_suppressed():
     model = net()
 
@@ -206,7 +206,7 @@ def errors_that_are_suppressed():
         torch.compile(step, backend="pfeife", options={"microbatches": 2}, dynamic=True)(rows())
 
 
-@edge("the step could not be captured as one graph: it raises KeyError")
+@row("the step could not be captured as one graph: it raises KeyError")
 def a_step_that_raises():
     model = net()
 
@@ -218,7 +218,7 @@ def a_step_that_raises():
     pfeife.compile(step, microbatches=2)(rows())
 
 
-@edge("the step could not be captured as one graph")
+@row("the step could not be captured as one graph")
 def a_branch_on_a_value_names_its_line():
     model = net()
 
@@ -233,7 +233,7 @@ def a_branch_on_a_value_names_its_line():
         raise
 
 
-@edge()
+@row()
 def capture_then_compile_in_one_process():
     model = net()
 
@@ -250,7 +250,7 @@ def capture_then_compile_in_one_process():
     assert torch.equal(torch.compile(step, backend=backend)(rows()), step(rows())) and ran
 
 
-@edge()
+@row()
 def a_compiled_step_inside_of_a_compiled_step():
     model = net()
 

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rows import row
 from torch import nn
 
 import pfeife
-from edges import edge
 from pfeife.artifacts import Artifacts
 from pfeife.build import Builder
 from pfeife.capture import Captured, capture
@@ -61,7 +61,7 @@ def alone(model, step, x):
     return eager_accumulation(step, model, [(part,) for part in x.chunk(2)]).loss
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_rank_that_is_busy_before_a_step_is_waited_for():
     model, step, compiled, x = small(timeout=SILENCE)
     expected = alone(model, step, x)
@@ -76,7 +76,7 @@ def a_rank_that_is_busy_before_a_step_is_waited_for():
     ), said
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_rank_that_is_busy_before_its_backward_is_waited_for():
     """The other one waits for a message of it, not for all."""
     model, _, _, x = small()
@@ -95,7 +95,7 @@ def a_rank_that_is_busy_before_its_backward_is_waited_for():
     assert any("rank 0 has waited" in one for one in said) == (dist.get_rank() == 0), said
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def the_users_own_collectives_keep_their_timeout():
     _, _, compiled, x = small(timeout=30)
     compiled(x)
@@ -183,20 +183,20 @@ def by_hand(how: str) -> tuple[list[int | None], dict[str, str]]:
         return codes, {path.name: path.read_text() for path in Path(folder).iterdir()}
 
 
-@edge()
+@row()
 def a_rank_in_an_endless_operation_ends_when_the_store_is_gone():
     codes, files = by_hand("at once")
     assert codes == [1, 1] and "inside" in files, (codes, files)
     assert "with it the store of the process group" in files["last words"]
 
 
-@edge()
+@row()
 def the_last_work_of_a_process_that_is_ended_has_a_chance():
     _, files = by_hand("at once")
     assert "checkpoint" in files and "atexit 1" in files
 
 
-@edge()
+@row()
 def who_keeps_the_store_ends_after_all_have_heard():
     codes, files = by_hand("told")
     assert codes == [1, 1] and "inside" in files, (codes, files)
@@ -219,7 +219,7 @@ interrupt.register_fake(torch.empty_like)
 interrupt.register_autograd(lambda ctx, gradient: gradient)
 
 
-@edge()
+@row()
 def an_interrupt_ends_the_computing_threads():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.ones(64, 4)
@@ -242,17 +242,17 @@ def an_interrupt_ends_the_computing_threads():
     assert torch.equal(compiled(x), expected.loss)
 
 
-@edge("option cache=")
+@row("option cache=")
 def a_cache_that_is_a_file():
     small(cache=__file__, costs="measure")
 
 
-@edge("option cache=")
+@row("option cache=")
 def a_cache_below_a_file():
     small(cache=Path(__file__) / "costs")
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_cache_that_cannot_be_written():
     with warnings() as said:
         model, step, compiled, x = small(cache="/proc/pfeife", costs="measure")
@@ -268,27 +268,27 @@ def started(**names: str) -> None:
         compiled(x)
 
 
-@edge("the environment has RANK='2': must be a number from 0 to 1")
+@row("the environment has RANK='2': must be a number from 0 to 1")
 def a_rank_beyond_the_world():
     started(RANK="2")
 
 
-@edge("the environment has RANK='-1': must be a number from 0 to 1")
+@row("the environment has RANK='-1': must be a number from 0 to 1")
 def a_negative_rank():
     started(RANK="-1")
 
 
-@edge("the environment has WORLD_SIZE='-2': must be a number of at least 1")
+@row("the environment has WORLD_SIZE='-2': must be a number of at least 1")
 def a_negative_world():
     started(WORLD_SIZE="-2")
 
 
-@edge("the environment has MASTER_PORT='65536': must be a number from 1 to 65535")
+@row("the environment has MASTER_PORT='65536': must be a number from 1 to 65535")
 def a_port_out_of_range():
     started(MASTER_PORT="65536")
 
 
-@edge()
+@row()
 def the_machine_is_that_of_the_parameters():
     """The first tensor argument may live elsewhere: an index, a mask, a batch yet to be moved."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

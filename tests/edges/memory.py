@@ -2,10 +2,10 @@
 
 import attrs
 import torch
+from rows import row
 from torch import nn
 
 import pfeife
-from edges import edge
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.testing import eager_accumulation
@@ -53,7 +53,7 @@ def _planned(program: pfeife.Program, **options) -> pfeife.Plan:
     return sched.plan(program, **given)
 
 
-@edge("memory_limit=")
+@row("memory_limit=")
 def a_family_keeps_to_the_limit():
     program = _clusters()
     free = _planned(program, stages=2)
@@ -62,7 +62,7 @@ def a_family_keeps_to_the_limit():
     assert _peak(program, plan) <= limit, "a plan over its limit came back"
 
 
-@edge("memory_limit=")
+@row("memory_limit=")
 def cuts_by_hand_keep_to_the_limit():
     program = _clusters()
     last = program.units - 1
@@ -72,7 +72,7 @@ def cuts_by_hand_keep_to_the_limit():
     _planned(program, cuts=cuts, memory_limit=most - 1)
 
 
-@edge()
+@row()
 def a_search_keeps_to_the_limit():
     program = _clusters(split=True)
     free = _planned(program, schedule="search")
@@ -85,7 +85,7 @@ def a_search_keeps_to_the_limit():
     assert _peak(program, plan) <= limit
 
 
-@edge("memory_limit=")
+@row("memory_limit=")
 def a_refusal_says_what_the_worst_rank_needs():
     program = _clusters()
     try:
@@ -96,7 +96,7 @@ def a_refusal_says_what_the_worst_rank_needs():
         raise
 
 
-@edge()
+@row()
 def what_fits_by_the_byte_is_not_refused():
     """An evaluation holds no gradients, so that parameters count once."""
     program = _clusters(train=False, rows=2)
@@ -105,14 +105,14 @@ def what_fits_by_the_byte_is_not_refused():
     assert _peak(program, plan) <= most
 
 
-@edge("the ")
+@row("the ")
 def the_machine_is_a_limit_too():
     program = _clusters()
     most = _peak(program, _planned(program, stages=2))
     _planned(program, stages=2, machine=attrs.evolve(CORE, memory=int(0.95 * most)))
 
 
-@edge("the ", ranks=(1, 2))
+@row("the ", ranks=(1, 2))
 def the_machine_is_a_limit_of_a_compiled_step():
     small = attrs.evolve(CORE, memory=200_000)
     pfeife.compile(_step(_model()), microbatches=4, stages=2, machine=small)(_batch())
@@ -132,31 +132,31 @@ def _limited(limit: int, optimizer, model=None):
 ENOUGH = 266_000
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_limit_without_an_optimizer():
     model, x = _model(), _batch()
     expected = eager_accumulation(_step(model), model, [(part,) for part in x.chunk(4)])
     assert torch.equal(_limited(ENOUGH, 0, model)(x), expected.loss)
 
 
-@edge(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
+@row(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
 def the_state_of_adam_counts():
     _limited(ENOUGH, "adamw")(_batch())
 
 
-@edge(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
+@row(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
 def the_state_of_an_optimizer_at_hand_counts():
     model = _model()
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
     _limited(ENOUGH, optimizer, model)(_batch())
 
 
-@edge(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
+@row(f"memory_limit={ENOUGH}: the best plan found needs", ranks=(1, 2))
 def master_weights_count():
     _limited(ENOUGH, 4 + 8)(_batch())
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def frozen_parameters_have_no_state():
     model, x = _model(), _batch()
     for layer in model[:-1]:
@@ -165,17 +165,17 @@ def frozen_parameters_have_no_state():
     assert torch.equal(_limited(121_000, "adamw", model)(x), expected.loss)
 
 
-@edge("option optimizer='adamv'")
+@row("option optimizer='adamv'")
 def an_optimizer_that_is_none():
     _limited(ENOUGH, "adamv")
 
 
-@edge("optimizer=LBFGS: what it keeps")
+@row("optimizer=LBFGS: what it keeps")
 def an_optimizer_whose_state_is_not_seen():
     _limited(ENOUGH, torch.optim.LBFGS)(_batch())
 
 
-@edge("memory_limit=")
+@row("memory_limit=")
 def replicas_reduce_within_the_limit():
     program = _clusters(rows=1)
     last = program.units - 1

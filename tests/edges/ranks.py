@@ -4,10 +4,10 @@ import os
 
 import torch
 import torch.nn.functional as F
+from rows import row, said
 from torch import nn
 
 import pfeife
-from edges import edge, said
 from pfeife.testing import eager_accumulation
 
 OTHER_BATCH = "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x"
@@ -34,7 +34,7 @@ def compiled(model, **options):
     return pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, **options)
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
 )
 def another_batch_after_the_first_call():
@@ -43,7 +43,7 @@ def another_batch_after_the_first_call():
     step(rows(seed=2 + RANK))
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
 )
 def the_same_rows_in_another_order():
@@ -52,7 +52,7 @@ def the_same_rows_in_another_order():
     step(rows().flip(0) if RANK else rows())
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x", ranks=(2,)
 )
 def a_batch_that_one_rank_left_out():
@@ -63,14 +63,14 @@ def a_batch_that_one_rank_left_out():
         step(rows(seed=seed))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def the_comparison_of_batches_turned_off():
     step = compiled(net(), compare_batches=False)
     step(rows())
     step(rows(seed=2 + RANK))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_batch_that_one_rank_cannot_trace():
     """Its own error there; the others are told, and the next batch is right everywhere."""
     model = net()
@@ -90,7 +90,7 @@ def a_batch_that_one_rank_cannot_trace():
     assert torch.equal(run(rows(), True), alone)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_batch_that_one_rank_cannot_cut():
     model = net()
     step, alone = compiled(model), expected(model, rows())
@@ -104,7 +104,7 @@ def a_batch_that_one_rank_cannot_cut():
     assert torch.equal(step(rows()), alone)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_mode_on_one_rank_whose_program_is_not_built():
     """Known at the call, without waiting for who builds what."""
     model = nn.Sequential(*net(), nn.Dropout(0.5))
@@ -120,7 +120,7 @@ def a_mode_on_one_rank_whose_program_is_not_built():
         raise AssertionError("ranks ran different programs")
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_mode_on_one_rank_whose_program_is_built():
     model = nn.Sequential(*net(), nn.Dropout(0.5))
     step = compiled(model, loss=0)
@@ -142,12 +142,12 @@ def _with_targets(t):
     (step(rows()) - t).square().mean().backward()
 
 
-@edge("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
+@row("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
 def other_targets_of_a_loss_outside():
     _with_targets(rows(seed=2 + RANK))
 
 
-@edge("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
+@row("the gradient of output_0 is another one on rank 1 than on rank 0", ranks=(2,))
 def one_other_target_of_a_loss_outside():
     """Of a thousand, and among classes whose gradients add up to the same."""
     torch.manual_seed(0)
@@ -157,12 +157,12 @@ def one_other_target_of_a_loss_outside():
     F.cross_entropy(pfeife.compile(model, microbatches=2)(x), targets).backward()
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def targets_of_a_loss_outside_that_are_rounded_otherwise():
     _with_targets(rows(seed=2) * (1 + 1e-6 * RANK))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def another_seed_on_a_rank():
     """All draw as rank 0 does, and it is said once."""
     model = nn.Sequential(*net(), nn.Dropout(0.5))
@@ -215,12 +215,12 @@ def accumulated(model):
     return step
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_gradient_that_overflows_on_one_rank():
     overflowing()
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_gradient_that_overflows_with_the_loss_outside():
     overflowing(loss="outside")
 
@@ -244,7 +244,7 @@ def overflowing(**options):
         assert torch.equal(loss, one) and scale == other, (index, loss, one, scale, other)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_scaler_on_a_rank_without_parameters():
     model = net()
     cuts = {"split_at": {"2": "end"}} if "RANK" in os.environ else {}
@@ -260,7 +260,7 @@ def a_scaler_on_a_rank_without_parameters():
     assert RANK == 0 or not trained, "this rank has no parameters"
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def another_seed_at_the_first_call():
     model = nn.Sequential(*net(), nn.Dropout(0.5))
     torch.manual_seed(5)
@@ -269,7 +269,7 @@ def another_seed_at_the_first_call():
     assert torch.equal(compiled(model)(rows()), alone)
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'the step "
     "another_step_on_a_rank.<locals>.validate in",
     ranks=(2,),
@@ -286,7 +286,7 @@ def another_step_on_a_rank():
     pfeife.compile(validate if RANK else train, microbatches=2)(rows())
 
 
-@edge(
+@row(
     'the arguments of this call: ranks [1] have another one than rank 0: rank 1 has "Options(',
     ranks=(2,),
 )
@@ -294,7 +294,7 @@ def other_options_on_a_rank():
     compiled(net(), schedule="gpipe" if RANK else "1f1b")(rows())
 
 
-@edge("the arguments of this call: ranks [1] have another one than rank 0", ranks=(2,))
+@row("the arguments of this call: ranks [1] have another one than rank 0", ranks=(2,))
 def no_gradients_on_a_rank():
     step = compiled(net())
     try:
@@ -305,7 +305,7 @@ def no_gradients_on_a_rank():
         raise
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'table: ",
     ranks=(2,),
 )
@@ -318,7 +318,7 @@ def another_table_that_is_not_cut():
     step(rows(), torch.ones(8) + RANK)
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'scale: ",
     ranks=(2,),
 )
@@ -330,7 +330,7 @@ def another_value_of_a_tensor_from_outside():
     step(rows())
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x: "
     "torch.float64 [4, 8]",
     ranks=(2,),
@@ -340,7 +340,7 @@ def another_dtype_on_a_rank():
     step(rows().double() if RANK else rows())
 
 
-@edge(
+@row(
     "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x: "
     "torch.float32 [8, 8]",
     ranks=(2,),
@@ -349,7 +349,7 @@ def more_rows_on_a_rank():
     compiled(net(), compare_batches=False)(rows(count=4 + 4 * RANK))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_batch_that_one_rank_cannot_tell_from_another_size():
     model = net()
     step = torch.compile(
@@ -366,7 +366,7 @@ def a_batch_that_one_rank_cannot_tell_from_another_size():
     assert torch.equal(step(rows()), expected(net(), rows()))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def another_learning_rate_on_a_rank():
     """It is warned of once: a rank may have an optimizer of its own."""
     model = net()

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from rows import row, said
 from torch import nn
 
 import pfeife
-from edges import edge, said
 
 WORDS = 20
 
@@ -65,7 +65,7 @@ def parts(batch: tuple, count: int) -> list[tuple]:
     return list(zip(*cut, strict=True))
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_sum_over_a_count_that_is_an_input():
     model, batch = lm(), (*text(), torch.tensor(24))
 
@@ -76,7 +76,7 @@ def a_sum_over_a_count_that_is_an_input():
     check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_sum_over_a_number_that_may_count_rows():
     """24 is 12 times the rows of a microbatch; in a larger one it would be the same."""
     model, batch = lm(), text()
@@ -88,7 +88,7 @@ def a_sum_over_a_number_that_may_count_rows():
     check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
 
 
-@edge(ranks=(1,))
+@row(ranks=(1,))
 def a_mean_times_the_rows():
     """A sum, if no target is ignored, which nobody can know before: a warning says so."""
     model, batch = lm(), text()
@@ -103,7 +103,7 @@ def a_mean_times_the_rows():
     check(model, pfeife.compile(step, microbatches=2, loss_reduction="sum")(*batch), expected)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_sum_by_name():
     """A sum and a penalty that the graph adds up otherwise: the user knows better."""
     model, batch = lm(), text()
@@ -120,7 +120,7 @@ def a_sum_by_name():
     assert not found, found
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_sum_in_replicas():
     model, batch = lm(), text()
 
@@ -132,7 +132,7 @@ def a_sum_in_replicas():
     check(model, found, expected, torch.testing.assert_close)  # replicas add up otherwise
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_loss_that_nobody_can_tell():
     """A root of a mean: averaged as before, and one warning names the line, on rank 0."""
     model, batch = lm(), text()
@@ -150,7 +150,7 @@ def a_loss_that_nobody_can_tell():
     assert rank or ("sqrt in File" in found[0] and "loss_reduction=" in found[0]), found
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_token_mean_with_uneven_masks():
     """The mean of all tokens, as of the uncut batch; not the mean of the microbatches' means."""
     model, (tokens, targets) = lm(), text()
@@ -164,7 +164,7 @@ def a_token_mean_with_uneven_masks():
     check(model, found, expected, torch.testing.assert_close)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_token_mean_with_uneven_masks_in_replicas():
     model, (tokens, targets) = lm(), text()
     targets[:2, 1:] = -100
@@ -177,7 +177,7 @@ def a_token_mean_with_uneven_masks_in_replicas():
     check(model, found, expected, torch.testing.assert_close)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_microbatch_without_targets():
     """It counts for nothing, where its own mean is 0/0."""
     model, (tokens, targets) = lm(), text()
@@ -191,7 +191,7 @@ def a_microbatch_without_targets():
     check(model, found, expected, torch.testing.assert_close)
 
 
-@edge("microbatch 0 has nothing to take the mean of", ranks=(1, 2))
+@row("microbatch 0 has nothing to take the mean of", ranks=(1, 2))
 def no_targets_at_all():
     model, (tokens, targets) = lm(), text()
 
@@ -201,7 +201,7 @@ def no_targets_at_all():
     pfeife.compile(step, microbatches=2)(tokens, torch.full_like(targets, -100))
 
 
-@edge("microbatch 1 has nothing to take the mean of", ranks=(1, 2))
+@row("microbatch 1 has nothing to take the mean of", ranks=(1, 2))
 def an_empty_mask():
     """Its gradients would be nan."""
     model, (tokens, _) = lm(), text()
@@ -215,7 +215,7 @@ def an_empty_mask():
     pfeife.compile(step, microbatches=2)(tokens, mask)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_mean_over_a_mask():
     model, (tokens, _) = lm(), text()
     mask = (torch.arange(24).view(4, 6) % 5 < 2).float()
@@ -229,7 +229,7 @@ def a_mean_over_a_mask():
     check(model, found, expected, torch.testing.assert_close)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def two_means_by_different_counts():
     """No weight of a microbatch is right for both: averaged, and said."""
     model, (tokens, targets) = lm(), text()
@@ -246,7 +246,7 @@ def two_means_by_different_counts():
     assert len(found) == 1 and "[2.0, 12.0]" in found[0] and "reductions.py" in found[0], found
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_loss_by_its_name():
     model, batch = lm(), text()
 
@@ -261,7 +261,7 @@ def a_loss_by_its_name():
     check(model, pfeife.compile(step, microbatches=2, loss="loss")(*batch)["loss"], expected)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_loss_by_its_path():
     model, batch = lm(), text()
 
@@ -275,7 +275,7 @@ def a_loss_by_its_path():
     check(model, compiled(*batch)["aux"][2], expected)
 
 
-@edge(ranks=(1,))
+@row(ranks=(1,))
 def a_loss_by_its_index():
     """The third tensor of the step; Dynamo's graph has one less, for two are the same."""
     model, batch = lm(), text()
@@ -289,7 +289,7 @@ def a_loss_by_its_index():
     check(model, pfeife.compile(step, microbatches=2, loss=2)(*batch)[2], expected)
 
 
-@edge("loss='los': there are no results ['los']; the step returns ['aux', 'loss']", ranks=(1, 2))
+@row("loss='los': there are no results ['los']; the step returns ['aux', 'loss']", ranks=(1, 2))
 def a_name_that_is_not_returned():
     model, batch = lm(), text()
 
@@ -300,7 +300,7 @@ def a_name_that_is_not_returned():
     pfeife.compile(step, microbatches=2, loss="los")(*batch)
 
 
-@edge("results ['aux', 'loss'] are all differentiable scalars", ranks=(1,))
+@row("results ['aux', 'loss'] are all differentiable scalars", ranks=(1,))
 def two_losses_are_called_by_their_names():
     model, batch = lm(), text()
 
@@ -311,7 +311,7 @@ def two_losses_are_called_by_their_names():
     pfeife.compile(step, microbatches=2)(*batch)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def evaluation_after_training():
     """What was the loss with gradients is the loss without, even where nothing else tells."""
     model, batch = lm(), text()
@@ -327,7 +327,7 @@ def evaluation_after_training():
         assert torch.equal(compiled(*batch)[0], trained)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def evaluation_alone():
     model, batch = lm(), text()
 
@@ -340,7 +340,7 @@ def evaluation_alone():
     assert torch.equal(found, expected[0] + expected[1])
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def counts_and_accuracies():
     """Right without `reduce=`: a count is added up, a mean averaged."""
     model, batch = lm(), text()
@@ -369,7 +369,7 @@ def llama() -> nn.Module:
     )  # fmt: skip
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def hugging_face_with_num_items_in_batch():
     """What its Trainer passes: labels, and a tensor that counts those of the whole batch."""
     model, (tokens, labels) = llama(), text()
@@ -386,7 +386,7 @@ def hugging_face_with_num_items_in_batch():
     assert not found, found
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def hugging_face_with_padding():
     """Its own mean over the labels that are not ignored, of the whole batch; and its own result,
     which has the loss by name."""
@@ -402,7 +402,7 @@ def hugging_face_with_padding():
     check(model, loss, expected, torch.testing.assert_close)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def hugging_face_as_it_comes():
     """The same with all its defaults: a cache that begins with empty tensors, positions counted
     by arange (as many as would be rows), a mask of its own."""
@@ -423,7 +423,7 @@ def hugging_face_as_it_comes():
     assert not found, found
 
 
-@edge()
+@row()
 def constants_that_count_rows():
     """Tensors made from a list in which one number is that of the rows."""
     model = nn.Linear(3, 3)
@@ -437,7 +437,7 @@ def constants_that_count_rows():
     assert found, "a sum, and two means"
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def what_was_the_loss_without_gradients():
     """Of two scalars the one that was differentiated, where no rule tells of either."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -7,10 +7,10 @@ from itertools import pairwise, permutations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rows import row, said
 from torch import nn
 
 import pfeife
-from edges import edge, said
 from pfeife.runtime.failure import Failure
 from pfeife.runtime.meeting import join_world
 
@@ -81,7 +81,7 @@ def refused(call, begins):
     raise AssertionError(f"was not refused with {begins!r}")
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def two_steps_over_one_model_train_it_together():
     """An actor and a critic on one trunk, each with a step of its own."""
     trunk, actor, critic = layers(6, 6, 6), layers(6, 6, 6), layers(6, 6, 6)
@@ -107,7 +107,7 @@ def two_steps_over_one_model_train_it_together():
     same_state(whole, other)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_gan():
     """The discriminator's step reads the generator before any step has trained it; the
     generator's step goes through the discriminator. Several stages share the discriminator's
@@ -144,7 +144,7 @@ def a_gan():
         torch.testing.assert_close(found[name], value)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def training_and_validation_in_steps_of_their_own():
     model = layers(6, 6, 6, 6)
     other = copy.deepcopy(model)
@@ -166,7 +166,7 @@ def training_and_validation_in_steps_of_their_own():
         stepped(mine, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def the_string_spelling_compiles_again_after_training():
     model = layers(6, 6, 6, 6)
     other = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def the_string_spelling_compiles_again_after_training():
     same_state(model, other)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def batch_norm_is_trained_then_evaluated():
     def make():
         return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3)))
@@ -205,7 +205,7 @@ def batch_norm_is_trained_then_evaluated():
     go_on(model, step, mine, other, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def an_evaluation_that_calls_the_model_twice_comes_first():
     model = layers(6, 6, 6, 6)
     other = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def an_evaluation_that_calls_the_model_twice_comes_first():
     same_state(model, other)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_part_is_trained_alone():
     """The other rank has nothing to do."""
     model, _, mine, other, theirs = trained()
@@ -246,7 +246,7 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_tied_weight_is_trained_where_it_is_used_once():
     """Both ranks that have it get the gradient of a step that uses it on one of them."""
     model, step, mine, other, theirs = trained(1, Tied)
@@ -263,7 +263,7 @@ def a_tied_weight_is_trained_where_it_is_used_once():
         torch.testing.assert_close(found[name], value)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def any_schedule_takes_up_state_that_is_placed_otherwise():
     for schedule in ("zb-v", "dualpipe-v", "search", "interleaved", "loops", "gpipe"):
         torch._dynamo.reset()
@@ -282,32 +282,32 @@ def any_schedule_takes_up_state_that_is_placed_otherwise():
         same_state(model, other)
 
 
-@edge("0.0.weight is trained on ranks [0] and", ranks=(2,))
+@row("0.0.weight is trained on ranks [0] and", ranks=(2,))
 def one_operation_needs_state_of_two_ranks():
     model, *_ = trained(make=lambda: layers(6, 6, 6))
     step = pfeife.compile(lambda x: (x @ (model[0][0].weight + model[1][0].weight)).sum())
     step(rows(0))
 
 
-@edge("0.0.weight is trained on 1 replicas of 2 ranks", ranks=(2,))
+@row("0.0.weight is trained on 1 replicas of 2 ranks", ranks=(2,))
 def other_replicas():
     model, *_ = trained()
     pfeife.compile(lambda x: model(x).sum(), microbatches=2, replicas=2)(rows(0))
 
 
-@edge("state of other ranks", ranks=(2,))
+@row("state of other ranks", ranks=(2,))
 def the_model_is_run_by_hand():
     model, *_ = trained()
     model(rows(0))
 
 
-@edge("state of other ranks", ranks=(2,))
+@row("state of other ranks", ranks=(2,))
 def the_state_dict_of_one_rank():
     model, *_ = trained()
     nn.ModuleDict({"within": model}).state_dict()
 
 
-@edge("state of other ranks", ranks=(2,))
+@row("state of other ranks", ranks=(2,))
 def a_penalty_outside_of_the_step():
     model, step, *_ = trained()
     loss = step(rows(1)) + 0.1 * sum(p.square().sum() for p in model.parameters())
@@ -315,13 +315,13 @@ def a_penalty_outside_of_the_step():
     loss.backward()
 
 
-@edge("a model whose parameters are trained by several ranks cannot be pickled", ranks=(2,))
+@row("a model whose parameters are trained by several ranks cannot be pickled", ranks=(2,))
 def the_model_is_pickled():
     model, *_ = trained()
     torch.save(model, io.BytesIO())
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def the_full_state_makes_the_model_whole():
     """In a copy, and in the model itself, which goes on to train."""
     model, step, mine, other, theirs = trained(2)
@@ -335,7 +335,7 @@ def the_full_state_makes_the_model_whole():
     go_on(model, step, mine, other, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_checkpoint_is_loaded_on_all_ranks():
     model, step, mine, other, theirs = trained(2)
     saved = layers(6, 6, 6, 6).state_dict()
@@ -349,7 +349,7 @@ def a_checkpoint_is_loaded_on_all_ranks():
     refused(model.state_dict, "state of other ranks")
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_checkpoint_is_loaded_on_one_rank():
     """Refused on all, until all have loaded it."""
     model, step, mine, other, theirs = trained(2)
@@ -395,7 +395,7 @@ def loaded_on_one_rank(model, step, first):
 PAIR = {"microbatches": 2, "stages": 2}
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_tied_layer_is_loaded_on_one_rank():
     """That rank has no state of others that would show it."""
     torch.manual_seed(0)
@@ -410,7 +410,7 @@ def a_tied_layer_is_loaded_on_one_rank():
     assert torch.allclose(step(rows(0)), accumulated(lambda x: other(x).square().mean(), rows(0)))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_replica_is_loaded_alone():
     torch.manual_seed(0)
     model, options = layers(6, 6), {"microbatches": 2, "stages": 1, "replicas": 2}
@@ -429,7 +429,7 @@ def a_replica_is_loaded_alone():
     stepped(mine)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_replica_loads_what_it_has():
     """Statistics of replicas may differ, and another model's parameters are no matter of this."""
     models, steps, options = [], [], {"microbatches": 2, "stages": 1, "replicas": 2}
@@ -450,7 +450,7 @@ def a_replica_loads_what_it_has():
         steps[1](rows(0, 8))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def an_evaluation_alone_is_loaded_on_one_rank():
     """Nothing is trained, so that nothing has a home."""
     torch.manual_seed(0)
@@ -466,7 +466,7 @@ def an_evaluation_alone_is_loaded_on_one_rank():
     assert torch.equal(step(rows(1)), accumulated(lambda x: model(x).square().mean(), rows(1)))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def ranks_at_different_calls():
     """One computes where another saves, clips, or runs backward: both say so, and go on."""
     model, step, mine, other, theirs = trained(2)
@@ -488,7 +488,7 @@ def ranks_at_different_calls():
     go_on(model, step, mine, other, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_part_of_a_checkpoint_is_loaded_on_all_ranks():
     model, step, mine, other, theirs = trained(2)
     saved = layers(6, 6, 6, 6)[0].state_dict()
@@ -497,7 +497,7 @@ def a_part_of_a_checkpoint_is_loaded_on_all_ranks():
     go_on(model, step, mine, other, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_teacher_that_follows_by_a_moving_average():
     """Its copies of what another rank trains are NaN: refused on all ranks where it is read."""
     model, teacher = layers(6, 6, 6, 6), layers(6, 6, 6, 6)
@@ -526,7 +526,7 @@ def a_teacher_that_follows_by_a_moving_average():
     assert step(rows(1)).isfinite()
 
 
-@edge("torch.optim.LBFGS needs all gradients in one process", ranks=(2,))
+@row("torch.optim.LBFGS needs all gradients in one process", ranks=(2,))
 def lbfgs():
     model, step, *_ = trained()
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -540,7 +540,7 @@ def lbfgs():
     optimizer.step(closure)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def gradients_are_clipped_by_the_norm_of_all():
     model, step, mine, other, theirs = trained(2)
     for seed, kind in enumerate((2.0, float("inf"), 1.0)):
@@ -553,14 +553,14 @@ def gradients_are_clipped_by_the_norm_of_all():
         same_state(model, other)
 
 
-@edge("The total norm of order 2.0 for", ranks=(1, 2))
+@row("The total norm of order 2.0 for", ranks=(1, 2))
 def gradients_that_are_not_finite_are_not_clipped():
     model, step, *_ = trained()
     (step(rows(0)) * float("inf")).backward()
     pfeife.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
-@edge("between backward() and optimizer.step() the gradients were multiplied by", ranks=(2,))
+@row("between backward() and optimizer.step() the gradients were multiplied by", ranks=(2,))
 def gradients_are_clipped_by_the_norm_of_one_rank():
     model, step, mine, *_ = trained()
     step(rows(0)).backward()
@@ -569,7 +569,7 @@ def gradients_are_clipped_by_the_norm_of_one_rank():
     step(rows(1))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def a_norm_under_the_limit_is_warned_of():
     """The ranks' norms may be where that of all is not."""
     model, step, mine, other, theirs = trained()
@@ -582,7 +582,7 @@ def a_norm_under_the_limit_is_warned_of():
     go_on(model, step, mine, other, theirs)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def an_optimizer_is_stepped_on_one_rank():
     """An error where each parameter has an optimizer of its own would be a mistake: a warning."""
     _, step, mine, *_ = trained()
@@ -596,7 +596,7 @@ def an_optimizer_is_stepped_on_one_rank():
     assert [text.startswith(expected) for text in found] == [True], found
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def optimizers_of_single_parameters_in_backward():
     """Each is stepped where its parameter is."""
     model, step, *_ = trained()
@@ -611,7 +611,7 @@ def optimizers_of_single_parameters_in_backward():
     assert not [text for text in found if "stepped" in text], found
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def gradients_are_scaled_alike():
     """A scaler, a division by hand, a limit for each value."""
     model, step, mine, other, theirs = trained(2)
@@ -638,7 +638,7 @@ def gradients_are_scaled_alike():
     go_on(model, step, mine, other, theirs)
 
 
-@edge("the optimizer has state for", ranks=(2,))
+@row("the optimizer has state for", ranks=(2,))
 def optimizer_state_of_another_rank():
     _, step, mine, *_ = trained(2)
     sent = [None, None]
@@ -648,14 +648,14 @@ def optimizer_state_of_another_rank():
     mine.step()
 
 
-@edge("0.weight and 2.weight share memory, but are two tensors", ranks=(2,))
+@row("0.weight and 2.weight share memory, but are two tensors", ranks=(2,))
 def two_parameters_in_one_memory():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[2].weight = nn.Parameter(model[0].weight.data)
     pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows(0))
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def homes_outlive_a_failure():
     model, step, mine, other, theirs = trained(2)
     if dist.get_rank() == 1:
@@ -682,7 +682,7 @@ class Within(nn.Module):
         return self.inner(x)
 
 
-@edge(ranks=(2,))
+@row(ranks=(2,))
 def the_model_alone_is_compiled_again_after_training():
     """Dynamo traces the hooks that guard its state, and makes the same graph on all ranks."""
     for compiled in (

@@ -1,21 +1,21 @@
 """What cannot be is said in words: what was found, where, and what to do."""
 
 import torch
+from rows import row
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pfeife
-from edges import edge
 from edges.batch import net, rows, same
 
 
-@edge("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
+@row("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
 def an_embedding_with_max_norm():
     model = nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 8))
     pfeife.compile(lambda t: model(t).square().mean(), microbatches=2)(torch.tensor([1, 2, 3, 4]))
 
 
-@edge("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
+@row("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
 def weights_that_are_clipped_in_the_step():
     model = net()
 
@@ -27,7 +27,7 @@ def weights_that_are_clipped_in_the_step():
     pfeife.compile(step, microbatches=2)(rows())
 
 
-@edge("the step does more than to compute its results (it prints, asserts or calls out:")
+@row("the step does more than to compute its results (it prints, asserts or calls out:")
 def an_effect_in_the_step():
     model = net()
 
@@ -38,7 +38,7 @@ def an_effect_in_the_step():
     pfeife.compile(step, microbatches=2)(rows())
 
 
-@edge("input x is a nested tensor, which has no rows of equal size to cut")
+@row("input x is a nested tensor, which has no rows of equal size to cut")
 def a_jagged_batch_with_the_named_backend():
     model = net()
     x = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
@@ -46,7 +46,7 @@ def a_jagged_batch_with_the_named_backend():
     torch.compile(lambda x: model(x).mean(), backend="pfeife", options=options, dynamic=True)(x)
 
 
-@edge("microbatches=2, but the step is given no tensor that could be cut")
+@row("microbatches=2, but the step is given no tensor that could be cut")
 def a_step_without_a_batch():
     model, x = net(), rows()
     pfeife.compile(lambda: model(x).square().mean(), microbatches=2)()
@@ -61,7 +61,7 @@ class Scaled(nn.Module):
         return self.net(x) * self.scale
 
 
-@edge()
+@row()
 def a_float_in_a_checkpoint_with_dynamic():
     """Refused where torch makes a tensor of it: 2.15 does not any more."""
     model = Scaled()
@@ -77,7 +77,7 @@ def a_float_in_a_checkpoint_with_dynamic():
         assert str(error).startswith("the step asks for the value of a tensor while"), error
 
 
-@edge()
+@row()
 def a_float_in_a_checkpoint():
     model = Scaled()
 
@@ -88,7 +88,7 @@ def a_float_in_a_checkpoint():
     same(pfeife.compile(step, microbatches=2), step, model, (rows(),), parts)
 
 
-@edge(ranks=(1, 2))
+@row(ranks=(1, 2))
 def a_branch_of_torch_cond():
     model = net()
 
@@ -111,20 +111,20 @@ def opaque(model, x):
     return model(x).square().mean(), PLACE
 
 
-@edge("loss='loss': the step returns an object whose tensors have no names for Pfeife")
+@row("loss='loss': the step returns an object whose tensors have no names for Pfeife")
 def a_name_in_an_object():
     model = net()
     pfeife.compile(lambda x: opaque(model, x), microbatches=2, loss="loss")(rows())
 
 
-@edge("option reduce: there are no results [5]")
+@row("option reduce: there are no results [5]")
 def an_index_beyond_an_object():
     model = net()
     options = {"reduce": {5: "mean"}}
     pfeife.compile(lambda x: opaque(model, x), microbatches=2, **options)(rows())
 
 
-@edge("loss='scores': result 'scores' is no differentiable scalar; those are ['loss']")
+@row("loss='scores': result 'scores' is no differentiable scalar; those are ['loss']")
 def a_loss_that_is_no_scalar():
     model = net()
 
@@ -135,7 +135,7 @@ def a_loss_that_is_no_scalar():
     pfeife.compile(step, microbatches=2, loss="scores")(rows())
 
 
-@edge("result 1 of the step is")
+@row("result 1 of the step is")
 def a_size_among_the_results_by_name():
     model = net()
     options = {"microbatches": 2}
@@ -148,7 +148,7 @@ def a_size_among_the_results_by_name():
     step(rows(6))
 
 
-@edge("microbatch: input x with 6 rows does not divide into 4 microbatches; pass microbatches=3")
+@row("microbatch: input x with 6 rows does not divide into 4 microbatches; pass microbatches=3")
 def a_batch_that_does_not_divide_by_name():
     model = net()
     options = {"microbatches": 4}
@@ -157,7 +157,7 @@ def a_batch_that_does_not_divide_by_name():
     )(rows(6))
 
 
-@edge("step(): too many positional arguments")
+@row("step(): too many positional arguments")
 def more_arguments_than_the_step_takes():
     model = net()
 
@@ -168,7 +168,7 @@ def more_arguments_than_the_step_takes():
     pfeife.compile(step, microbatches=2)(rows(), rows())
 
 
-@edge("steps is a generator or async")
+@row("steps is a generator or async")
 def a_step_that_yields():
     def steps(x):
         yield x.sum()

@@ -1,0 +1,6 @@
+"""What ranks do, in real processes over Gloo on loopback, beside plain PyTorch in each of them.
+
+A module a topic, with rows (`rows.py`); `tests/test_distributed.py` makes tests of them.
+"""
+
+TOPICS = ("models", "loops", "channels", "refusals", "memory")

@@ -1,0 +1,169 @@
+"""Messages between ranks, and what they leave behind."""
+
+import contextlib
+import gc
+import os
+import time
+from datetime import timedelta
+from itertools import pairwise
+
+import attrs
+import torch
+import torch.distributed as dist
+from models import case
+from rows import row
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.envelope import APART
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.line import Line
+from pfeife.runtime.meeting import join_world
+from pfeife.testing import assert_same
+
+CPU_CORE = machine("cpu-core")
+
+
+@row(ranks=(2,))
+def a_line_a_direction() -> None:
+    """Every direction between two ranks has a process group of its own, which all pipelines of a
+    world share."""
+    transports = [interleaved()[0].transport for _ in range(2)]
+    for one in transports:
+        ends = [*one.out.values(), *one.into.values()]
+        assert len({id(line.group) for line, _ in [*ends, (one.world.line, 0)]}) == 3
+    assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
+
+
+def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
+    """A pipeline of two linear stages a rank, with its state and microbatches."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in pairwise(widths)])
+    microbatches = [(torch.randn(rows, widths[0]),) for _ in range(4)]
+    program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
+    clusters = pfeife.fuse()(program)
+    homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
+    plan = pfeife.Plan(sched.follow(clusters, homes)[0], sched.interleaved(4, 4, (0, 1, 0, 1)))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
+    return pipeline, pfeife.state_of(program, net), microbatches
+
+
+@row(ranks=(2,))
+def large_and_small_messages() -> None:
+    """They keep their order on one channel though another thread sends them from the first large
+    one on; what fails there fails the step, and the next one works."""
+    pipeline, state, microbatches = interleaved((2, 4, 4, 2**15, 2), rows=8)
+    sizes = [one.bytes for one in pipeline.runner.envelopes.values()]
+    assert min(sizes) < APART <= max(sizes)
+    for _ in range(3):
+        found = pipeline(state, microbatches)
+        expected = pfeife.evaluate(pipeline.program, state, microbatches)
+        mine = {name: expected.gradients[name] for name in found.gradients}
+        assert_same(attrs.evolve(expected, gradients=mine), found)
+    world = pipeline.transport.world
+    for other in pipeline.transport.apart:
+        pipeline.transport.out[other][0].cut()
+    try:
+        pipeline(state, microbatches)
+    except pfeife.PipelineError as error:
+        assert "its connection is closed" in str(error), error
+    else:
+        raise AssertionError("what was not sent has arrived")
+    assert torch.equal(pipeline(state, microbatches).loss, expected.loss)
+    assert pipeline.transport.world is not world
+
+
+@row(ranks=(2,))
+def a_thousand_steps() -> None:
+    """Nothing grows: tensors, file descriptors, threads."""
+    pipeline, state, microbatches = interleaved()
+
+    def resources() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    first = pipeline(state, microbatches)
+    last = pipeline(state, microbatches)
+    before = resources()
+    for _ in range(998):
+        last = pipeline(state, microbatches)
+    after = resources()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+    assert torch.equal(first.loss, last.loss)
+
+
+@row(ranks=(2,))
+def receive_buffers() -> None:
+    """Buffers that are used again hold nothing that anybody still has: every step's results stay
+    what they were, and there are no more buffers than before."""
+    one = case("WideNet")
+    program = pfeife.capture(one.step, *one.batch(4))
+    state = pfeife.state_of(program, one.model)
+    fused = pfeife.fuse()(program)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule="1f1b")
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    sent = pfeife.dp_wrap(pfeife.Mesh(2))(sent)
+    pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
+    batches = [[one.batch(4, 10 * step + seed) for seed in range(4)] for step in range(4)]
+    found, counts = [], []
+    for microbatches in batches:
+        found.append(pipeline(state, microbatches))
+        counts.append(len(pipeline.transport.buffers.tensors))
+    for microbatches, result in zip(batches, found, strict=True):
+        expected = pfeife.evaluate(program, state, microbatches)
+        mine = {name: expected.gradients[name] for name in result.gradients}
+        assert_same(attrs.evolve(expected, gradients=mine), result)
+    pipeline(state, batches[0])
+    counts.append(len(pipeline.transport.buffers.tensors))
+    assert max(counts) == counts[0] > 0, counts
+
+
+@row(ranks=(4,))
+def a_cut_after_others() -> None:
+    """It ends the wait for a rank that is silent and keeps its connections, also when the others
+    have gone already."""
+    world = join_world(torch.device("cpu"))
+    own = dist.PrefixStore("cut", world.store)
+    line = Line(range(world.size), world.device, 60.0, own, "", world.gloo)
+    silent = world.size // 2
+    work = None if world.rank == silent else line.group.recv([torch.empty(1)], silent, 0)
+    for rank in range(world.size):
+        if rank == world.rank and work is not None:
+            line.cut()
+            begun = time.monotonic()
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=5))
+            assert time.monotonic() - begun < 4, "nothing has ended the wait"
+        world.gather(torch.zeros(1))
+        time.sleep(0.1)  # until the others have noticed what this rank has closed
+    line.close()
+
+
+class Overtaken:
+    """An operation that completes after a wait for it has timed out, before one looks again."""
+
+    def __init__(self, work: dist.Work):
+        self.work, self.is_completed = work, work.is_completed
+
+    def wait(self, *limit):
+        try:
+            self.work.wait(*limit)
+        except RuntimeError:
+            while not self.is_completed():
+                time.sleep(0.01)
+            raise
+
+
+@row(ranks=(2,))
+def a_late_collective() -> None:
+    """What comes just when a part of the wait is over has come."""
+    world = join_world(torch.device("cpu"))
+    if world.rank == 1:
+        time.sleep(0.8)
+    total = torch.ones(1)
+    world.wait(Overtaken(world.line.group.allreduce(total)))
+    assert total.item() == world.size and world.failure is None

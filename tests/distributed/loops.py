@@ -1,0 +1,156 @@
+"""Training loops: what lasts from one step to the next."""
+
+import copy
+import io
+import logging
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import CASES, case
+from rows import row
+
+import pfeife
+from pfeife.cost import machine
+
+CPU_CORE = machine("cpu-core")
+
+
+@row(ranks=(2,))
+def loop() -> None:
+    """A whole training loop with the loss inside: losses equal those of one device."""
+    one = case("GPT")
+    other = CASES["GPT"](copy.deepcopy(one.model))
+    step = pfeife.compile(one.step, microbatches=4, loss=0)
+    optimizers = [torch.optim.Adam(c.model.parameters(), lr=0.01) for c in (one, other)]
+    for seed in range(4):
+        batch = one.batch(8, seed)
+        with torch.no_grad():  # runs with the parameters where training has put them
+            parts = zip(*(x.chunk(4) for x in batch), strict=True)
+            alone = sum(other.step(*part) / 4 for part in parts)
+            assert torch.equal(step(*batch), alone), f"without gradients, before step {seed}"
+        loss = step(*batch)
+        loss.backward()
+        total = torch.tensor(0.0)
+        for part in zip(*(x.chunk(4) for x in batch), strict=True):
+            alone = other.step(*part) / 4
+            alone.backward()
+            total = total + alone.detach()
+        assert torch.equal(loss, total), f"step {seed}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Another compiled step finds the trained parameters where they are.
+    again = torch.compile(one.step, backend="pfeife", options={"microbatches": 4}, dynamic=True)
+    parts = zip(*(x.chunk(4) for x in one.batch(12)), strict=True)
+    assert torch.equal(again(*one.batch(12)), sum(other.step(*part) / 4 for part in parts))
+
+
+@row(ranks=(2,))
+def placement_is_kept() -> None:
+    """Later graphs of a model run where its parameters were trained, also on folded stages."""
+    folded, searched = {"schedule": "zb-v", "stages": 4}, {"schedule": "search", "stages": None}
+    for options in ({**folded, "loss": 0}, folded, {**searched, "loss": 0}, searched):
+        torch._dynamo.reset()
+        one = case("GPT")
+        other = CASES["GPT"](copy.deepcopy(one.model))
+        step = pfeife.compile(one.step, microbatches=2, search_seconds=0.3, **options)
+        optimizers = [torch.optim.SGD(c.model.parameters(), lr=0.5) for c in (one, other)]
+        for seed in range(3):
+            batch = one.batch(4, seed)
+            step(*batch).backward()
+            for part in zip(*(x.chunk(2) for x in batch), strict=True):
+                (other.step(*part) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            if "loss" in options:  # the same step without gradients
+                parts = zip(*(x.chunk(2) for x in batch), strict=True)
+                assert torch.equal(step(*batch), sum(other.step(*part) / 2 for part in parts))
+            else:  # the model alone
+                alone = torch.compile(one.model, backend=step.backend, dynamic=True)
+                expected = torch.cat([other.model(part) for part in batch[0].chunk(2)])
+                assert torch.equal(alone(batch[0]), expected), options
+
+
+@row(ranks=(2,))
+def steps_that_overlap() -> None:
+    """Two forwards before their backwards; forwards that are never differentiated keep nothing."""
+    one = case("GPT")
+    plain = copy.deepcopy(one.model)
+    model = pfeife.compile(one.model, microbatches=2)
+    first, second = one.batch(4, 0)[0], one.batch(4, 1)[0]
+    for _ in range(2):
+        (model(first).sum() + model(second).sum()).backward()
+        found = {n: p.grad.clone() for n, p in one.model.named_parameters() if p.grad is not None}
+        for parameter in one.model.parameters():
+            parameter.grad = None
+        plain.zero_grad()
+        sum(plain(part).sum() for x in (first, second) for part in x.chunk(2)).backward()
+        expected = dict(plain.named_parameters())
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name].grad)
+    pipeline = model.backend.compiled[0].pipeline
+    for _ in range(3):
+        model(first)
+    assert not any(pipeline.transport.leaving.values())
+
+
+@row(ranks=(2,))
+def loss_outside() -> None:
+    """The model alone is compiled: every rank gets the outputs, gradients are handed back."""
+    one = case("GPT")
+    plain = copy.deepcopy(one.model)
+    model = pfeife.compile(one.model, microbatches=2)
+    tokens, targets = one.batch(4)
+    logits = model(tokens)
+    expected = torch.cat([plain(part) for part in tokens.chunk(2)]).detach()
+    assert torch.equal(logits, expected)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    leaf = expected.clone().requires_grad_()
+    F.cross_entropy(leaf.flatten(0, 1), targets.flatten()).backward()
+    for part, gradient in zip(tokens.chunk(2), leaf.grad.chunk(2), strict=True):
+        plain(part).backward(gradient)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, plain.get_parameter(name).grad), name
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Lines(logging.Handler):
+    """A log handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@row(ranks=(2,))
+def what_is_shown() -> None:
+    """Bars on rank 0 alone; the log has the same lines everywhere, of a lower level elsewhere."""
+    one, lines, stderr, log = case("GPT"), Lines(), sys.stderr, logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    sys.stderr = terminal = Terminal()
+    try:
+        pfeife.compile(one.step, microbatches=2, costs="measure")(*one.batch(4)).backward()
+    finally:
+        sys.stderr = stderr
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    first = dist.get_rank() == 0
+    shown = terminal.getvalue()
+    assert ("first step [" in shown and "measuring [" in shown) if first else not shown, shown
+    found = [(r.levelno, r.getMessage()) for r in lines.records if ", " in r.getMessage()]
+    level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
+    for label in ("capturing", "measuring", "planning", "building", "first step"):
+        assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found

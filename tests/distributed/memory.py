@@ -1,0 +1,60 @@
+"""What every rank is said to hold, beside what it holds."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from models import case
+from rows import Row, add
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine, memory_curves
+from pfeife.program import holders
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.profile import profile_memory
+
+CPU_CORE = machine("cpu-core")
+
+
+def memory_is_as_said(name: str) -> None:
+    """What every rank is said to hold, and does: all actions, all bytes."""
+    one = case(name)
+    microbatches = [one.batch(4, seed) for seed in range(4)]
+    program = pfeife.capture(one.step, *microbatches[0])
+    state = pfeife.state_of(program, one.model)
+    fused = pfeife.fuse()(program)
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    for policy in ("gpipe", "1f1b"):
+        plan = sched.plan(
+            fused, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule=policy
+        )
+        for passes in ([], [pfeife.split_backward()]):
+            sent = pfeife.compose(pfeife.partition(plan), *passes, pfeife.insert_send_recv())(fused)
+            sent = pfeife.dp_wrap(pfeife.Mesh(2))(sent)
+            schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
+            optimizer = stepped(one.model, sent)
+            predicted = memory_curves(sent, schedule, optimizer=optimizer)
+            pipeline = DistributedPipeline(sent, schedule)
+            measured = profile_memory(pipeline, state, microbatches, optimizer=optimizer)
+            for said, found in zip(predicted, measured, strict=True):
+                where = f"{name}, {policy}, {len(passes)} splits, rank {said.rank}"
+                assert said.held == found.held, f"{where}: {said.held}, {found.held}"
+                for point, other in zip(said.points, found.points, strict=True):
+                    assert point == other, f"{where}: {point} was predicted, {other} measured"
+
+
+def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Optimizer:
+    """An optimizer of this rank's parameters after a step."""
+    homes = holders(program)
+    names = [n for n, calls in homes.items() if any(c.rank == dist.get_rank() for c in calls)]
+    mine = [model.get_parameter(name).detach().clone() for name in names]
+    for parameter in mine:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(mine)
+    optimizer.step()
+    return optimizer
+
+
+for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
+    add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,)))

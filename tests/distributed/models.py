@@ -1,0 +1,124 @@
+"""Whole steps of models, and of random programs: losses, gradients and buffers, bit for bit."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from models import EQUAL_TO_EAGER, case
+from rows import Row, add, row
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
+
+CPU_CORE = machine("cpu-core")
+
+
+def step_is_that_of_one_device(
+    name: str, stages: int, schedule: str, replicas: int = 1, rounding=()
+) -> None:
+    """Loss everywhere, this rank's gradients and buffers, as eager accumulation has them."""
+    one = case(name)
+    microbatches = [one.batch(2, seed) for seed in range(4)]
+    expected = eager_accumulation(one.step, one.model, microbatches)
+    step = pfeife.compile(
+        one.step,
+        microbatches=4,
+        stages=stages,
+        schedule=schedule,
+        replicas=replicas,
+        search_seconds=0.5,
+    )
+    batch = tuple(torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    before = {n: b.clone() for n, b in one.model.named_buffers()}
+    loss = step(*batch)
+    loss.backward()
+    gradients = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    here = {n: b for n, b in one.model.named_buffers() if not b.isnan().any()}  # not elsewhere
+    buffers = {n: b for n, b in here.items() if not torch.equal(b, before[n])}
+    assert gradients, "every rank has gradients of its own"
+    mine = pfeife.Result(
+        expected.loss if replicas == 1 else loss.detach(),
+        expected.outputs,
+        {n: expected.gradients[n] for n in gradients},
+        {n: expected.buffers[n] for n in buffers},
+    )
+    found = pfeife.Result(loss.detach(), expected.outputs, gradients, buffers)
+    if replicas > 1:
+        torch.testing.assert_close(loss.detach(), expected.loss)
+    assert_same(mine, found, one.tied if rounding == () else rounding)
+    share(f"{name} {stages} {schedule}", set(gradients), set(expected.gradients))
+    share(f"{name} {stages} {schedule}", set(buffers), set(expected.buffers))
+
+
+def share(what: str, mine: set[str], whole: set[str]) -> None:
+    """All ranks together have everything."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sorted(mine))
+    missing = whole - {name for names in found for name in names}
+    assert not missing, f"{what}: no rank has {missing}"
+
+
+PLANS = {2: [(2, 1), (3, 1), (4, 1), (1, 2)], 4: [(4, 1), (2, 2)]}
+
+
+def _rows() -> None:
+    """A row for every model, number of stages, and schedule."""
+    for ranks, shapes in PLANS.items():
+        for name in EQUAL_TO_EAGER:
+            for stages, replicas in shapes:
+                if replicas > 1 and name == "BatchNormNet":
+                    continue  # replicas keep the statistics of their own microbatches
+                families = ["gpipe", "1f1b"]
+                if name in ("GPT", "UNet") and replicas == 1:
+                    families += ["zb-h1", "zb-v"] if stages == 4 else ["search"]
+                rounding = () if replicas == 1 else None
+                for schedule in families:
+                    given = (name, stages, schedule, replicas, rounding)
+                    run = functools.partial(step_is_that_of_one_device, *given)
+                    label = f"{name}, {stages} stages, {schedule}, {replicas} replicas"
+                    label += f", {ranks} ranks"
+                    add(globals(), Row(label, run, ranks=(ranks,)))
+
+
+_rows()
+
+
+@settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@given(st.data())
+def _random_programs(data) -> None:
+    """Random nets and plans, the same on every rank, on as many ranks as there are."""
+    torch._dynamo.reset()
+    net = data.draw(nets(linear=2 * dist.get_world_size()))
+    generator = torch.Generator().manual_seed(0)
+    microbatches = [(torch.randn(3, 4, generator=generator),) for _ in range(3)]
+
+    def step(x):
+        return net(x).square().mean()
+
+    program = pfeife.capture(step, *microbatches[0])
+    state = pfeife.state_of(program, net)
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
+    plan = data.draw(plans(clusters, 3, ranks=dist.get_world_size()))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
+    found = DistributedPipeline(sent, schedule)(state, microbatches)
+    expected = eager_accumulation(step, net, microbatches)
+    mine = pfeife.Result(
+        expected.loss,
+        expected.outputs,
+        {name: expected.gradients[name] for name in found.gradients},
+        {name: expected.buffers[name] for name in found.buffers},
+    )
+    assert_same(mine, found, tied_across(plan, clusters))
+    share("random", set(found.gradients), set(expected.gradients))
+
+
+@row(ranks=(2, 4))
+def random_programs() -> None:
+    _random_programs()

@@ -1,0 +1,99 @@
+"""What one rank cannot do, none does."""
+
+import shutil
+
+import torch
+import torch.distributed as dist
+from models import case
+from rows import row
+
+import pfeife
+from pfeife.cost import machine
+from pfeife.runtime.meeting import join_world
+
+CPU_CORE = machine("cpu-core")
+
+
+@row(ranks=(2,))
+def a_refusal_on_one_rank() -> None:
+    """What rank 0 decides holds: if it refuses, all do."""
+
+    def refuse() -> str:
+        raise ValueError("no plan")
+
+    world = join_world(torch.device("cpu"))
+    try:
+        world.decided_by_rank_zero(refuse)
+    except ValueError as error:
+        assert str(error) == "no plan"
+    else:
+        raise AssertionError("rank 0's refusal was lost")
+    assert world.decided_by_rank_zero(lambda: "plan") == "plan"
+
+
+@row(ranks=(2,))
+def refusals() -> None:
+    """Wrong wishes end on every rank, before anything is sent."""
+    one = case("GPT")
+    world = dist.get_world_size()
+    for options, message in (
+        ({"stages": world - 1}, "every rank needs a stage"),
+        ({"microbatches": 2, "replicas": 2, "stages": world}, ""),
+        ({"microbatches": 3}, "does not divide"),
+    ):
+        torch._dynamo.reset()
+        try:
+            pfeife.compile(one.step, **options)(*one.batch(4))
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            assert not message, f"{options} was not refused"
+    one = case("GPT")
+    torch._dynamo.reset()
+    try:
+        pfeife.compile(one.step, microbatches=2)(*one.batch(4, seed=dist.get_rank()))
+    except ValueError as error:
+        assert "given the whole batch" in str(error)
+    else:
+        raise AssertionError("ranks with other rows were not refused")
+    torch._dynamo.reset()
+    rows = 4 if dist.get_rank() == 0 else 8
+    try:
+        pfeife.compile(one.step, microbatches=2)(*one.batch(rows))
+    except ValueError as error:
+        assert "another one than rank 0" in str(error)
+    else:
+        raise AssertionError("ranks with other batches were not refused")
+
+
+@row(ranks=(2,))
+def compilers() -> None:
+    """Every rank compiles its own stages, by Inductor; if one cannot, all refuse."""
+    if shutil.which("g++"):
+        one = case("DropoutNet")
+        for compiler in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            step = pfeife.compile(one.step, microbatches=2, compiler=compiler)
+            torch.manual_seed(0)  # of the draws
+            loss = step(*one.batch(4))
+            loss.backward()
+            found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+            if compiler == "aot_eager":
+                expected = {"loss": loss.detach()} | {n: g.clone() for n, g in found.items()}
+            one.model.zero_grad()
+        for name, value in expected.items():
+            torch.testing.assert_close(value, (found | {"loss": loss.detach()})[name])
+
+    def fails_on_one(graph, examples):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no lowering")
+        return graph
+
+    torch._dynamo.reset()
+    one = case("GPT")
+    try:
+        pfeife.compile(one.step, microbatches=2, compiler=fails_on_one)(*one.batch(4))
+    except ValueError as error:
+        assert str(error).startswith("rank 1: compiler=") and "no lowering" in str(error)
+    else:
+        raise AssertionError("a rank without compiled stages went on")
