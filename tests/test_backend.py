@@ -547,3 +547,59 @@ def test_the_memory_limit_holds_by_the_byte(schedule):
     assert peak <= limit and tight.recompute and not free.recompute
     for name, parameter in one.model.named_parameters():
         assert torch.equal(parameter.grad, expected.gradients[name]), name
+
+
+@pytest.mark.parametrize("way", ["compile", "dynamic", "capture"])
+def test_two_floats_are_two_programs(way):
+    """A number that Python hands over is part of what is computed, at every call."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(6, 4)
+
+    def step(x, scale):
+        return (model(x) * scale).square().mean()
+
+    if way == "compile":
+        compiled = pfeife.compile(step, microbatches=2)
+    elif way == "dynamic":
+        options = {"microbatches": 2}
+        compiled = torch.compile(step, backend="pfeife", options=options, dynamic=True)
+    else:
+        compiled = pfeife.compile(lambda x, scale: step(x, scale=scale), microbatches=2)
+    for scale in (2.0, 3.0, 2.0, -0.5):
+        expected = sum(step(part, scale).detach() / 2 for part in x.chunk(2))
+        assert torch.equal(compiled(x, scale), expected), scale
+
+
+def test_two_dropouts_of_one_shape():
+    """Each draws its own numbers."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    model = Twice()
+    found = pfeife.compile(model, microbatches=2)(torch.ones(8, 64))
+    assert not torch.equal(*found)
+    parts = torch.stack(found).unflatten(1, (2, 4)).flatten(0, 1)  # of each microbatch
+    assert len({str(part.tolist()) for part in parts}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_parameter_without_influence(dtype, replicas):
+    """Its gradient is zero in eager mode, of its own dtype, beside others of another dtype."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    scale = nn.Parameter(torch.ones(4, dtype=dtype))
+
+    def step(x):
+        return (model(x) + (scale * 0).float()).square().mean()
+
+    x = torch.randn(8, 4)
+    sum(step(part) / 4 for part in x.chunk(4)).backward()
+    expected, scale.grad = scale.grad, None
+    pfeife.compile(step, microbatches=4, replicas=replicas)(x).backward()
+    assert scale.grad.dtype == dtype and torch.equal(scale.grad, expected)

@@ -226,3 +226,24 @@ def test_every_rank_makes_its_tensors_on_its_device():
     assert_same(expected, pipeline(state, microbatches))
     with pytest.raises(ValueError, match="give every rank a device"):
         pfeife.place(["cpu"])(sent)
+
+
+def test_constants_are_on_the_rank_that_reads_them():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def step(x):
+        h = pfeife.stage_boundary(model[0](x) * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        return (model[1](h) * torch.tensor([4.0, 3.0, 2.0, 1.0])).square().mean()
+
+    microbatches = [(torch.randn(2, 4),)] * 2
+    program = pfeife.capture(step, *microbatches[0])
+    fused, devices = pfeife.fuse()(program), [torch.device("cpu"), torch.device("meta")]
+    plan = pfeife.Plan((0, 1), sched.gpipe(2, 2))
+    passes = [pfeife.partition(plan), pfeife.place(devices), pfeife.insert_send_recv()]
+    placed = pfeife.compose(*passes)(fused)
+    constants = [n.name for n in placed.module.graph.nodes if n.op == "get_attr"]
+    assert len(constants) == 2
+    pipeline = LocalPipeline(placed, lowered(plan, placed), devices)
+    for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
+        for values in begun.values:
+            assert {values[name].device for name in constants} == {devices[runner.rank]}

@@ -159,3 +159,28 @@ def test_values_of_a_message_are_sent_one_after_another():
         if action.do in SENDS:
             expected = occupied(action) + CPU_CORE.action_seconds
             assert end - start == pytest.approx(expected)
+
+
+def test_replicas_reduce_in_predicted_time():
+    """Each stage's gradients are reduced once, over all its replicas, in the ring's time; adding
+    up is counted in the program of a replica as in that of one."""
+    fused = two_matrices()
+    plan = pfeife.Plan((0, 1), sched.gpipe(2, 3))
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 3))]
+    program = pfeife.compose(*passes)(fused)
+    kinds = {call.node: call.kind for call in program.calls}
+    adding = {name: 0.25 for name, kind in kinds.items() if kind == "B"}
+    program = pfeife.annotate(Costs("by hand", dict.fromkeys(kinds, 1.0), {}, adding))(program)
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
+    events = predict(program, schedule, SLOW).events
+    reductions = [e for e in events if e.action.do == Do.REDUCE_GRAD]
+    assert [(e.rank, e.action.stage) for e in sorted(reductions, key=lambda e: e.rank)] == [
+        (0, 0),
+        (1, 1),
+    ]
+    for event, bytes_ in zip(sorted(reductions, key=lambda e: e.rank), (140, 56), strict=True):
+        ring = 2 * (3 - 1) / 3 * bytes_ / 84 + 2 * (3 - 1) * 1.0
+        assert event.end - event.start == pytest.approx(ring)
+    for rank in (0, 1):
+        computing = [e.end - e.start for e in events if e.rank == rank and e.action.do.kind]
+        assert sum(computing) == pytest.approx(6 * 1.0 + 2 * 0.25)

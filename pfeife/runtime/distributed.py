@@ -273,7 +273,7 @@ class DistributedStep:
 
     def __init__(self, pipeline: DistributedPipeline, step: Step, transport: DistributedTransport):
         self.pipeline, self.step, self.transport = pipeline, step, transport
-        self.parts = Parts()
+        self.parts = Parts(pipeline.runner.has_parts)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None

@@ -1,5 +1,6 @@
 """The loop and the table: one rank's schedule, whatever the transport."""
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -121,6 +122,7 @@ class RankRunner:
         self.backward_begin = next(
             (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE), len(self.actions)
         )
+        self.has_parts = all(_forwards_first(actions) for actions in schedule.ranks)
 
     @cached_property
     def gradients(self) -> frozenset[str]:
@@ -339,6 +341,12 @@ class RankRunner:
 
 
 _BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)
+
+
+def _forwards_first(actions: Sequence[Action]) -> bool:
+    """Whether a rank's backward actions all come after its forward actions."""
+    rest = itertools.dropwhile(lambda action: action.do not in _BACKWARD_PHASE, actions)
+    return not any(action.do in (Do.FORWARD, Do.RECV_F, Do.SEND_F) for action in rest)
 
 
 def _in_turn(handlers: list[Handler]) -> Handler:

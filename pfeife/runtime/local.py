@@ -156,7 +156,11 @@ class LocalStep:
         divided: Sequence[Divisor],
     ):
         self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program, self.parts, self.divided = pipeline.program, Parts(), divided
+        self.program, self.parts, self.divided = (
+            pipeline.program,
+            Parts(pipeline.runners[0].has_parts),
+            divided,
+        )
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)

@@ -5,18 +5,27 @@ from collections.abc import Iterator
 
 
 class Parts:
-    """The forward and the backward of one step: each runs once, and results wait for them."""
+    """The forward and the backward of one step: each runs once, and results wait for them.
 
-    def __init__(self) -> None:
+    `divided` says whether the schedule has all forwards before all backwards, on every rank.
+    """
+
+    def __init__(self, divided: bool) -> None:
+        self.divided = divided
         self.done: set[str] = set()
         self.failed = ""
 
     @contextlib.contextmanager
     def running(self, forward: bool, backward: bool) -> Iterator[None]:
         """While parts run. Raises RuntimeError if they cannot: each runs once, in this order, and
-        none after a failure."""
+        none after a failure; ValueError if the schedule has no parts."""
         wanted = {name for name, wish in (("forward", forward), ("backward", backward)) if wish}
         self._check_alive()
+        if len(wanted) == 1 and not self.divided:
+            raise ValueError(
+                f"the {min(wanted)} cannot be run alone: the schedule has forwards after "
+                "backwards. Use one that fills and drains, such as gpipe, or run both at once"
+            )
         again = self.done & wanted
         if again:
             raise RuntimeError(f"the {min(again)} of this step has run already: start another step")

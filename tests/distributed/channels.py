@@ -36,7 +36,9 @@ def a_line_a_direction() -> None:
     assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
 
-def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
+def interleaved(
+    widths: tuple[int, ...] = (4,) * 5, rows: int = 2, schedule: pfeife.Schedule | None = None
+) -> tuple:
     """A pipeline of two linear stages a rank, with its state and microbatches."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in pairwise(widths)])
@@ -44,7 +46,8 @@ def interleaved(widths: tuple[int, ...] = (4,) * 5, rows: int = 2) -> tuple:
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
     homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
-    plan = pfeife.Plan(sched.follow(clusters, homes)[0], sched.interleaved(4, 4, (0, 1, 0, 1)))
+    schedule = schedule or sched.interleaved(4, 4, (0, 1, 0, 1))
+    plan = pfeife.Plan(sched.follow(clusters, homes)[0], schedule)
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches
@@ -167,3 +170,110 @@ def a_late_collective() -> None:
     total = torch.ones(1)
     world.wait(Overtaken(world.line.group.allreduce(total)))
     assert total.item() == world.size and world.failure is None
+
+
+def same_as_evaluated(pipeline, state, microbatches, found) -> None:
+    """Loss and outputs, and this rank's gradients."""
+    expected = pfeife.evaluate(pipeline.program, state, microbatches)
+    mine = {name: expected.gradients[name] for name in found.gradients}
+    assert_same(attrs.evolve(expected, gradients=mine), found)
+
+
+@row(ranks=(2,))
+def a_step_that_is_over_has_sent_all() -> None:
+    """Nothing of what it sent is waited for later."""
+    pipeline, state, microbatches = interleaved()
+    for _ in range(3):
+        step = pipeline.start(state, microbatches)
+        step.run()
+        assert step.transport.leaving, "a rank that sends"
+        assert not any(step.transport.leaving.values())
+
+
+@row(ranks=(2,))
+def a_large_message_with_a_late_receiver() -> None:
+    """It is what was sent, though the sender has gone on in the meantime."""
+    pipeline, state, _ = interleaved((2, 4, 4, 2**15, 2), rows=8)
+    for late in (0, 1):
+        batch = [(torch.randn(8, 2, generator=torch.Generator().manual_seed(late)),)] * 4
+        step = pipeline.start(state, batch)
+        if dist.get_rank() == late:
+            time.sleep(0.5)
+        step.run()
+        same_as_evaluated(pipeline, state, batch, step.result())
+
+
+@row(ranks=(2,))
+def a_pipeline_run_whole_and_in_parts() -> None:
+    """In any order, and two steps at once, also with stages that fold back."""
+    for placement in ((0, 1, 1, 0), (0, 1, 0, 1)):
+        pipeline, state, microbatches = interleaved(schedule=sched.gpipe(4, 4, placement))
+        for _ in range(2):
+            same_as_evaluated(pipeline, state, microbatches, pipeline(state, microbatches))
+            steps = [pipeline.start(state, microbatches) for _ in range(2)]
+            for one in steps:
+                one.run(backward=False)
+            for one in reversed(steps):
+                one.run(forward=False)
+            for one in steps:
+                same_as_evaluated(pipeline, state, microbatches, one.result())
+
+
+@row("the forward cannot be run alone: the schedule has forwards after backwards", ranks=(2,))
+def parts_of_a_schedule_that_has_none() -> None:
+    """Messages of two steps would meet on one channel, in another order than was agreed."""
+    pipeline, state, microbatches = interleaved()
+    pipeline.start(state, microbatches).run(backward=False)
+
+
+@row(ranks=(2,))
+def received_values_that_are_kept() -> None:
+    """A result that is what a rank has received stays what it is, and no buffer is kept for it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    step = pfeife.compile(
+        lambda x: (net(x).square().mean(), net[0](x).detach()), microbatches=2, stages=2
+    )
+    kept, expected, counts = [], [], []
+    for seed in range(6):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        loss, hidden = step(x)
+        loss.backward()
+        kept.append(hidden)
+        expected.append(torch.cat([net[0](part).detach() for part in x.chunk(2)]))
+        counts.append(len(step.backend.compiled[0].pipeline.transport.buffers.tensors))
+    for one, other in zip(kept, expected, strict=True):
+        assert torch.equal(one, other)
+    assert max(counts) == counts[1], counts
+
+
+@row(ranks=(4,))
+def two_ranks_that_fail_at_once() -> None:
+    """They raise their own, and the others all blame one of them."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    microbatches = [(torch.randn(2, 4),) for _ in range(4)]
+    program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
+    clusters, plan = pfeife.fuse()(program), pfeife.Plan((0, 1, 2, 3), sched.gpipe(4, 4))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    rank, begun = int(os.environ["RANK"]), time.monotonic()
+
+    def fails(*args):
+        time.sleep(max(0.0, begun + 3.0 - time.monotonic()))
+        raise KeyError(f"of rank {rank}")
+
+    calls = [call.node for call in sent.calls if call.rank == rank in (1, 2) and call.kind == "B"]
+    schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
+    pipeline = DistributedPipeline(sent, schedule, bodies=dict.fromkeys(calls, fails))
+    blamed = -1
+    try:
+        pipeline(pfeife.state_of(program, net), microbatches)
+    except KeyError as error:
+        assert rank in (1, 2) and f"of rank {rank}" in str(error)
+    except pfeife.PipelineError as error:
+        blamed = error.failure.rank
+        assert f"of rank {blamed}" in error.failure.cause, error
+    world = join_world(torch.device("cpu"))
+    everyone = [int(one) for one in world.gather(torch.tensor([blamed]))]
+    said = {one for one in everyone if one >= 0}
+    assert len(said) == 1 and said <= {1, 2}, everyone

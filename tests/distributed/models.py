@@ -1,5 +1,6 @@
 """Whole steps of models, and of random programs: losses, gradients and buffers, bit for bit."""
 
+import copy
 import functools
 
 import torch
@@ -122,3 +123,42 @@ def _random_programs(data) -> None:
 @row(ranks=(2, 4))
 def random_programs() -> None:
     _random_programs()
+
+
+@row(ranks=(2, 4))
+def outputs_of_replicas() -> None:
+    """The model alone: results in the order of the batch on every rank, and gradients that arrive
+    at them; also where the replicas' stages are compiled."""
+    for options in ({}, {"compiler": "aot_eager"}):
+        torch._dynamo.reset()
+        one = case("GPT")
+        plain = copy.deepcopy(one.model)
+        model = pfeife.compile(one.model, microbatches=4, replicas=2, **options)
+        tokens, _ = one.batch(8)
+        logits = model(tokens)
+        parts = [plain(part) for part in tokens.chunk(4)]
+        assert torch.equal(logits, torch.cat(parts).detach())
+        weight = torch.linspace(1, 2, 8).reshape(8, *[1] * (logits.dim() - 1))
+        (logits * weight).square().mean().backward()
+        (torch.cat(parts) * weight).square().mean().backward()
+        found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+        assert found
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+@row(ranks=(2,))
+def parameters_without_influence_on_replicas() -> None:
+    """Of other dtypes than the rest: each is reduced as what it is."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    kinds = (torch.float64, torch.bfloat16, torch.float32)
+    scales = [torch.nn.Parameter(torch.ones(4, dtype=kind)) for kind in kinds]
+
+    def step(x):
+        return (model(x) + sum((one * 0).float() for one in scales)).square().mean()
+
+    x = torch.randn(8, 4)
+    pfeife.compile(step, microbatches=4, replicas=2)(x).backward()
+    for one, kind in zip(scales, kinds, strict=True):
+        assert one.grad.dtype == kind and torch.equal(one.grad, torch.zeros(4, dtype=kind))
