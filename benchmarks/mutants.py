@@ -1,27 +1,29 @@
-"""Every check taken out once: some test must fail without it.
+"""Faults put in one at a time: some test must fail with each.
 
-    python benchmarks/mutants.py                        all checks of pfeife/
-    python benchmarks/mutants.py --since 924a0f3        those that came after a commit
-    python benchmarks/mutants.py pfeife/step.py         those of some files
-    python benchmarks/mutants.py --tests tests/test_edges.py    by some tests alone
+    python benchmarks/mutants.py                             every check of pfeife/ taken out
+    python benchmarks/mutants.py --since 924a0f3             those that came after a commit
+    python benchmarks/mutants.py --faults 150 pfeife/sched pfeife/cost      random faults
+    python benchmarks/mutants.py --tests tests/test_edges.py by some tests alone
 
-A check is a `raise`, or a warning to the log. The tests run once on a copy of the tree that notes
-which test comes to which check; then each check is taken out of the copy alone, and the tests that
-came to it run again, those with the fewest checks first. Prints every check that no test comes to
-or misses; exits non-zero if there is one.
+A check is a `raise`, or a warning to the log. A fault is a comparison, a number, a sign, a
+condition or a call that is another one, or left out, drawn with a seed evenly from all statements.
+The tests run once on a copy of the tree that notes which test comes to which place; then each
+fault is put into the copy alone, and the tests that came to it run again, those with the fewest
+places first. Prints every fault that no test comes to or sees; exits non-zero if there is one.
 """
 
 import argparse
 import ast
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -33,42 +35,167 @@ HITS = "mutant_hits"  # a module of the copy alone
 NOTING = """
 import os
 
+SEEN = set()
+
 def hit(number):
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    with open(os.environ["MUTANT_HITS"], "a") as out:
-        out.write(f"{number} {test}\\n")
+    if (number, test) not in SEEN:
+        SEEN.add((number, test))
+        with open(os.environ["MUTANT_HITS"], "a") as out:
+            out.write(f"{number} {test}\\n")
 """
-AT_MOST = 8  # tests that may show one missing check
+AT_MOST = 8  # tests that may show one fault
 SECONDS = 300  # that they may take
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+OPERATIONS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
 
 
 @attrs.frozen
-class Check:
-    """A statement: its file, its first and last line, from 0."""
+class Fault:
+    """A piece of a file, from one (line, column) to another, both from 0, and what comes instead.
+    `line` is where the statement begins in which it is."""
 
     file: str
-    first: int
-    last: int
-    text: str
+    line: int
+    begin: tuple[int, int]
+    end: tuple[int, int]
+    was: str
+    becomes: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.first + 1}: {self.text}"
+        return f"{self.file}:{self.begin[0] + 1}: {_line(self.was)} -> {_line(self.becomes)}"
 
 
-def checks_of(file: str, source: str) -> list[Check]:
-    """The checks of a file, each on lines of its own."""
+def _line(text: str) -> str:
+    return " ".join(text.split())[:100]
+
+
+def _fault(file: str, statement: ast.stmt, node: ast.expr | ast.stmt, becomes: str) -> Fault:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    begin, end = (node.lineno - 1, node.col_offset), (node.end_lineno - 1, node.end_col_offset)
+    return Fault(file, statement.lineno - 1, begin, end, ast.unparse(node), becomes)
+
+
+def checks_of(file: str, source: str) -> list[Fault]:
+    """The checks of a file taken out, where each is on lines of its own."""
     lines = source.splitlines()
     found = []
     for node in ast.walk(ast.parse(source)):
         warns = isinstance(node, ast.Expr) and ast.unparse(node).startswith("log.warning(")
         if (isinstance(node, ast.Raise) and node.exc is not None) or warns:
-            assert node.end_lineno is not None
-            text = " ".join(ast.unparse(node).split())
-            found.append(Check(file, node.lineno - 1, node.end_lineno - 1, text[:100]))
-    return sorted(
-        (one for one in found if lines[one.first].strip().startswith(("raise", "log"))),
-        key=lambda one: one.first,
-    )
+            assert isinstance(node, ast.stmt)
+            if lines[node.lineno - 1].strip().startswith(("raise", "log")):
+                found.append(_fault(file, node, node, "pass"))
+    return sorted(found, key=lambda one: one.begin)
+
+
+def faults_of(file: str, source: str) -> list[list[Fault]]:
+    """The random faults of a file: for every statement of a function those that it may have."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            for statement in _statements(function.body):
+                several = [f for f in _in(file, statement, source.splitlines()) if f]
+                if several:
+                    found.append(several)
+    return found
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements but definitions inside, and raises, which are checks."""
+    for one in body:
+        if isinstance(one, ast.FunctionDef | ast.ClassDef | ast.Raise | ast.Assert):
+            continue
+        yield one
+        for part in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(one, part, []))
+        for handler in getattr(one, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _in(file: str, statement: ast.stmt, lines: Sequence[str]) -> Iterator[Fault | None]:
+    """The faults of a statement itself, not of those inside."""
+    if lines[statement.lineno - 1].strip().startswith("elif"):  # nothing can be noted before it
+        return
+    if isinstance(statement, ast.Expr):
+        if isinstance(statement.value, ast.Call):
+            yield _fault(file, statement, statement, "pass")
+        return
+    if isinstance(statement, ast.If | ast.While):
+        yield _fault(file, statement, statement.test, f"(not ({ast.unparse(statement.test)}))")
+        values: list[ast.AST] = [statement.test]
+    elif isinstance(statement, ast.For):
+        values = [statement.iter]
+    elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
+        values = [statement.value] if statement.value else []
+    else:
+        return
+    for value in values:
+        for node in _walk(value):
+            yield _changed(file, statement, node)
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all in it, but for f-strings, whose parts have no places of their own."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.JoinedStr):
+            yield from _walk(child)
+
+
+def _changed(file: str, statement: ast.stmt, node: ast.AST) -> Fault | None:
+    other: ast.expr | None = None
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        other = ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        if not isinstance(node.left, ast.Constant | ast.JoinedStr):
+            other = ast.BinOp(node.left, OPERATIONS[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        switched = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        other = ast.BoolOp(switched, node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        other = node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
+        value = node.value
+        other = ast.Constant(not value if isinstance(value, bool) else value + 1)
+    elif isinstance(node, ast.IfExp):
+        other = ast.IfExp(node.test, node.orelse, node.body)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        swap = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
+        if node.func.id in ("min", "max") or (node.func.id in swap and not node.keywords):
+            other = ast.Call(ast.Name(swap[node.func.id]), node.args, node.keywords)
+    if other is None:
+        return None
+    assert isinstance(node, ast.expr)
+    return _fault(file, statement, node, f"({ast.unparse(ast.fix_missing_locations(other))})")
+
+
+def drawn(files: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """So many faults, no two of one statement."""
+    several = [one for file in files for one in faults_of(file, (HERE / file).read_text())]
+    chooser = random.Random(seed)
+    found = [chooser.choice(one) for one in chooser.sample(several, min(count, len(several)))]
+    return sorted(found, key=lambda one: (one.file, one.begin))
 
 
 def changed_lines(revision: str, file: str) -> set[int]:
@@ -81,26 +208,25 @@ def changed_lines(revision: str, file: str) -> set[int]:
     return found
 
 
-def noting(source: str, checks: Iterable[tuple[int, Check]]) -> str:
-    """The file with a note before every check."""
+def noting(source: str, faults: Sequence[tuple[int, Fault]]) -> str:
+    """The file with a note before the statement of every fault."""
     lines = source.splitlines()
-    for number, one in checks:
-        indent = lines[one.first][: -len(lines[one.first].lstrip())]
-        note = f"{indent}__import__({HITS!r}).hit({number}); "
-        lines[one.first] = note + lines[one.first].lstrip()
+    for number, one in sorted(faults, key=lambda pair: pair[1].line, reverse=True):
+        indent = lines[one.line][: -len(lines[one.line].lstrip())]
+        lines.insert(one.line, f"{indent}__import__({HITS!r}).hit({number})")
     return "\n".join(lines) + "\n"
 
 
-def without(source: str, check: Check) -> str:
-    """The file without a check."""
-    lines = source.splitlines()
-    indent = lines[check.first][: -len(lines[check.first].lstrip())]
-    lines[check.first : check.last + 1] = [f"{indent}pass"]
-    return "\n".join(lines) + "\n"
+def with_fault(source: str, one: Fault) -> str:
+    """The file with a fault. Columns count bytes."""
+    lines = [line.encode() for line in source.splitlines()]
+    (first, left), (last, right) = one.begin, one.end
+    lines[first : last + 1] = [lines[first][:left] + one.becomes.encode() + lines[last][right:]]
+    return b"\n".join(lines).decode() + "\n"
 
 
 class NotRun(Exception):
-    """Raised where the tests say nothing: their failure would look like a check that is seen."""
+    """Raised where the tests say nothing: their failure would look like a fault that is seen."""
 
 
 class Copy:
@@ -139,12 +265,12 @@ class Copy:
         return code == 0
 
 
-def hits_of(copy: Copy, checks: Sequence[Check], tests: Sequence[str]) -> dict[int, list[str]]:
-    """The tests that come to every check."""
-    files = {one.file for one in checks}
+def hits_of(copy: Copy, faults: Sequence[Fault], tests: Sequence[str]) -> dict[int, list[str]]:
+    """The tests that come to the place of every fault."""
+    files = {one.file for one in faults}
     sources = {file: (HERE / file).read_text() for file in files}
     for file, source in sources.items():
-        mine = [(number, one) for number, one in enumerate(checks) if one.file == file]
+        mine = [(number, one) for number, one in enumerate(faults) if one.file == file]
         (copy.root / file).write_text(noting(source, mine))
     if not copy.run(tests):
         raise NotRun((copy.root / "log").read_text()[-2000:])
@@ -158,51 +284,65 @@ def hits_of(copy: Copy, checks: Sequence[Check], tests: Sequence[str]) -> dict[i
     return found
 
 
-def verdict(copy: Copy, check: Check, tests: Sequence[str]) -> str:
-    """What the tests say without a check."""
+def verdict(copy: Copy, fault: Fault, tests: Sequence[str]) -> str:
+    """What the tests say with a fault."""
     if not tests:
         return "no test comes to it"
-    source = (HERE / check.file).read_text()
-    (copy.root / check.file).write_text(without(source, check))
+    source = (HERE / fault.file).read_text()
+    (copy.root / fault.file).write_text(with_fault(source, fault))
     try:
         passed = copy.run(["-x", *tests[:AT_MOST]], SECONDS)
     finally:
-        (copy.root / check.file).write_text(source)
+        (copy.root / fault.file).write_text(source)
     return f"missed by {tests[:AT_MOST]}" if passed else ""
+
+
+def files_of(given: Sequence[str]) -> list[str]:
+    """The Python files of some files and folders."""
+    paths = [HERE / one for one in given or ("pfeife",)]
+    files = [p for path in paths for p in (path.rglob("*.py") if path.is_dir() else [path])]
+    return sorted({str(path.relative_to(HERE)) for path in files})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="of pfeife/; all unless given")
+    parser.add_argument("files", nargs="*", help="or folders of pfeife/; all unless given")
     parser.add_argument("--since", help="a commit: the checks that came after it")
+    parser.add_argument("--faults", type=int, help="so many random faults instead of the checks")
+    parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="what pytest is given")
-    parser.add_argument("--hits", type=Path, help="a file for which test comes to which check")
+    parser.add_argument("--hits", type=Path, help="a file for which test comes to which place")
     args = parser.parse_args()
-    files = args.files or [str(p.relative_to(HERE)) for p in (HERE / "pfeife").rglob("*.py")]
-    checks = [one for file in sorted(files) for one in checks_of(file, (HERE / file).read_text())]
+    files = files_of(args.files)
+    if args.faults:
+        faults = drawn(files, args.faults, args.seed)
+    else:
+        faults = [one for file in files for one in checks_of(file, (HERE / file).read_text())]
     if args.since:
-        new = {file: changed_lines(args.since, file) for file in {one.file for one in checks}}
-        checks = [c for c in checks if new[c.file] & set(range(c.first, c.last + 1))]
+        new = {file: changed_lines(args.since, file) for file in {one.file for one in faults}}
+        faults = [f for f in faults if new[f.file] & set(range(f.begin[0], f.end[0] + 1))]
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         if args.hits and args.hits.exists():
             known = json.loads(args.hits.read_text())
-            hits = {at: known.get(str(one), []) for at, one in enumerate(checks)}
+            hits = {at: known.get(str(one), []) for at, one in enumerate(faults)}
         else:
-            hits = hits_of(copy, checks, args.tests)
+            hits = hits_of(copy, faults, args.tests)
         if args.hits:
-            texts = {str(one): hits.get(at, []) for at, one in enumerate(checks)}
+            texts = {str(one): hits.get(at, []) for at, one in enumerate(faults)}
             args.hits.write_text(json.dumps(texts, indent=1))
         busy = Counter(test for tests in hits.values() for test in tests)
-        left = 0
-        for number, check in enumerate(tqdm(checks, disable=not sys.stderr.isatty())):
+        left = Counter[str]()
+        for number, fault in enumerate(tqdm(faults, disable=not sys.stderr.isatty())):
             tests = sorted(hits.get(number, []), key=busy.__getitem__)
-            said = verdict(copy, check, tests)
+            said = verdict(copy, fault, tests)
             if said:
-                left += 1
-                print(f"{check}\n    {said}", flush=True)
-    print(f"{len(checks)} checks, {left} not seen")
-    sys.exit(left > 0)
+                left[fault.file] += 1
+                print(f"{fault}\n    {said}", flush=True)
+    for file, count in Counter(one.file for one in faults).items():
+        print(f"{file}: {count - left[file]} of {count} seen")
+    print(f"{len(faults)} faults, {left.total()} not seen")
+    sys.exit(left.total() > 0)
 
 
 if __name__ == "__main__":
