@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -79,7 +80,14 @@ def items(package: str, topics: Sequence[str], *ranks: int) -> list:
         for topic in topics
         for one in rows(f"{package}.{topic}", count)
     ]
-    return [pytest.param(i, id=f"{i.module}-{i.ranks}-{i.row.name}") for i in found]
+    return [_param(one) for one in found]
+
+
+def _param(item: Item) -> Any:
+    """A launch is shared by the items of one worker of pytest-xdist, so these stay together."""
+    together = f"{item.module}-{item.ranks}"
+    marks = [pytest.mark.xdist_group(together)] if item.ranks > 1 else []
+    return pytest.param(item, id=f"{together}-{item.row.name}", marks=marks)
 
 
 def check(item: Item, found_on_ranks: Callable[[str, int, str], dict[str, str]]) -> None:
