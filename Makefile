@@ -8,7 +8,7 @@ demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2
 
 lint: .venv/dev
 	$(BIN)/ruff check .

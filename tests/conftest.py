@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from rows import on_ranks
+from rows import on_ranks, together
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -39,3 +39,16 @@ def found_on_ranks(request, tmp_path_factory) -> Callable[[str, int, str], dict[
         return every.get(name) or every.get("the processes") or {}
 
     return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that share a launch go to one worker. (The marks of pytest-xdist 3.8 for that have no
+    effect with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return together(nodeid)
+
+    return Together(config, log)

@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -22,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -80,14 +80,14 @@ def items(package: str, topics: Sequence[str], *ranks: int) -> list:
         for topic in topics
         for one in rows(f"{package}.{topic}", count)
     ]
-    return [_param(one) for one in found]
+    return [pytest.param(i, id=f"{i.module}-{i.ranks}-{i.row.name}") for i in found]
 
 
-def _param(item: Item) -> Any:
-    """A launch is shared by the items of one worker of pytest-xdist, so these stay together."""
-    together = f"{item.module}-{item.ranks}"
-    marks = [pytest.mark.xdist_group(together)] if item.ranks > 1 else []
-    return pytest.param(item, id=f"{together}-{item.row.name}", marks=marks)
+def together(test: str) -> str:
+    """The module and number of processes of a test on ranks, which share a launch; else the test
+    itself."""
+    found = re.search(r"\[(\w+\.\w+-([2-9]))-", test)
+    return found.group(1) if found else test
 
 
 def check(item: Item, found_on_ranks: Callable[[str, int, str], dict[str, str]]) -> None:
