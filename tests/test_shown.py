@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed.loops import Lines, Terminal
 from models import case
-from ranks import Lines, Terminal
 from test_cost import fused
 
 import pfeife
