@@ -175,3 +175,10 @@ def a_step_that_yields():
 
     steps.__qualname__ = "steps"
     pfeife.compile(steps, microbatches=2)
+
+
+@row("in_dims does not fit the arguments of the step")
+def in_dims_of_another_structure():
+    model = net()
+    step = pfeife.compile(lambda x: model(x).square().mean(), in_dims=(0, 0), microbatches=2)
+    step(rows())
