@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife import sched
-from pfeife.plan import RECEIVES, SENDS
+from pfeife.data.schedule import RECEIVES, SENDS
 
 # Seconds of the slowest rank and CPU seconds of all ranks, of every step, by side.
 Times = dict[str, list[tuple[float, float]]]

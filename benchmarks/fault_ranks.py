@@ -14,10 +14,10 @@ from faulty import SWITCH, Case, Injected, strikes, suffer
 from forked import Report
 
 import pfeife
-from pfeife.plan import Action
-from pfeife.runtime.distributed import DistributedPipeline, DistributedStep
+from pfeife.data.schedule import Action
+from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
 from pfeife.runtime.failure import PipelineError
-from pfeife.runtime.meeting import join_world
 
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")

@@ -42,7 +42,7 @@ from faulty import MANY, Case, case
 from forked import Launch, Main
 
 from pfeife import report
-from pfeife.progress import shown
+from pfeife.data.progress import shown
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end

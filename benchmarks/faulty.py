@@ -13,9 +13,9 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.envelope import APART
-from pfeife.plan import Action, Schedule
-from pfeife.program import Program
+from pfeife.data.schedule import Action, Schedule
+from pfeife.ir.program import Program
+from pfeife.lowering.envelope import APART
 
 WIDTH, ROWS = 8, 2
 MANY = APART // (4 * WIDTH)  # rows of values that another thread sends

@@ -24,8 +24,8 @@ import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
-from pfeife.plan import Network
-from pfeife.program import Program
+from pfeife.data.machine import Network
+from pfeife.ir.program import Program
 from pfeife.runtime.profile import profile_memory
 
 HOST = attrs.evolve(machine("cpu-core"), action_seconds=2e-5)

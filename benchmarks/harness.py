@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import pfeife
-from pfeife import plain, sched
+from pfeife import sched
 from pfeife.compilers import compile_bodies
-from pfeife.program import Program
-from pfeife.runtime.distributed import DistributedPipeline
-from pfeife.runtime.meeting import join_world, leave_world
-from pfeife.runtime.world import World
+from pfeife.data import plain
+from pfeife.ir.program import Program
+from pfeife.runtime.distributed.meeting import join_world, leave_world
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.world import World
 
 DEVICE = torch.device("cpu")
 

@@ -21,11 +21,11 @@ import attrs
 import torch.distributed.pipelining.schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pfeife.plan import Action, Do, Schedule
-from pfeife.sched.policies import POLICIES
-from pfeife.sched.problem import Edge, Problem, StageCosts, fits, makespan, peak_memory
-from pfeife.sched.search import Found, search_placements, search_schedule
-from pfeife.sched.seeds import fitting, fused
+from pfeife.data.schedule import Action, Do, Schedule
+from pfeife.lowering.problem import Edge, Problem, StageCosts, fits, makespan, peak_memory
+from pfeife.sched.families.policies import POLICIES
+from pfeife.sched.search.search import Found, search_placements, search_schedule
+from pfeife.sched.search.seeds import fitting, fused
 
 
 @attrs.frozen

@@ -36,7 +36,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
-from pfeife.progress import shown
+from pfeife.data.progress import shown
 
 LOG = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import pfeife
 from pfeife import report, sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
-from pfeife.sched.policies import POLICIES, placement
+from pfeife.sched.families.policies import POLICIES, placement
 
 MICROBATCHES, RANKS = 8, 2
 

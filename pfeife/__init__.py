@@ -1,9 +1,16 @@
 """Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
 
-from pfeife.backend import backend
-from pfeife.boundary import stage_boundary
-from pfeife.capture import capture
-from pfeife.evaluate import Result, evaluate, state_of
+from pfeife import backend
+from pfeife.backend.state import clip_grad_norm_, full_state_dict
+from pfeife.backend.step import compile
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.plan import Costs, Plan, RecomputeOption
+from pfeife.data.schedule import Action, Schedule
+from pfeife.data.timeline import Timeline
+from pfeife.frontend.capture import capture
+from pfeife.ir.boundary import stage_boundary
+from pfeife.ir.evaluate import Result, evaluate, state_of
+from pfeife.ir.program import Call, Kind, Port, Program, Role, verify
 from pfeife.passes import (
     annotate,
     compose,
@@ -15,11 +22,7 @@ from pfeife.passes import (
     record,
     split_backward,
 )
-from pfeife.plan import Action, Costs, Machine, Mesh, Plan, RecomputeOption, Schedule, Timeline
-from pfeife.program import Call, Kind, Port, Program, Role, verify
 from pfeife.runtime.failure import PipelineError
-from pfeife.state import clip_grad_norm_, full_state_dict
-from pfeife.step import compile
 
 __all__ = [
     "Action",

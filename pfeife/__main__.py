@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from pfeife import plain, report
+from pfeife import report
 from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
-from pfeife.progress import shown
-from pfeife.runtime.meeting import join_world, leave_world
+from pfeife.data import plain
+from pfeife.data.progress import shown
+from pfeife.runtime.distributed.meeting import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

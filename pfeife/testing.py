@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pfeife.cost import machine
-from pfeife.evaluate import Result, State, combined, evaluate
-from pfeife.outline import inline
+from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.ir.evaluate import Result, State, combined, evaluate
+from pfeife.ir.outline import inline
+from pfeife.ir.program import Kind, Program, Role, verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.plan import Plan, RecomputeOption
-from pfeife.program import Kind, Program, Role, verify
 from pfeife.sched import choose_recompute, clusters_of, policy
 
 

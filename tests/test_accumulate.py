@@ -11,10 +11,10 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.program import Role
+from pfeife.ir.program import Role
+from pfeife.lowering.wiring import summed_in_place
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, nets, plans, tied_across
-from pfeife.wiring import summed_in_place
 
 CPU_CORE = machine("cpu-core")
 MICROBATCHES = 3

@@ -9,9 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_sched import CHAIN, lowered, placed, reductions, shuffled
 
-from pfeife.clocks import released
-from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule, received_as
-from pfeife.sched import chain, gpipe, insert_actions, one_f_one_b, simulate, verify_schedule
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.lowering.clocks import released
+from pfeife.lowering.lower import chain, insert_actions
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched import gpipe, one_f_one_b
 
 
 def by_action(schedule: Schedule) -> list[dict[str, dict[int, int]]]:

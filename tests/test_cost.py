@@ -20,14 +20,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pfeife
-from pfeife import plain
 from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.cache import Measured
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint
 from pfeife.cost.network import fit
-from pfeife.plan import Costs, Link, Machine, Network
-from pfeife.program import Kind
+from pfeife.data import plain
+from pfeife.data.machine import Link, Machine, Network
+from pfeife.data.plan import Costs
+from pfeife.ir.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import profile
 from pfeife.sched import clusters_of

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfeife.envelope import AHEAD, FEWEST, MOST, PACKED, Envelope, Layout, posted_ahead
+from pfeife.lowering.envelope import AHEAD, FEWEST, MOST, PACKED, Envelope, Layout, posted_ahead
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 

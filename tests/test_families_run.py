@@ -11,11 +11,11 @@ from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.program import Program
+from pfeife.ir.program import Program
+from pfeife.lowering.problem import Problem, StageCosts, chain_edges
 from pfeife.runtime import LocalPipeline
-from pfeife.sched.policies import POLICIES, placement
-from pfeife.sched.problem import Problem, StageCosts, chain_edges
-from pfeife.sched.search import search_schedule
+from pfeife.sched.families.policies import POLICIES, placement
+from pfeife.sched.search.search import search_schedule
 from pfeife.testing import assert_same, eager_accumulation
 
 LAYERS = 9

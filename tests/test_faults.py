@@ -15,9 +15,9 @@ from models import case
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.runtime.diagnosis import Wait
-from pfeife.runtime.lifeline import ALL, OUTSIDE, Beat
-from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.distributed.diagnosis import Wait
+from pfeife.runtime.distributed.lifeline import ALL, OUTSIDE, Beat
+from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.testing import assert_same
 
 ROOT = Path(__file__).parent.parent

@@ -9,10 +9,10 @@ from test_passes import CPU_CORE, captured, clusters, lowered
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate
-from pfeife.program import Role, holders
+from pfeife.ir.program import Role, holders
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.homes import ranks_of
-from pfeife.sched.policies import POLICIES
+from pfeife.runtime.distributed.homes import ranks_of
+from pfeife.sched.families.policies import POLICIES
 from pfeife.testing import assert_same, nets, tied_across
 
 

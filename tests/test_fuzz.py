@@ -21,26 +21,17 @@ from test_passes import captured, clusters
 from test_plan import well_typed
 
 import pfeife
-from pfeife import plain, report, sched
+from pfeife import report, sched
+from pfeife.backend.options import Options, options_from
 from pfeife.cost import cache, machine, machines
 from pfeife.cost.cache import Measured
-from pfeife.files import read_text
-from pfeife.options import Options, options_from
-from pfeife.outline import inline
-from pfeife.plan import (
-    Action,
-    Costs,
-    Do,
-    Link,
-    Machine,
-    MemoryCurve,
-    MemoryPoint,
-    Network,
-    Plan,
-    RecomputeOption,
-    Schedule,
-    Timeline,
-)
+from pfeife.data import plain
+from pfeife.data.files import read_text
+from pfeife.data.machine import Link, Machine, Network
+from pfeife.data.plan import Costs, Plan, RecomputeOption
+from pfeife.data.schedule import Action, Do, Schedule
+from pfeife.data.timeline import MemoryCurve, MemoryPoint, Timeline
+from pfeife.ir.outline import inline
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, tied_across
 

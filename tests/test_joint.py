@@ -13,15 +13,15 @@ from test_cost import fused
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.program import Kind
-from pfeife.sched.cuts import Clusters
+from pfeife.ir.program import Kind
+from pfeife.lowering.problem import fits, makespan
+from pfeife.sched.cutting.cuts import Clusters
+from pfeife.sched.cutting.layouts import Wishes
+from pfeife.sched.cutting.workload import Flow, Workload, stage_problem, workload_of
+from pfeife.sched.families.orders import folded, looped
+from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.joint import search_workload
-from pfeife.sched.layouts import Wishes
-from pfeife.sched.orders import folded, looped
-from pfeife.sched.policies import POLICIES
-from pfeife.sched.problem import fits, makespan
-from pfeife.sched.seeds import fused as whole
-from pfeife.sched.workload import Flow, Workload, stage_problem, workload_of
+from pfeife.sched.search.seeds import fused as whole
 
 CORE = machine("cpu-core")
 

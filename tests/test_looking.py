@@ -9,11 +9,14 @@ import pytest
 from test_cost import fused
 
 import pfeife
-from pfeife import plain, report
+from pfeife import report
 from pfeife.__main__ import main
-from pfeife.compare import compare_memory, compare_times
 from pfeife.cost import estimate, machine, machines, memory_curves
-from pfeife.plan import Event, Link, MemoryCurve, MemoryPoint, Network, Timeline, parse_action
+from pfeife.data import plain
+from pfeife.data.machine import Link, Network
+from pfeife.data.schedule import parse_action
+from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
+from pfeife.report import compare_memory, compare_times
 
 
 def timeline(*ends: float) -> Timeline:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import pfeife
-from pfeife import plain
 from pfeife.cost import default_machine, estimate, machine, machines
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.machine import machine_called
-from pfeife.plan import Machine
+from pfeife.data import plain
+from pfeife.data.machine import Machine
 
 CORE, H100 = machine("cpu-core"), machine("h100-sxm")
 aten = torch.ops.aten

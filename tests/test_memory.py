@@ -14,9 +14,9 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.cost.body import Body
-from pfeife.envelope import AHEAD
-from pfeife.optimizers import optimizer_bytes
-from pfeife.plan import Action, Do
+from pfeife.data.optimizers import optimizer_bytes
+from pfeife.data.schedule import Action, Do
+from pfeife.lowering.envelope import AHEAD
 from pfeife.runtime.profile import LiveTensors
 from pfeife.testing import nets, plans
 

@@ -12,14 +12,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, measure
 from pfeife.runtime import LocalPipeline
-from pfeife.testing import (
-    assert_same,
-    check_pass,
-    eager_accumulation,
-    nets,
-    plans,
-    tied_across,
-)
+from pfeife.testing import assert_same, check_pass, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")
 
@@ -119,7 +112,7 @@ def test_boundaries_by_name_and_by_marker():
     homes = {
         port.fqn: {call.unit for call in calls}
         for port in program.ports(pfeife.Role.PARAMETER)
-        for calls in [pfeife.program.holders(staged)[port.fqn]]
+        for calls in [pfeife.ir.program.holders(staged)[port.fqn]]
     }
     assert {name: stages for name, stages in homes.items() if name.startswith("blocks.0")} == {
         name: {0} for name in homes if name.startswith("blocks.0")
@@ -162,9 +155,9 @@ def test_masks_are_computed_where_they_are_read():
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
     plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
-    crossing = pfeife.program.messages(sent)
+    crossing = pfeife.ir.program.messages(sent)
     shapes = [
-        tuple(pfeife.program.find_node(sent.module, name).meta["val"].shape)
+        tuple(pfeife.ir.program.find_node(sent.module, name).meta["val"].shape)
         for message in crossing
         for name in message.values
     ]

@@ -13,26 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from pfeife import plain
-from pfeife.checks import FASTEST, LONGEST, SLOWEST
 from pfeife.cost import machine
-from pfeife.plan import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Costs,
-    Do,
-    Event,
-    Link,
-    Machine,
-    Mesh,
-    Plan,
-    Schedule,
-    Timeline,
-    parse_action,
-    received_as,
-)
-from pfeife.sched import chain, gpipe, insert_actions, one_f_one_b, verify_schedule
+from pfeife.data import plain
+from pfeife.data.checks import FASTEST, LONGEST, SLOWEST
+from pfeife.data.machine import Link, Machine, Mesh
+from pfeife.data.plan import Costs, Plan
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, parse_action, received_as
+from pfeife.data.timeline import Event, Timeline
+from pfeife.lowering.lower import chain, insert_actions
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched import gpipe, one_f_one_b
 
 CPU_CORE = machine("cpu-core")
 H100 = machine("h100-sxm")

@@ -10,26 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfeife.plan import SENDS, Action, Do, Schedule, parse_action
+from pfeife.data.schedule import SENDS, Action, Do, Schedule, parse_action
+from pfeife.lowering.lower import chain, insert_actions
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import (
     POLICIES,
-    chain,
     eager_one_f_one_b,
     folded,
     forward_only,
     gpipe,
-    insert_actions,
     interleaved,
     looped,
     loops,
     one_f_one_b,
     placement,
     policy,
-    simulate,
-    verify_schedule,
     zb_v,
 )
-from pfeife.sched.orders import unit_times
+from pfeife.sched.families.orders import unit_times
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -11,11 +11,13 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.plan import RECEIVES, SENDS, Action, Costs, Do, Link, Machine, Network, Schedule
-from pfeife.program import find_node, messages, node_bytes
-from pfeife.sched import predict, simulate
-from pfeife.sched.lower import transfer_of
-from pfeife.sched.predict import action_seconds, occupied_seconds
+from pfeife.data.machine import Link, Machine, Network
+from pfeife.data.plan import Costs
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.ir.program import find_node, messages, node_bytes
+from pfeife.lowering.lower import transfer_of
+from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
+from pfeife.lowering.simulate import simulate
 
 CPU_CORE = machine("cpu-core")
 TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"

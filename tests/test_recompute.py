@@ -13,17 +13,18 @@ from models import CASES
 from test_passes import captured, clusters, lowered
 
 import pfeife
-from pfeife import plain, sched
+from pfeife import sched
 from pfeife.cost import machine, memory_curves, stage_memory
 from pfeife.cost.body import kept_storages
 from pfeife.cost.estimate import compute_bound, node_seconds
-from pfeife.evaluate import named_batch
-from pfeife.outline import read_by_backwards
-from pfeife.plan import Plan, RecomputeOption
-from pfeife.program import Kind, Role, call_of, find_node, is_source, messages
+from pfeife.data import plain
+from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.ir.evaluate import named_batch
+from pfeife.ir.outline import read_by_backwards
+from pfeife.ir.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched import choose_recompute, recompute_options
-from pfeife.sched.recompute import _stages
+from pfeife.sched.cutting.recompute import _stages
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
 
 CPU_CORE = machine("cpu-core")

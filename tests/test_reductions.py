@@ -8,7 +8,7 @@ from rows import said
 from torch import nn
 
 import pfeife
-from pfeife.program import Role
+from pfeife.ir.program import Role
 from pfeife.testing import check_pass, eager_accumulation
 
 

@@ -13,26 +13,27 @@ from models import case
 
 import pfeife
 from pfeife.cost import estimate, machine
-from pfeife.plain import from_json, to_json
-from pfeife.plan import RECEIVES, SENDS, Action, Do, Machine, Plan, Schedule, Timeline, parse_action
-from pfeife.program import Kind, Reduction
+from pfeife.data.machine import Machine
+from pfeife.data.plain import from_json, to_json
+from pfeife.data.plan import Plan
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, parse_action
+from pfeife.data.timeline import Timeline
+from pfeife.ir.program import Kind, Reduction
+from pfeife.lowering.lower import Transfer, chain, insert_actions
+from pfeife.lowering.problem import Problem, StageCosts, chain_edges
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import (
-    Transfer,
     balanced,
-    chain,
     forward_only,
     gpipe,
     in_flight,
-    insert_actions,
     one_f_one_b,
     plan,
     policy,
-    simulate,
     split_at,
-    verify_schedule,
 )
-from pfeife.sched.cuts import Clusters, borders
-from pfeife.sched.problem import Problem, StageCosts, chain_edges
+from pfeife.sched.cutting.cuts import Clusters, borders
 
 CPU_CORE = machine("cpu-core")
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}

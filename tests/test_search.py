@@ -10,13 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfeife.plan import Do, Schedule
-from pfeife.sched import gpipe, insert_actions, one_f_one_b, simulate, verify_schedule
-from pfeife.sched.anneal import _State, anneal
-from pfeife.sched.bound import lower_bound, preemptive
-from pfeife.sched.list_schedule import list_schedule
-from pfeife.sched.pattern import neighbour, pattern_of, pattern_schedule
-from pfeife.sched.problem import (
+from pfeife.data.schedule import Do, Schedule
+from pfeife.lowering.lower import insert_actions
+from pfeife.lowering.problem import (
     Edge,
     Problem,
     StageCosts,
@@ -27,9 +23,16 @@ from pfeife.sched.problem import (
     seconds_of,
     transfers,
 )
-from pfeife.sched.rules import first_rules, mutated
-from pfeife.sched.search import search_schedule
-from pfeife.sched.shop import (
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.search.anneal import _State, anneal
+from pfeife.sched.search.bound import lower_bound, preemptive
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.pattern import neighbour, pattern_of, pattern_schedule
+from pfeife.sched.search.rules import first_rules, mutated
+from pfeife.sched.search.search import search_schedule
+from pfeife.sched.search.shop import (
     Shop,
     compile_problem,
     length_of,

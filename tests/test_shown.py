@@ -19,10 +19,12 @@ from models import case
 from test_cost import fused
 
 import pfeife
-from pfeife import _torch, plain, report, sched
+from pfeife import _torch, report, sched
 from pfeife.cost import estimate, machine
-from pfeife.plan import Plan, Schedule
-from pfeife.progress import Shown, shown
+from pfeife.data import plain
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Shown, shown
+from pfeife.data.schedule import Schedule
 
 LOG = logging.getLogger("pfeife")
 PHASES = ["capturing", "fusing", "measuring", "planning", "building", "first step"]

@@ -12,9 +12,9 @@ from pfeife.compilers.cuda_graphs import captured, check_devices
 from pfeife.compilers.draws import around_draws, draws
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
-from pfeife.outline import KIND_WORDS, owns_storage
-from pfeife.program import Call, Program, find_node, has_effects, returned, source_line
-from pfeife.progress import Progress
+from pfeife.data.progress import Progress
+from pfeife.ir.outline import KIND_WORDS, owns_storage
+from pfeife.ir.program import Call, Program, find_node, has_effects, returned, source_line
 
 log = logging.getLogger("pfeife")
 

@@ -7,7 +7,7 @@ import torch
 
 from pfeife import _torch
 from pfeife.compilers.draws import draws
-from pfeife.program import Call, Program, value_of
+from pfeife.ir.program import Call, Program, value_of
 
 WARM_UPS = 3  # as in torch's documentation: lazy initialisation, then two that are like the capture
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from pfeife.program import returned
-from pfeife.seeding import seeded
+from pfeife.ir.program import returned
+from pfeife.ir.seeding import seeded
 
 
 def draws(body: fx.GraphModule) -> list[fx.Node]:

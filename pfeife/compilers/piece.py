@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.program import returned
-from pfeife.seeding import seeded
+from pfeife.ir.program import returned
+from pfeife.ir.seeding import seeded
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable]
 COMPILERS = ("aot_eager", "inductor")

@@ -8,17 +8,8 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from pfeife.outline import storage_owner
-from pfeife.program import (
-    Kind,
-    Program,
-    Role,
-    call_of,
-    holders,
-    node_bytes,
-    receive,
-    returned,
-)
+from pfeife.ir.outline import storage_owner
+from pfeife.ir.program import Kind, Program, Role, call_of, holders, node_bytes, receive, returned
 
 
 @attrs.frozen

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import attrs
 
-from pfeife import checks, plain
+from pfeife.data import checks, plain
 
 
 @attrs.frozen

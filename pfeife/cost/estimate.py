@@ -7,10 +7,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.outline import is_view
-from pfeife.plan import Costs, Machine
-from pfeife.program import Program, Role, call_of, returned
-from pfeife.seeding import seeded
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Costs
+from pfeife.ir.outline import is_view
+from pfeife.ir.program import Program, Role, call_of, returned
+from pfeife.ir.seeding import seeded
 
 
 def estimate(program: Program, machine: Machine) -> Costs:

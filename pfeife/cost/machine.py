@@ -9,8 +9,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from pfeife import plain
-from pfeife.plan import Machine
+from pfeife.data import plain
+from pfeife.data.machine import Machine
 
 _PROFILES = resources.files("pfeife.cost") / "machines"
 _UNKNOWN_GPU = "h100-sxm"

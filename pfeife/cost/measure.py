@@ -16,9 +16,9 @@ from torch import fx
 from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
-from pfeife.plan import Costs
-from pfeife.program import Call, Kind, Program, Role, find_node, node_bytes, returned
-from pfeife.progress import Progress
+from pfeife.data.plan import Costs
+from pfeife.data.progress import Progress
+from pfeife.ir.program import Call, Kind, Program, Role, find_node, node_bytes, returned
 
 log = logging.getLogger("pfeife")
 

@@ -7,22 +7,14 @@ from itertools import count
 import attrs
 from torch import fx
 
-from pfeife.clocks import released
 from pfeife.cost.body import Body, rounded
-from pfeife.envelope import Channel, Envelope
-from pfeife.optimizers import Optimizer, optimizer_bytes
-from pfeife.plan import RECEIVES, SENDS, Action, Do, MemoryCurve, MemoryPoint, Schedule
-from pfeife.program import (
-    Call,
-    Kind,
-    Message,
-    Program,
-    Role,
-    find_node,
-    holders,
-    returned,
-)
-from pfeife.wiring import Wiring, summed_in_place
+from pfeife.data.optimizers import Optimizer, optimizer_bytes
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.data.timeline import MemoryCurve, MemoryPoint
+from pfeife.ir.program import Call, Kind, Message, Program, Role, find_node, holders, returned
+from pfeife.lowering.clocks import released
+from pfeife.lowering.envelope import Channel, Envelope
+from pfeife.lowering.wiring import Wiring, summed_in_place
 
 
 def memory_curves(

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
-from pfeife.plan import Link, Network
-from pfeife.progress import Progress
+from pfeife.data.machine import Link, Network
+from pfeife.data.progress import Progress
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import attrs
 
-from pfeife.plan import Costs
-from pfeife.program import Program
+from pfeife.data.plan import Costs
+from pfeife.ir.program import Program
 
 
 def annotate(costs: Costs) -> Callable[[Program], Program]:

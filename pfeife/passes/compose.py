@@ -5,7 +5,7 @@ from functools import reduce
 
 import attrs
 
-from pfeife.program import Program, verify
+from pfeife.ir.program import Program, verify
 
 Pass = Callable[[Program], Program]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import attrs
 
+from pfeife.data.machine import Mesh
+from pfeife.ir.program import Program, Role, holders
 from pfeife.passes.send_recv import reduction_of
-from pfeife.plan import Mesh
-from pfeife.program import Program, Role, holders
 
 
 def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:

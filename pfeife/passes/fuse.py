@@ -7,10 +7,10 @@ from typing import Any, Literal
 from torch import fx
 
 from pfeife import _torch
-from pfeife.boundary import is_boundary
-from pfeife.outline import Group, inline, is_view, outline, viewed
-from pfeife.program import Kind, Program, Role, is_source, node_bytes
-from pfeife.seeding import seeded
+from pfeife.ir.boundary import is_boundary
+from pfeife.ir.outline import Group, inline, is_view, outline, viewed
+from pfeife.ir.program import Kind, Program, Role, is_source, node_bytes
+from pfeife.ir.seeding import seeded
 
 Pass = Callable[[Program], Program]
 Side = Literal["begin", "end"]

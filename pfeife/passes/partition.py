@@ -6,10 +6,10 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.outline import Group, inline, outline, viewed
+from pfeife.data.plan import Plan
+from pfeife.ir.outline import Group, inline, outline, viewed
+from pfeife.ir.program import Call, Kind, Port, Program, Role, is_source, returned, source_line
 from pfeife.passes.recompute import recomputed
-from pfeife.plan import Plan
-from pfeife.program import Call, Kind, Port, Program, Role, is_source, returned, source_line
 
 
 def partition(plan: Plan) -> Callable[[Program], Program]:

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.program import Program
+from pfeife.ir.program import Program
 
 
 def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]:

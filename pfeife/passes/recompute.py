@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import attrs
 from torch import fx
 
-from pfeife.outline import Group
-from pfeife.plan import Plan
-from pfeife.program import Kind, Program, Role, has_effects
+from pfeife.data.plan import Plan
+from pfeife.ir.outline import Group
+from pfeife.ir.program import Kind, Program, Role, has_effects
 
 
 def recomputed(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 from torch import fx
 
-from pfeife.program import (
+from pfeife.ir.program import (
     Call,
     Kind,
     Program,

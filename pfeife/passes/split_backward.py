@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import attrs
 from torch import fx
 
-from pfeife.outline import Group, inline, outline
+from pfeife.ir.outline import Group, inline, outline
+from pfeife.ir.program import Kind, Program, Role, is_source, returned
 from pfeife.passes.partition import views_of_inputs
-from pfeife.program import Kind, Program, Role, is_source, returned
 
 
 def split_backward() -> Callable[[Program], Program]:

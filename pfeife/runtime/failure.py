@@ -7,8 +7,8 @@ from types import FrameType
 import attrs
 from torch import fx
 
-from pfeife.plan import Action, Do
-from pfeife.program import find_node, source_line
+from pfeife.data.schedule import Action, Do
+from pfeife.ir.program import find_node, source_line
 
 _WORDS = {
     Do.FORWARD: "the forward",

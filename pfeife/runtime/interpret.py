@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.clocks import released
-from pfeife.envelope import Channel, Envelope, Tensors
-from pfeife.evaluate import (
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.ir.evaluate import (
     Divisor,
     Result,
     State,
@@ -22,19 +21,11 @@ from pfeife.evaluate import (
     named_batch,
     step_inputs,
 )
-from pfeife.plan import RECEIVES, SENDS, Action, Do, Schedule
-from pfeife.program import (
-    STATE_ROLES,
-    Call,
-    Kind,
-    Port,
-    Program,
-    Reduction,
-    Role,
-    returned,
-)
+from pfeife.ir.program import STATE_ROLES, Call, Kind, Port, Program, Reduction, Role, returned
+from pfeife.lowering.clocks import released
+from pfeife.lowering.envelope import Channel, Envelope, Tensors
+from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.failure import explain
-from pfeife.wiring import Wiring, summed_in_place
 
 
 class Transport(Protocol):

@@ -8,14 +8,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from pfeife import plain
 from pfeife._torch import TorchDispatchMode
-from pfeife.evaluate import State
-from pfeife.plan import Action, Event, MemoryCurve, MemoryPoint, Timeline
-from pfeife.program import Role, holders
-from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.data import plain
+from pfeife.data.schedule import Action
+from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
+from pfeife.ir.evaluate import State
+from pfeife.ir.program import Role, holders
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.interpret import Observer
-from pfeife.runtime.local import LocalPipeline
+from pfeife.runtime.local.pipeline import LocalPipeline
 
 
 class Stopwatch:

@@ -1,12 +1,15 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data."""
 
-from pfeife.sched.bound import lower_bound
-from pfeife.sched.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
-from pfeife.sched.following import follow
-from pfeife.sched.lower import Transfer, chain, insert_actions, lower
-from pfeife.sched.orders import folded, looped
-from pfeife.sched.planner import choose_microbatches, in_flight, plan, splits
-from pfeife.sched.policies import (
+from pfeife.lowering.lower import Transfer, chain, insert_actions, lower
+from pfeife.lowering.predict import predict
+from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cutting.recompute import choose_recompute, recompute_options
+from pfeife.sched.cutting.workload import stage_problem, workload_of
+from pfeife.sched.families.orders import folded, looped
+from pfeife.sched.families.policies import (
     POLICIES,
     eager_one_f_one_b,
     forward_only,
@@ -18,14 +21,11 @@ from pfeife.sched.policies import (
     placement,
     policy,
 )
-from pfeife.sched.predict import predict
-from pfeife.sched.problem import Edge, Problem, StageCosts, chain_edges
-from pfeife.sched.recompute import choose_recompute, recompute_options
-from pfeife.sched.search import search_placements, search_schedule
-from pfeife.sched.simulate import simulate
-from pfeife.sched.verify import verify_schedule
-from pfeife.sched.workload import stage_problem, workload_of
-from pfeife.sched.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
+from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
+from pfeife.sched.following import follow
+from pfeife.sched.planner import choose_microbatches, in_flight, plan, splits
+from pfeife.sched.search.bound import lower_bound
+from pfeife.sched.search.search import search_placements, search_schedule
 
 __all__ = [
     "POLICIES",

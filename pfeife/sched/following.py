@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from pfeife.program import Kind, Program, Role, holders, source_line
-from pfeife.sched.cuts import blocked_borders
+from pfeife.ir.program import Kind, Program, Role, holders, source_line
+from pfeife.sched.cutting.cuts import blocked_borders
 
 Homes = Mapping[str, frozenset[int]]  # ranks by canonical names
 

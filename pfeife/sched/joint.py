@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import attrs
 
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.data.progress import Progress
+from pfeife.data.schedule import Schedule
+from pfeife.ir.program import Program
+from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
-from pfeife.plan import Machine, Plan, RecomputeOption, Schedule
-from pfeife.program import Program
-from pfeife.progress import Progress
-from pfeife.sched.bound import lower_bound
-from pfeife.sched.cuts import Clusters, cheap_to_recompute, clusters_of
-from pfeife.sched.layouts import (
+from pfeife.sched.cutting.cuts import Clusters, cheap_to_recompute, clusters_of
+from pfeife.sched.cutting.layouts import (
     Layout,
     Loads,
     Wishes,
@@ -24,13 +26,13 @@ from pfeife.sched.layouts import (
     short_of_memory,
     stages_from,
 )
-from pfeife.sched.policies import POLICIES, policy
-from pfeife.sched.problem import Problem, fits, makespan
-from pfeife.sched.recompute import recompute_options
-from pfeife.sched.room import NoRoom
-from pfeife.sched.search import Found, search_placements, search_schedule
-from pfeife.sched.seeds import fitting, fused
-from pfeife.sched.workload import Workload, workload_of
+from pfeife.sched.cutting.recompute import recompute_options
+from pfeife.sched.cutting.room import NoRoom
+from pfeife.sched.cutting.workload import Workload, workload_of
+from pfeife.sched.families.policies import POLICIES, policy
+from pfeife.sched.search.bound import lower_bound
+from pfeife.sched.search.search import Found, search_placements, search_schedule
+from pfeife.sched.search.seeds import fitting, fused
 
 
 def search_plan(

@@ -8,29 +8,26 @@ from typing import Any
 import attrs
 
 from pfeife.cost.memory import trained_parameters
-from pfeife.optimizers import Optimizer, optimizer_bytes
-from pfeife.plan import Do, Machine, Network, Plan, Schedule
-from pfeife.program import Program, Role
-from pfeife.progress import Progress
-from pfeife.sched.bound import lower_bound
-from pfeife.sched.cuts import (
-    balanced,
-    cheap_to_recompute,
-    clusters_of,
-    marked,
-)
+from pfeife.data.machine import Machine, Network
+from pfeife.data.optimizers import Optimizer, optimizer_bytes
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Progress
+from pfeife.data.schedule import Do, Schedule
+from pfeife.ir.program import Program, Role
+from pfeife.lowering.lower import insert_actions
+from pfeife.lowering.problem import seconds_of, transfers
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked
+from pfeife.sched.cutting.layouts import Wishes
+from pfeife.sched.cutting.room import kept_within, worst_rank
+from pfeife.sched.cutting.workload import stage_problem, workload_of
+from pfeife.sched.families.orders import looped
+from pfeife.sched.families.policies import forward_only, policy
+from pfeife.sched.families.policies import placement as placement_of
 from pfeife.sched.following import follow
 from pfeife.sched.joint import search_plan
-from pfeife.sched.layouts import Wishes
-from pfeife.sched.lower import insert_actions
-from pfeife.sched.orders import looped
-from pfeife.sched.policies import forward_only, policy
-from pfeife.sched.policies import placement as placement_of
-from pfeife.sched.problem import seconds_of, transfers
-from pfeife.sched.room import kept_within, worst_rank
-from pfeife.sched.simulate import simulate
-from pfeife.sched.verify import verify_schedule
-from pfeife.sched.workload import stage_problem, workload_of
+from pfeife.sched.search.bound import lower_bound
 
 log = logging.getLogger("pfeife")
 

@@ -16,10 +16,10 @@ from rows import row
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.envelope import APART
-from pfeife.runtime.distributed import DistributedPipeline
-from pfeife.runtime.line import Line
-from pfeife.runtime.meeting import join_world
+from pfeife.lowering.envelope import APART
+from pfeife.runtime.distributed.line import Line
+from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.testing import assert_same
 
 CPU_CORE = machine("cpu-core")

@@ -10,8 +10,8 @@ from rows import Row, add
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
-from pfeife.program import holders
-from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.ir.program import holders
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.profile import profile_memory
 
 CPU_CORE = machine("cpu-core")

@@ -13,7 +13,7 @@ from rows import Row, add, row
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.runtime.distributed import DistributedPipeline
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
 
 CPU_CORE = machine("cpu-core")

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import pfeife
-from pfeife import step
-from pfeife.evaluate import state_of
+from pfeife.backend import step
+from pfeife.ir.evaluate import state_of
 
 WIDTH = 4
 

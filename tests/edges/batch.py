@@ -15,7 +15,7 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.graphs import MicrobatchGraph
+from pfeife.backend.graphs import MicrobatchGraph
 from pfeife.testing import eager_accumulation
 
 
@@ -278,7 +278,7 @@ def a_program_that_is_not_the_step():
                     node.target = torch.ops.aten.sigmoid.default
             return attrs.evolve(found, program=attrs.evolve(found.program, module=module))
 
-    with mock.patch("pfeife.step.MicrobatchGraph", Wrong):
+    with mock.patch("pfeife.backend.step.MicrobatchGraph", Wrong):
         pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)(rows())
 
 

@@ -65,7 +65,7 @@ def a_loop_of_trials_over_one_function():
         return model(x).square().mean()
 
     expected = eager_accumulation(step, model, [(p,) for p in rows().chunk(2)])
-    with patch.object(pfeife.step, "PROGRAMS", 5):  # of one step
+    with patch.object(pfeife.backend.step, "PROGRAMS", 5):  # of one step
         for _ in range(12):
             compiled = pfeife.compile(step, microbatches=2)
             assert torch.equal(compiled(rows()), expected.loss)

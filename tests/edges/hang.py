@@ -22,11 +22,11 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.artifacts import Artifacts
-from pfeife.build import Builder
-from pfeife.capture import Captured, capture
-from pfeife.options import Options
-from pfeife.progress import shown
+from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import Builder
+from pfeife.backend.options import Options
+from pfeife.data.progress import shown
+from pfeife.frontend.capture import Captured, capture
 from pfeife.testing import eager_accumulation
 
 LOG = logging.getLogger("pfeife")

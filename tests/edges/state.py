@@ -11,8 +11,8 @@ from rows import row, said
 from torch import nn
 
 import pfeife
+from pfeife.runtime.distributed.meeting import join_world
 from pfeife.runtime.failure import Failure
-from pfeife.runtime.meeting import join_world
 
 
 def layers(*widths, between=nn.Tanh):

@@ -1,0 +1,24 @@
+"""The way in for an unchanged training loop: torch.compile's backend, and `pfeife.compile`.
+
+`step` and `entry` are the two doors, `options` what may be asked for. Read these first; `graphs`
+has what Dynamo hands over, `build` makes a pipeline of it, `call` runs that as a function of
+autograd, `state` reads state that is on other ranks, `artifacts` writes what was decided.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from pfeife.backend.entry import Backend, backend, entry
+
+__all__ = ["Backend", "backend", "entry"]
+
+
+class _Callable(ModuleType):
+    """`pfeife.backend` is this folder and, as ever, a function: `pfeife.backend(**options)`."""
+
+    def __call__(self, **options: Any) -> Backend:
+        return backend(**options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,361 @@
+"""One call of a compiled step: from its arguments to results that autograd can use."""
+
+import functools
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife import _torch
+from pfeife.backend.options import Options
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Progress, Shown
+from pfeife.data.schedule import Schedule
+from pfeife.frontend.capture import Captured
+from pfeife.frontend.microbatch import cut, join
+from pfeife.ir.evaluate import Divisor, Result, divisors
+from pfeife.ir.outline import read_by_backwards
+from pfeife.ir.program import STATE_ROLES, Port, Program, Role
+from pfeife.runtime.distributed.foreign import Borrowed
+from pfeife.runtime.distributed.gradients import is_ours
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.interpret import Observer, Watch
+from pfeife.runtime.local.pipeline import LocalPipeline
+
+log = logging.getLogger("pfeife")
+Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
+
+
+@attrs.frozen(eq=False, slots=False)
+class Compiled:
+    """One graph at one shape, ready to run: what was captured, decided and built; `said` is what
+    has been logged about it."""
+
+    captured: Captured
+    clusters: Program
+    plan: Plan
+    program: Program
+    schedule: Schedule
+    pipeline: LocalPipeline | DistributedPipeline
+    digest: str  # of the program, the same on every rank
+    borrowed: Borrowed | None = None
+    said: set[str] = attrs.field(factory=set, repr=False)
+
+    @property
+    def summary(self) -> str:
+        """What was built, in a line."""
+        ports = self.program.ports(Role.BATCH)
+        rows = {p.shape[p.batch_dim] for p in ports if p.batch_dim is not None}
+        stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
+        each = f" of {min(rows)} rows" if rows else ""
+        count = self.schedule.microbatches * self.program.replicas
+        return f"{stages} stages on {ranks} ranks, {count} microbatches{each}"
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Port, ...]:
+        """The inputs that get gradients here: batch inputs, and parameters whose gradients this
+        process makes. The hooks of those of other ranks must not run here."""
+        names = {port.fqn for port in self.program.ports(Role.BATCH_GRADIENT)}
+        names |= self.pipeline.gradients
+        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
+        return tuple(port for port in ports if port.fqn in names)
+
+    @functools.cached_property
+    def carrier(self) -> Port | None:
+        """The smallest of the parameters that other ranks train, None if there are none here."""
+        mine = {port.fqn for port in self.leaves}
+        trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - mine
+        others = [port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained]
+        return min(others, key=lambda port: port.bytes, default=None)
+
+    @functools.cached_property
+    def read_later(self) -> frozenset[str]:
+        """The names of the input ports that a backward reads as the call has left them."""
+        return read_by_backwards(self.program)
+
+
+def run_step(
+    compiled: Compiled,
+    options: Options,
+    args: Sequence[Any],
+    seed: int = 0,
+    show: Shown | None = None,
+) -> list[torch.Tensor]:
+    """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
+    given for the first one, which takes longest."""
+    captured = compiled.captured
+    slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
+    found = dict(zip(captured.results, _results(compiled, options, slots, seed, show), strict=True))
+    own = {captured.carried[name]: slots[name] for name in captured.in_place}
+    return list((found | own).values())
+
+
+def _results(
+    compiled: Compiled, options: Options, slots: Slots, seed: int, show: Shown | None
+) -> Sequence[torch.Tensor]:
+    program = compiled.captured.program
+    if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
+        return Call(compiled, options, (), seed, show).forward(slots)
+    leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
+    if options.microbatches > 1 and "hooks" not in compiled.said:
+        _warn_of_hooks(compiled, leaves)
+    if not leaves:  # the results have a backward on every rank
+        leaves[""] = torch.empty(0, requires_grad=True)
+    function = _LossInside if program.ports(Role.LOSS) else _LossOutside
+    call = Call(compiled, options, tuple(leaves), seed, show)
+    results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
+    return results
+
+
+def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
+    parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
+    found = next(
+        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
+    )
+    if found is not None:
+        compiled.said.add("hooks")
+        log.warning(
+            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
+        )
+
+
+class Call:
+    """One call of the step, from its inputs to its gradients."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        options: Options,
+        leaves: tuple[str, ...],
+        seed: int = 0,
+        show: Shown | None = None,
+    ):
+        self.seed = seed
+        self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
+        self.compiled, self.options, self.leaves = compiled, options, leaves
+        self.program = compiled.captured.program
+        self.inside = bool(self.program.ports(Role.LOSS))
+        self.step: Any = None
+        self.result: Result | None = None
+        self.carrier: torch.Tensor | None = None
+        self.divided: dict[str, list[Divisor]] = {}
+
+    def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
+        """Results in order. With the loss inside, or without gradients, the whole schedule."""
+        trains = bool(self.program.ports(Role.TANGENT))
+        if trains and self.compiled.carrier:
+            self.carrier = slots[self.compiled.carrier.name]
+        later = trains and not self.inside
+        tangents = _later(self.program, self.options) if later else None
+        state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
+        self.step = self.compiled.pipeline.start(
+            state, self._microbatches(slots), seed=self.seed, tangents=tangents
+        )
+        self._run("first forward" if later else "first step", backward=not later)
+        result = self.step.result()
+        if not later:
+            self.step, self.result = None, result
+        with torch.no_grad():
+            for port in self.program.ports(Role.BUFFER):
+                if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
+                    slots[port.name].copy_(result.buffers[port.fqn])
+        outputs = self.program.ports(Role.OUTPUT)
+        self.divided = {port.name: self._divided(port, slots) for port in outputs}
+        joined = {
+            port.name: join(
+                port, [one[port.fqn] for one in result.outputs], self.divided[port.name]
+            )
+            for port in outputs
+        }
+        if result.loss is not None:
+            joined["loss"] = result.loss
+        captured = self.compiled.captured
+        for name in captured.in_place:
+            slots[name].copy_(joined[captured.carried[name]])
+        places = {port.name: port.device for port in self.program.outputs}
+        return tuple(joined[name].to(places[name]) for name in captured.results)
+
+    def _run(self, label: str, **part: bool) -> None:
+        """Runs the step or a part of it; the first one is shown."""
+        if self.show is None:
+            self.step.run(**part)
+            return
+        with self.show.phase(label) as phase:
+            self.step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
+
+    def _watch(self, progress: Progress) -> Watch:
+        """Counts the actions of rank 0; of several replicas those of the first that begins."""
+        total, begun = len(self.compiled.schedule.ranks[0]), itertools.count()
+
+        def watch(rank: int) -> Observer:
+            if rank or next(begun):
+                return lambda action: None
+            return lambda action: progress(next(self.done), total)
+
+        return watch
+
+    def _microbatches(self, slots: Slots) -> list[dict[str, torch.Tensor]]:
+        count = self.options.microbatches
+        parts = {
+            port.fqn: slots[port.name].detach().chunk(count, port.batch_dim or 0)
+            for port in self.program.ports(Role.BATCH)
+        }
+        return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+    def _divided(self, port: Port, slots: Slots) -> list[Divisor]:
+        """What the microbatches of a result without rows are divided by."""
+        if port.batch_dim is not None or port.reduction == "last":
+            return []
+        return divisors(self.program, port, self._microbatches(slots))
+
+    def tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
+        """The gradients of the results as those of the microbatches' outputs."""
+        count = self.options.microbatches
+        tangents: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
+        given = dict(zip(self.compiled.captured.results, gradients, strict=True))
+        for port in self.program.ports(Role.TANGENT):
+            whole, divided = given[port.fqn], self.divided[port.fqn]
+            for index, part in enumerate(cut(outputs[port.fqn], whole, count, divided)):
+                tangents[index][port.name] = part
+        return tangents
+
+    def backward(self) -> list[torch.Tensor | None]:
+        """Runs the backwards; returns the gradients of the leaves."""
+        self._run("first backward", forward=False)
+        result = self.step.result(outputs=False)
+        gradients = self.gradients(result)
+        _tell_overflow(self.carrier, result.overflow, gradients)
+        return gradients
+
+    def gradients(self, result: Result) -> list[torch.Tensor | None]:
+        """The leaves' gradients; None for a leaf that is none of the step's."""
+        dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
+        devices = {port.fqn: port.device for port in self.program.inputs}
+        found: list[torch.Tensor | None] = []
+        for name in self.leaves:
+            if name in dims:
+                parts = [one[name] for one in result.batch_gradients]
+                found.append(torch.cat(parts, dims[name]))
+            else:
+                gradient = result.gradients.get(name)
+                found.append(gradient if gradient is None else gradient.to(devices[name]))
+        return found
+
+
+def _later(program: Program, options: Options) -> list[dict[str, torch.Tensor]]:
+    """Placeholders for the tangents that arrive with `backward`."""
+    ports = program.ports(Role.TANGENT)
+    zeros = {p.fqn: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in ports}
+    return [zeros] * options.microbatches
+
+
+def _tell_overflow(
+    carrier: torch.Tensor | None,
+    overflow: torch.Tensor | None,
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Lets this rank's GradScaler see what overflowed on another rank, so that either all ranks
+    make the optimizer's step or none does: by the gradient of a parameter, the `carrier`, that this
+    rank does not train and that is NaN here. A rank without gradients of its own gets one of zeros
+    there, for a scaler wants to see one."""
+    if carrier is None or overflow is None:
+        return
+    failed = bool(overflow)
+    if failed or not any(one is not None for one in gradients):
+        given = torch.full_like(carrier, float("inf") if failed else 0.0)
+        carrier.grad = given if carrier.grad is None else carrier.grad + given
+
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class _LossInside(torch.autograd.Function):
+    """A whole step as one node of the user's autograd graph. Its gradients wait among autograd's
+    saved tensors, which are freed by the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        assert call.result is not None
+        ctx.save_for_backward(*call.gradients(call.result))
+        ctx.carrier, ctx.overflow = call.carrier, call.result.overflow
+        _wire(ctx, call.compiled.captured, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
+        others = [i for i, g in enumerate(given) if g is not None and i != at]
+        if others:
+            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
+            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
+            raise RuntimeError(
+                f"{what} of the step received a gradient, but result {at} was "
+                "taken as the loss and only its gradient is computed: return the whole loss, "
+                'or say with loss= which result it is, or loss="outside" if none is'
+            )
+        scale = given[at]  # None where nothing of what was differentiated came from the loss
+        nothing = scale is None
+        if not nothing:
+            _tell_overflow(ctx.carrier, ctx.overflow, gradients)
+        return (None, None, *(None if nothing or g is None else g * scale for g in gradients))
+
+
+class _LossOutside(torch.autograd.Function):
+    """A step whose backwards run when the gradients of its results arrive. What they read of the
+    caller's tensors is saved, so that autograd sees if it was changed in place in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        ctx.save_for_backward(*(slots[name] for name in call.compiled.read_later))
+        ctx.call = call
+        _wire(ctx, call.compiled.captured, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        call, ctx.call = ctx.call, None
+        if call is None:
+            ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
+            raise RuntimeError(
+                "backward ran a second time through one call of a pipelined step; with the loss "
+                "outside its activations are gone: call the step again"
+            )
+        with call.step.preparing():
+            ctx.saved_tensors  # noqa: B018  raises if one was changed in place
+            tangents = call.tangents(given)
+            call.step.compare(tangents, values=call.options.compare_batches)
+            call.step.set_tangents(tangents)
+        return (None, None, *call.backward())
+
+
+def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:
+    ctx.captured = captured
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
+
+
+def _check_backward(program: Program) -> None:
+    """Raises RuntimeError for what eager's backward would do and that of a step cannot."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a pipelined step has no second derivatives: backward without create_graph"
+        )
+    for kind in sorted({port.device.type for port in program.inputs}):
+        if torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                "backward was called under autocast, where eager would cast it too; a pipelined "
+                "step's backward runs outside, as torch.amp asks for: call it after the autocast "
+                f'block, or under torch.autocast("{kind}", enabled=False)'
+            )

@@ -1,0 +1,241 @@
+"""torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife import _torch
+from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import Builder
+from pfeife.backend.call import Compiled, run_step
+from pfeife.backend.graphs import BatchedGraph, Graph
+from pfeife.backend.options import Options, options_from, versions
+from pfeife.cost import machine
+from pfeife.data import plain
+from pfeife.data.machine import Machine, Network
+from pfeife.data.progress import shown
+from pfeife.frontend.capture import compiled_too_often
+from pfeife.frontend.results import Key
+from pfeife.ir.program import Role
+from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.world import World, checksum
+from pfeife.runtime.failure import PipelineError, Refusal
+from pfeife.sched import policy
+
+log = logging.getLogger("pfeife")
+_ARGUMENTS = "the arguments of this call"
+
+
+class Backend:
+    """A compile backend with its options bound. `compiled` lists what it has built so far."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.alike = [*versions(), str(options)]  # on every rank
+        self.compiled: list[Compiled] = []
+        self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
+        if options.schedule != "search":
+            policy(options.schedule)
+        given = options.machine
+        target = given if isinstance(given, Machine | None) else machine(given)
+        links = options.network
+        network = links if isinstance(links, Network | None) else _measured(links)
+        self.builder = Builder(options, target, network)
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
+        """Called by Dynamo with a graph of the whole batch; the program is built at the first call
+        of the result, for each shape that it is called with.
+
+        What is wrong is raised at that call, since torch may be told to suppress what a backend
+        raises, and to go on with eager.
+        """
+        try:
+            _check_whole()
+            steps = Steps(self, BatchedGraph(module, examples, self.losses), _torch.frame_name())
+        except Exception as error:
+            return _raising(error)
+        return lambda *args: steps(args)
+
+
+class Steps:
+    """What a backend has built of one of Dynamo's graphs, by shapes and number of microbatches."""
+
+    def __init__(self, backend: Backend, graph: Graph, name: str):
+        self.backend, self.graph, self.name = backend, graph, name
+        self.artifacts = Artifacts(_torch.compilation())
+        self.known: dict[tuple, Compiled] = {}
+        self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
+
+    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
+        """One call with the whole batch: builds the program if it is not known, and runs it.
+
+        Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
+        fails.
+        """
+        options = options or self.backend.options
+        world = join_world(self._device(args), options.timeout)
+        builder = self.backend.builder
+        if options is not self.backend.options:
+            builder = attrs.evolve(builder, options=options)
+        key = (options.microbatches, *self.graph.key(args))
+        compiled = self.known.get(key)
+        if world and compiled and builder.outdated(compiled, args, world):
+            compiled = None
+        seed = _seed(compiled)
+        if world:
+            seed = self._agreed(world, args, compiled, options, seed)
+        if compiled is not None:
+            return run_step(compiled, options, args, seed)
+        show = shown(log, progress=options.progress, rank=world.rank if world else 0)
+        with world.building("a step") if world else contextlib.nullcontext():
+            device = self._device(args)
+            compiled = builder.build(self.graph, args, world, device, show, self.artifacts)
+            self.known[key] = compiled
+        self.backend.compiled.append(compiled)
+        seed = _seed(compiled)
+        if world and _draws(compiled):
+            seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
+        results = run_step(compiled, options, args, seed, show)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, compiled.summary)
+        return results
+
+    def _agreed(
+        self,
+        world: World,
+        args: Sequence[Any],
+        compiled: Compiled | None,
+        options: Options,
+        seed: int,
+    ) -> int:
+        """The seed of rank 0, once all ranks have said that they are about to do the same."""
+        borrowed = compiled.borrowed if compiled else None
+        with world.building("the arguments of a step"):
+            text, news, refused = "", "", None
+            try:
+                text = self._said(args, compiled, options)
+                news = world.homes.news(borrowed, args)
+            except (PipelineError, Refusal):
+                raise
+            except Exception as error:
+                refused = error
+            found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
+            world.homes.agree(world, found.notes, borrowed, args)
+        return _common_seed(world, found.numbers)
+
+    def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
+        """All that a call's program and its messages depend on, a line each."""
+        gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
+        lines = [
+            *self.backend.alike,
+            f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
+            f"{built}, {self.graph.inputs.mode}",
+        ]
+        arguments, dims = self.graph.inputs.arguments, self.graph.dims
+        for argument, dim, value in zip(arguments, dims, args, strict=True):
+            if isinstance(value, torch.Tensor):
+                where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
+                lines.append(f"{argument.names[0]}: {where}")
+                state = argument.role in (Role.PARAMETER, Role.BUFFER)
+                trained = state or (dim is None and value.requires_grad)
+                if options.compare_batches and not trained:
+                    lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
+        return "\n".join(lines)
+
+    def _checksum(self, value: torch.Tensor, dim: int | None) -> int:
+        """Of what is the same tensor at every call, such as a mask, it is computed once."""
+        version = version_of(value)
+        if dim is not None or version < 0:
+            return checksum(value)
+        if self.sums.get(value, (None, 0))[0] != version:
+            self.sums[value] = version, checksum(value)
+        return int(self.sums[value][1])
+
+    def _device(self, args: Sequence[Any]) -> torch.device:
+        """Where the parameters are, or else the first tensor."""
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        tensors = [(a.role, v) for a, v in pairs if isinstance(v, torch.Tensor)]
+        state = [value for role, value in tensors if role == Role.PARAMETER]
+        found = [*state, *(value for _, value in tensors)]
+        return found[0].device if found else torch.device("cpu")
+
+
+def _draws(compiled: Compiled | None) -> bool:
+    return compiled is not None and bool(compiled.program.ports(Role.SEED))
+
+
+def _seed(compiled: Compiled | None) -> int:
+    """The seed of a call, from torch's default generator, of a program that draws."""
+    return int(torch.randint(2**62, ())) if _draws(compiled) else 0
+
+
+def _common_seed(world: World, seeds: Sequence[int]) -> int:
+    if len(set(seeds)) > 1 and not world.warned:
+        world.warned = True
+        log.warning(
+            "rank %d: torch's default generator is in another state on other ranks; all draw from "
+            "the seed of rank 0: seed every rank alike (torch.manual_seed) if the step is to be "
+            "repeatable",
+            world.rank,
+        )
+    return seeds[0]
+
+
+def _check_whole() -> None:
+    """Raises ValueError for a graph that is not the whole of the frame that Dynamo compiles."""
+    found = _torch.graph_break()
+    if found:
+        reason, line = found
+        raise ValueError(
+            f"torch.compile has broken the step into several graphs: {reason} ({line}); what runs "
+            "between them would see the whole batch. Take the cause out of the step, or call the "
+            "step's parts apart from one another"
+        )
+    if _torch.is_last_compilation():
+        raise compiled_too_often()
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise error.with_traceback(None)
+
+    return refuse
+
+
+def _measured(path: str | os.PathLike[str]) -> Network:
+    try:
+        return plain.load(Network, Path(path))
+    except OSError as error:
+        raise ValueError(
+            f"option network={str(path)!r}: {error.strerror}; `pfeife bench-network` writes one"
+        ) from None
+
+
+def backend(**options: Any) -> Backend:
+    """A backend for torch.compile or torch.compiler.set_default_backend; see `Options`.
+
+    Raises ValueError for an unknown option or a wrong value.
+    """
+    return Backend(options_from(options))
+
+
+def entry(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable:
+    """What the name "pfeife" in torch.compile means."""
+    if mode not in (None, "default"):
+        raise ValueError(f"mode={mode!r}: pfeife has options, no modes")
+    return backend(**(options or {}))(module, examples)

@@ -1,0 +1,356 @@
+"""Dynamo's graph of a step, where the batch is in it, and its program of one microbatch."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from pfeife import _torch
+from pfeife.backend.options import Options
+from pfeife.frontend.arguments import Argument, Given, Inputs, describe, fake_like
+from pfeife.frontend.capture import Captured, trace, with_reductions
+from pfeife.frontend.microbatch import check_outputs
+from pfeife.frontend.results import Key, Loss, label, leaves_of
+from pfeife.ir.program import Role, returned, source_line
+
+
+class Graph(Protocol):
+    """Dynamo's graph, and how it is captured as a program of one microbatch."""
+
+    module: fx.GraphModule
+    inputs: Inputs
+    sure: bool  # whether the caller has said where the batch is
+
+    @property
+    def dims(self) -> Sequence[int | None]:
+        """Where the batch is in every argument, None for nowhere."""
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What a program is built for."""
+
+    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program; raises ValueError for a graph that cannot be cut into microbatches."""
+
+
+class Losses:
+    """Which result of a graph is the loss; what it was with gradients is known without them."""
+
+    def __init__(self, module: fx.GraphModule, known: dict[Any, Key]):
+        self.leaves, self.frame, self.known = leaves_of(module), _torch.frame(), known
+        self.results = [node.meta.get("example_value") for node in returned(module)]
+
+    def asked(self, options: Options) -> Loss:
+        """What was asked for; without gradients also what the step's loss was with them."""
+        if options.loss is not None or torch.is_grad_enabled():
+            return options.loss
+        scalars = [
+            index
+            for index, value in enumerate(self.results)
+            if isinstance(value, torch.Tensor)
+            and not value.dim()
+            and value.is_floating_point()
+            and (self.leaves is None or any(leaf.index == index for leaf in self.leaves))
+        ]
+        named = [label(index, self.leaves) for index in scalars]
+        seen = self.known.get(self.frame)
+        if seen in named:
+            return seen
+        return named[0] if len(named) == 1 and options.loss_reduction != "auto" else None
+
+    def note(self, captured: Captured) -> None:
+        """Remembers the loss of a program with gradients."""
+        if captured.program.ports(Role.TANGENT) and "loss" in captured.results:
+            self.known[self.frame] = captured.label("loss")
+
+
+class MicrobatchGraph:
+    """Dynamo's graph of a step at the shapes of a microbatch.
+
+    `given` has what the caller hands over, by the identity of what the first microbatch has of
+    it; `grown` gives the graph and its inputs for a microbatch with so many times as many rows.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        examples: Sequence[Any],
+        given: Mapping[int, Given],
+        grown: Callable[[int], tuple[fx.GraphModule, Inputs]],
+        losses: dict[Any, Key],
+    ):
+        self.module, self.inputs = module, describe(module, examples, given=given)
+        self.grown, self.sure = grown, True
+        self.losses = Losses(module, losses)
+        self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What a program is built for, beside the shapes and numbers that Dynamo guards."""
+        return ()
+
+    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program. Raises ValueError for results that cannot be joined."""
+        if options.microbatches > 1 and all(dim is None for dim in self.dims):
+            raise ValueError(
+                f"microbatches={options.microbatches}, but the step is given no tensor that could "
+                "be cut: pass the batch as arguments, and say with in_dims where it is"
+            )
+        loss, leaves = self.losses.asked(options), self.losses.leaves
+        larger = functools.cache(functools.partial(self.grown, 2))
+        if options.microbatches > 1 and self.inputs.numbers:
+            self._check_numbers(larger()[1].numbers)
+        captured = with_reductions(
+            trace(self.module, self.inputs, loss, leaves=leaves),
+            options.loss_reduction,
+            lambda: trace(*larger(), loss, leaves=leaves).program,
+        )
+        self.losses.note(captured)
+        if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
+            captured = self._with_dims(captured, larger()[0])
+        return check_outputs(captured, options.reduce, options.microbatches)
+
+    def _check_numbers(self, others: Mapping[str, Any]) -> None:
+        """Raises ValueError for a number that the step assigns and that is another one with more
+        rows."""
+        for name, value in self.inputs.numbers.items():
+            if name not in others or others[name] != value:
+                raise ValueError(
+                    f"the step assigns {value!r} to {name}, which Python has computed from the "
+                    "size of one microbatch: assign it outside of the step, where the whole batch "
+                    "is, or compute it with tensors"
+                )
+
+    def _with_dims(self, captured: Captured, other: fx.GraphModule) -> Captured:
+        """The same with the dimension that grows with the rows (as `other` tells, the graph for
+        more of them), in those results of which their operations do not tell it."""
+        dims = dict(zip(captured.results, grown_dims(self.module, other), strict=True))
+        outputs = [
+            attrs.evolve(port, batch_dim=dims[port.name])
+            if port.role == Role.OUTPUT and port.name in captured.unknown
+            else port
+            for port in captured.program.outputs
+        ]
+        return attrs.evolve(
+            captured, program=attrs.evolve(captured.program, outputs=tuple(outputs))
+        )
+
+
+def grown_dims(module: fx.GraphModule, other: fx.GraphModule) -> list[int | None]:
+    """Where the batch is in the results of a graph: the only dimension that grows in the graph of
+    the same step with another number of rows."""
+    pairs = zip(returned(module), returned(other), strict=True)
+    return [_grown(_shape(one), _shape(grown)) for one, grown in pairs]
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    """The shape of what a node of Dynamo's graph computes, () if it is no tensor."""
+    return tuple(getattr(node.meta.get("example_value"), "shape", ()))
+
+
+def _grown(shape: Sequence[int], other: Sequence[int]) -> int | None:
+    grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 else None
+
+
+class BatchedGraph:
+    """Dynamo's graph of the whole batch, whose rows are a symbol. Raises ValueError where it
+    cannot be told which symbol that is."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        examples: Sequence[Any],
+        losses: dict[Any, Key] | None = None,
+    ):
+        self.module, self.inputs = module, describe(module, examples)
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.shapes: list[Sequence[Any]] = [
+            getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
+        ]
+        self.losses = Losses(module, {} if losses is None else losses)
+        # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
+        self.numbers = [
+            bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
+            for n in nodes
+        ]
+        self.marked = self.sure = any(_marks(e) for e in examples)
+        self.sizes = self._batch_sizes(examples)
+
+    @functools.cached_property
+    def dims(self) -> Sequence[int | None]:
+        """Where the batch is in every argument, None for nowhere."""
+        return [
+            self._dim(argument, shape) if argument.role == Role.CONSTANT else None
+            for argument, shape in zip(self.inputs.arguments, self.shapes, strict=True)
+        ]
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What a program is built for: the shapes, and the numbers that are baked in."""
+        return tuple(
+            repr(float(value))
+            if number
+            else tuple(value.shape)
+            if isinstance(value, torch.Tensor)
+            else int(value)
+            for value, number in zip(args, self.numbers, strict=True)
+        )
+
+    def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
+        """The symbolic sizes that count rows: those of the marked dimensions; without marks,
+        that of dimension 0 of the tensor arguments."""
+        given = [
+            (argument, shape, example)
+            for argument, shape, example in zip(
+                self.inputs.arguments, self.shapes, examples, strict=True
+            )
+            if argument.role == Role.CONSTANT and argument.given and len(shape)
+        ]
+        if self.marked:
+            found = [shape[dim] for _, shape, example in given for dim in _marks(example)]
+        else:
+            found = [shape[0] for _, shape, _ in given]
+        return [size for size in found if not isinstance(size, int)]
+
+    def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
+        dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
+        if len(dims) > 1 or (dims and not argument.given):
+            what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
+            raise ValueError(
+                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
+                "pfeife.compile, which cuts the batch before it is captured (in_dims)"
+            )
+        return dims[0] if dims else None
+
+    def _is_batch(self, size: Any) -> bool:
+        if isinstance(size, int):
+            return False
+        return any(size.node.expr == batch.node.expr for batch in self.sizes)
+
+    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program at the microbatch's shapes. Raises ValueError if the batch does not
+        divide, or the graph was specialised to the full batch."""
+        count = options.microbatches
+        if count > 1 and all(dim is None for dim in self.dims):
+            raise ValueError(
+                f"microbatches={count}, but the graph is specialised to this batch: no input has "
+                "a symbolic batch dimension. Use pfeife.compile(step, ...), or "
+                "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic on every batch "
+                "input; a batch of one row is always specialised"
+            )
+        if count > 1:
+            self._check_rows(args, count)
+            self._check_pairs()
+        loss = self.losses.asked(options)
+        captured = with_reductions(
+            self._at(args, count, loss),
+            options.loss_reduction,
+            lambda: self._at(args, count, loss, times=2).program,
+        )
+        self.losses.note(captured)
+        return check_outputs(captured, options.reduce, count)
+
+    def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
+        """The program of one of `count` microbatches, or of one that is so many times as large."""
+        arguments = [
+            attrs.evolve(argument, role=None, example=_Number(float(value)))
+            if number
+            else self._at_microbatch(argument, dim, value, count, times)
+            for argument, dim, value, number in zip(
+                self.inputs.arguments, self.dims, args, self.numbers, strict=True
+            )
+        ]
+        inputs = attrs.evolve(self.inputs, arguments=arguments)
+        dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
+        try:
+            return trace(self.module, inputs, loss, dims, self.losses.leaves)
+        except _torch.DataDependentOutputException as error:
+            raise ValueError(
+                "the step asks for the value of a tensor while it is captured; with dynamic=True "
+                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
+                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _result_dim(self, shape: Sequence[Any]) -> int | None:
+        dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
+        return dims[0] if len(dims) == 1 else None
+
+    def _check_rows(self, args: Sequence[Any], count: int) -> None:
+        """Raises ValueError unless all tensor arguments have as many rows, and these divide."""
+        rows: dict[str, int] = {}
+        each: dict[Any, int] = {}
+        inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
+        for argument, dim, shape, value in sorted(inputs, key=lambda item: item[0].position):
+            if argument.role == Role.CONSTANT and argument.given and len(shape):
+                if not self.marked:
+                    rows[argument.names[0]] = value.shape[0]
+                elif dim is not None:
+                    rows[argument.names[0]] = value.shape[dim]
+            if dim is not None:
+                each[shape[dim].node.expr] = value.shape[dim] // count
+        if len(set(rows.values())) > 1:
+            raise ValueError(
+                f"microbatch: the inputs have {rows} rows, which do not belong together: backend="
+                '"pfeife" cuts every tensor argument along dimension 0. Use pfeife.compile and say '
+                "with in_dims where the batch is (None: nowhere)"
+            )
+        for name, size in rows.items():
+            if size % count:
+                fits = next(n for n in range(count, 0, -1) if size % n == 0)
+                raise ValueError(
+                    f"microbatch: input {name} with {size} rows does not divide into {count} "
+                    f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+                )
+        broken = _torch.broken_guard(self.sizes, each)
+        if broken:
+            raise ValueError(
+                f"the step depends on the batch size: with {sorted(set(each.values()))} rows a "
+                f"microbatch, {broken} no longer holds. If that is a kernel's choice rather than "
+                "the step's, pfeife.compile captures the step at a microbatch's size"
+            )
+
+    def _check_pairs(self) -> None:
+        """Raises ValueError if something has a number for every pair of rows: then the dimension
+        may be another one than the batch, such as that of a sequence."""
+        for node in self.module.graph.nodes:
+            pairs = sum(self._is_batch(size) for size in _shape(node)) > 1
+            if node.target is F.scaled_dot_product_attention:  # makes none that could be seen
+                pairs = self._is_batch(_shape(node.args[0])[-2])
+            if pairs:
+                raise ValueError(
+                    f"{source_line(node)} computes something for every pair of rows of dimension "
+                    "0, so this may not be the batch. Use pfeife.compile and say with in_dims "
+                    "where the batch is"
+                )
+
+    def _at_microbatch(
+        self, argument: Argument, dim: int | None, value: Any, count: int, times: int
+    ) -> Argument:
+        if argument.role is None:
+            batch = self._is_batch(argument.example)
+            each = int(value) // count * times if batch else int(value)
+            return attrs.evolve(argument, example=each)
+        if argument.role != Role.CONSTANT:
+            return argument
+        shape = [*value.shape]
+        if dim is None:
+            return attrs.evolve(argument, example=fake_like(argument.example.fake_mode, value))
+        shape[dim] = shape[dim] // count * times
+        example = fake_like(argument.example.fake_mode, value, tuple(shape))
+        return attrs.evolve(argument, role=Role.BATCH, example=example, batch_dim=dim)
+
+
+@attrs.frozen
+class _Number:
+    """A Python float where Dynamo's graph expects a tensor and asks for its item."""
+
+    value: float
+
+    def item(self) -> float:
+        return self.value
+
+
+def _marks(example: Any) -> list[int]:
+    return sorted(_torch.marked_dims(example)) if isinstance(example, torch.Tensor) else []

@@ -1,0 +1,208 @@
+"""What a user may ask of the backend, checked before anything runs."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from pfeife.compilers import Compiler, checked, compiler_name
+from pfeife.data.machine import Machine, Network
+from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
+
+
+def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    optional = attribute.default in (None, attrs.NOTHING)
+    if not (value is None and optional) and (type(value) is not int or value < 1):
+        raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
+
+
+def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
+
+
+def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Machine | str | os.PathLike):
+        raise ValueError(
+            f"option machine={value!r}: must be a Machine, the name of one, or a path to its JSON"
+        )
+
+
+def _network(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Network | str | os.PathLike):
+        raise ValueError(f"option network={value!r}: must be a Network or the path to its JSON")
+
+
+def _of(kinds: Any, what: str) -> Callable[[object, attrs.Attribute, Any], None]:
+    def check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"option {attribute.name}={value!r}: must be {what}")
+
+    return check
+
+
+def _folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(str | os.PathLike | None, "the path of a folder")(instance, attribute, value)
+    path = Path(value or "")
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    if there and not os.path.isdir(there):
+        raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
+
+
+def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    _of(int | float, "seconds")(instance, attribute, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"option {attribute.name}={value!r}: must be positive")
+
+
+def _compiler(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    try:
+        checked(value)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
+def _optimizer(given: Any) -> Any:
+    if given is None:
+        return None
+    try:
+        return optimizer_of(given)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
+def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    listed = value is None or isinstance(value, tuple)
+    if not listed or not all(isinstance(one, str | torch.device) for one in value or ()):
+        raise ValueError(f"option devices={value!r}: must be a list such as ['cuda:0', 'cuda:1']")
+
+
+def _loss(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not _is_key(value):
+        raise ValueError(
+            f"option loss={value!r}: must be the name, the path or the index of a result, or "
+            "'outside'"
+        )
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value says where a result stands in what a step returns."""
+    if isinstance(value, tuple):
+        return bool(value) and all(type(one) in (int, str) for one in value)
+    return type(value) in (int, str)
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """Options of `torch.compile(step, backend="pfeife", options={...})`.
+
+    microbatches: into how many equal parts the batch of a call is cut.
+    stages: how many stages; one a rank unless given.
+    schedule: the name of a family, such as "1f1b" or "zb-h1", or "search" for cuts, placement and
+        schedule that are searched together for `search_seconds`.
+    split_at: cuts by hand, {"blocks.4": "begin"}.
+    replicas: pipelines that share the microbatches and average their gradients.
+    costs: "estimate", or "measure" by running every cluster on this machine.
+    machine: what to estimate for, a Machine, the name of a shipped one ("h100-sxm") or a path to
+        its JSON; this machine's kind unless given.
+    network: what `pfeife bench-network` has measured, a Network or the path to its JSON.
+    cache: a folder in which measured costs are kept.
+    memory_limit: bytes a rank may use; the machine's memory unless given.
+    optimizer: whose state counts beside the parameters, for the limit: an optimizer, its class,
+        the class's name in torch.optim ("adamw"), or how many bytes are kept for each element
+        of a parameter (float32 master weights are 4 of them).
+    devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
+    timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
+    compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
+        and so does a function, see `pfeife.compilers.compile_bodies`.
+    cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
+    loss: which result is the loss, where several could be: a name ("loss"), a path (("aux", 0))
+        or an index into the tensors that the step returns, or "outside" if none of them is.
+    loss_reduction: how the losses of microbatches combine: "mean", "sum", or "auto" for what the
+        graph tells, see `pfeife.reductions`.
+    reduce: for results without a batch dimension of which the graph does not tell, {name, path or
+        index: "mean" or "sum"} over microbatches.
+    fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
+        many microbatches, runs with as many as keep them from having more rows.
+    check: whether the first call is checked: that the rows of what is cut belong together, and that
+        the captured program computes what the step does (some forwards of a microbatch).
+    compare_batches: whether ranks compare at every call the values of the batch that each of them
+        was given, and the gradients that arrive where the loss is outside.
+    progress: whether rank 0 shows its progress on standard error, if that is a terminal.
+    """
+
+    microbatches: int = attrs.field(default=1, validator=_count)
+    stages: int | None = attrs.field(default=None, validator=_count)
+    schedule: str = attrs.field(default="1f1b", validator=_of(str, "the name of a family"))
+    search_seconds: float = attrs.field(default=20.0, validator=_seconds)
+    split_at: Mapping[str, str] | None = attrs.field(
+        default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
+    )
+    replicas: int = attrs.field(default=1, validator=_count)
+    costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
+    machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
+    network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
+    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
+    memory_limit: int | None = attrs.field(default=None, validator=_count)
+    optimizer: Optimizer | None = attrs.field(
+        default=None, converter=_optimizer, repr=optimizer_name
+    )
+    devices: tuple[str, ...] | None = attrs.field(
+        default=None,
+        converter=lambda given: tuple(given) if isinstance(given, list) else given,
+        validator=_devices,
+    )
+    loss: int | str | tuple[int | str, ...] | None = attrs.field(default=None, validator=_loss)
+    loss_reduction: Literal["mean", "sum", "auto"] = attrs.field(default="auto")
+    reduce: Mapping[int | str | tuple[int | str, ...], str] = attrs.field(
+        factory=dict, validator=_of(Mapping, "a way by index such as {1: 'mean'}")
+    )
+    timeout: float = attrs.field(default=300.0, validator=_seconds)
+    compiler: str | Compiler = attrs.field(
+        default="aot_eager",
+        validator=_compiler,
+        repr=compiler_name,  # the same on every rank
+    )
+    cuda_graphs: bool = attrs.field(default=False, validator=_flag)
+    fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
+    check: bool = attrs.field(default=True, validator=_flag)
+    compare_batches: bool = attrs.field(default=True, validator=_flag)
+    progress: bool = attrs.field(default=True, validator=_flag, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.microbatches % self.replicas:
+            raise ValueError(
+                f"options microbatches={self.microbatches} and replicas={self.replicas}: "
+                "every replica takes the same number of microbatches"
+            )
+        if self.costs not in ("estimate", "measure"):
+            raise ValueError(f"option costs={self.costs!r}: must be 'estimate' or 'measure'")
+        if self.loss_reduction not in ("mean", "sum", "auto"):
+            raise ValueError(
+                f"option loss_reduction={self.loss_reduction!r}: must be 'mean', 'sum' or 'auto'"
+            )
+        wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
+        if wrong:
+            raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+
+def versions() -> list[str]:
+    """What must be the same on every rank beside the program."""
+    names = ("torch", "pfeife")
+    found = [f"{name} {metadata.version(name)}" for name in names]
+    return [*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}"]
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """Options from a mapping. Raises ValueError for a name that is none, or a wrong value."""
+    known = [field.name for field in attrs.fields(Options)]
+    unknown = sorted(map(str, set(given) - set(known)))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; there are {known}")
+    return Options(**given)

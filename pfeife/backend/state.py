@@ -1,0 +1,114 @@
+"""What reads the state of all ranks: collective where several processes train it in parts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pfeife.runtime.distributed.homes import Home
+from pfeife.runtime.distributed.lifeline import Doing
+from pfeife.runtime.distributed.meeting import world_so_far
+from pfeife.runtime.distributed.world import World
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's `state_dict()` with everything that has been trained, as copies on the CPU.
+
+    Under torchrun all ranks must call it, and each gets the whole; every tensor comes from the
+    first rank that trains it. In one process it is a copy of `state_dict()`. Raises ValueError
+    where a rank has written to state that others train, or calls something else than the others,
+    PipelineError if a rank does not call it.
+    """
+    world = world_so_far()
+    if world is None:
+        return {name: _copied(value) for name, value in model.state_dict().items()}
+    with world.busy(lambda: Doing("full_state_dict")):
+        world.homes.foreign.reading = True
+        try:
+            state = model.state_dict(keep_vars=True)
+        finally:
+            world.homes.foreign.reading = False
+        values = list(state.values())
+        told = world.homes.news(None, values)
+        found = world.agreed("\n".join(state), "the names in full_state_dict", note=told)
+        world.homes.agree(world, found.notes, args=values)
+        copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
+        for value in state.values():
+            if id(value) not in copies:
+                copies[id(value)] = _whole(value, world)
+        return {name: copies[id(value)] for name, value in state.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _whole(value: Any, world: World) -> Any:
+    """A value from the first rank that trains it."""
+    home = _home(value, world)
+    if home is None:
+        return _copied(value)
+    found = value.detach().to(world.device).contiguous().clone()
+    world.broadcast(found.reshape(-1).view(torch.uint8), home.first)
+    return found.to("cpu")
+
+
+def _home(value: Any, world: World | None) -> Home | None:
+    known = isinstance(value, torch.Tensor) and world is not None and value in world.homes.known
+    return world.homes.known[value] if known and world is not None else None
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ with the norm of the gradients of all ranks.
+
+    Under torchrun all ranks must call it with the same parameters; a gradient that several ranks
+    have counts once. Returns the norm, the same on every rank. Raises RuntimeError for a norm
+    that is not finite if `error_if_nonfinite`, ValueError if ranks call it with other arguments or
+    call something else, PipelineError if a rank does not call it.
+    """
+    one = isinstance(parameters, torch.Tensor)
+    listed: list[Any] = [parameters] if one else list(parameters)
+    world = world_so_far()
+    homes = [_home(parameter, world) for parameter in listed]
+    if world is None or not any(homes):
+        return torch.nn.utils.clip_grad_norm_(
+            listed, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    with world.busy(lambda: Doing("clip_grad_norm_")):
+        asked = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
+        world.agreed(asked, "the arguments of clip_grad_norm_")
+        norms = _norms(listed, homes, float(norm_type), world)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for the gradients of all ranks is non-finite, so "
+            "it cannot be clipped"
+        )
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
+    for parameter in listed:
+        world.homes.gradients.note(parameter)
+    return total
+
+
+def _norms(
+    parameters: Sequence[torch.Tensor], homes: Sequence[Home | None], kind: float, world: World
+) -> list[torch.Tensor]:
+    """The norm of each gradient that there is, on every rank, in the parameters' order and in
+    their dtypes, as torch adds them up in one process."""
+    mine = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=world.device)
+    for at, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            mine[at] = torch.linalg.vector_norm(parameter.grad.detach(), kind)
+    found = world.gather(mine)
+    counted = [
+        (found[home.first if home else 0][at], parameter)
+        for at, (parameter, home) in enumerate(zip(parameters, homes, strict=True))
+    ]
+    return [norm.to(parameter.device, parameter.dtype) for norm, parameter in counted if norm >= 0]

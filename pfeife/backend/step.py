@@ -1,0 +1,191 @@
+"""`pfeife.compile`: cuts a call's batch first, and has Dynamo capture the step on a microbatch."""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.backend.entry import Backend, Steps, backend
+from pfeife.backend.graphs import MicrobatchGraph
+from pfeife.frontend.arguments import Given, Inputs, describe
+from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of
+from pfeife.frontend.capture import copied, dynamo_graph, plain_error
+from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.world import World
+from pfeife.runtime.failure import PipelineError, Refusal
+
+PROGRAMS = 64  # that Dynamo may compile of one step
+
+
+def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+    """A step that runs as a pipeline: torch.compile with this backend, for a loop as it is.
+
+    `in_dims` says where the batch is in the arguments: as in torch.vmap for the positional ones
+    (a number, None for nowhere, or a nested structure of them), or by name, `{"table": None}`;
+    what is not said is cut along dimension 0. Every tensor that is cut has as many rows as the
+    others, or a multiple where `in_dims` is given. The step is captured as one graph on the first
+    microbatch of a call; a call compiles again when shapes, numbers or modes have changed.
+
+    The result's `backend` attribute has what was compiled. Raises ValueError for wrong options,
+    and at a call for what cannot be cut or captured.
+    """
+    call = step.forward if isinstance(step, nn.Module) else step
+    if inspect.isgeneratorfunction(call) or inspect.iscoroutinefunction(call):
+        raise ValueError(f"{call.__qualname__} is a generator or async: a step returns its results")
+    compiled = _Step(step, in_dims, backend(**options))
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # inside of another step
+            return step(*args, **kwargs)
+        return compiled(args, kwargs)
+
+    run.backend = compiled.backend  # type: ignore[attr-defined]
+    return run
+
+
+class _Step:
+    """A step and what has been compiled of it. One call at a time: other threads wait."""
+
+    def __init__(self, step: Callable[..., Any], in_dims: Any, backend: Backend):
+        self.step, self.backend = step, backend
+        options = backend.options
+        self.cutter = Cutter(
+            step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
+        )
+        self.dynamo = _torch.whole_graph(step, self._graph)
+        self.name = self.cutter.name
+        self.lock = threading.RLock()
+        self.call: Arguments | None = None
+        self.reached = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.lock:
+            world = join_world(self._device(args, kwargs), self.backend.options.timeout)
+            busy = world.building("a call of a compiled step") if world else None
+            with busy or contextlib.nullcontext():
+                result, error = self._attempt(args, kwargs, world)
+        if error is not None:
+            raise error
+        return result
+
+    def _attempt(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
+    ) -> tuple[Any, Exception | None]:
+        """The result of a call, or an error that all ranks know of. Raises all other errors."""
+        self.reached = False
+        try:
+            call = self.call = self.cutter(args, kwargs)
+            with _torch.many_programs(PROGRAMS):
+                result = self.dynamo(*call.args, **call.kwargs)
+            if not self.reached:
+                raise ValueError(
+                    f"the call of {self.name} has not reached Pfeife: it computes nothing with "
+                    "tensors, or torch.compile is turned off (TORCH_COMPILE_DISABLE, "
+                    "torch.compiler.set_stance)"
+                )
+            return self._checked(call, result), None
+        except Refusal as error:
+            return None, error
+        except PipelineError:
+            raise
+        except Exception as error:
+            if self.reached:
+                raise
+            found = self.cutter.mismatch(args, kwargs) or plain_error(error)
+            if world:
+                with contextlib.suppress(Refusal):
+                    world.agreed("", "this call", refused=found)
+            found.__cause__ = error if found is not error else error.__cause__
+            return None, found
+        finally:
+            self.call = None
+
+    def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Called by Dynamo with the graph of a microbatch."""
+        assert self.call is not None
+        losses = self.backend.losses
+        graph = MicrobatchGraph(module, examples, _given(self.call.leaves), self._grown, losses)
+        steps = Steps(self.backend, graph, self.name)
+
+        def run(*args: Any) -> list[torch.Tensor]:
+            call = self.call
+            assert call is not None
+            self.reached = True
+            options = self.backend.options
+            if call.microbatches != options.microbatches:  # of a smaller batch
+                options = attrs.evolve(options, microbatches=call.microbatches)
+            return steps([call.whole(value) for value in args], options)
+
+        return run
+
+    def _grown(self, times: int) -> tuple[fx.GraphModule, Inputs]:
+        """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
+        assert self.call is not None
+        leaves = self.call.grown(times)
+        args, kwargs = self.call.made(leaf.first for leaf in leaves)
+        return dynamo_graph(
+            self.step, args, kwargs, lambda m, e: (copied(m), describe(m, e, given=_given(leaves)))
+        )
+
+    def _checked(self, call: Arguments, result: Any) -> Any:
+        """The result with the caller's own tensors in place of their first microbatches. Raises
+        ValueError for numbers that Python has computed of one microbatch."""
+        numbers = list(_numbers(result)) if call.microbatches > 1 else []
+        if numbers:
+            raise ValueError(
+                f"the step returns the number {numbers[0]!r}, which Python has computed of one "
+                "microbatch; return tensors only"
+            )
+        call.widen()
+        return pytree.tree_map(call.whole, result)
+
+    def _device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        """Where the step's parameters are, as far as can be told before it is captured; else
+        where the first tensor among the arguments is."""
+        for holder in _holders(self.step):
+            for parameter in holder.parameters():
+                return parameter.device
+        tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _numbers(result: Any) -> Iterator[int | float]:
+    for leaf in pytree.tree_leaves(result):
+        fields = fields_of(leaf)
+        if fields is not None:
+            yield from _numbers(fields)
+        elif type(leaf) in (int, float):
+            yield leaf
+
+
+def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:
+    """What the caller hands over, by the identity of what the first microbatch has of it."""
+    return {
+        id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
+        for index, leaf in enumerate(leaves)
+    }
+
+
+def _holders(step: Any) -> list[nn.Module]:
+    """The modules that a step is, is bound to, or closes over."""
+    bound = getattr(step, "__self__", None)
+    function = getattr(step, "__func__", step)
+    cells = getattr(function, "__closure__", None) or ()
+    code = getattr(function, "__code__", None)
+    globals_ = getattr(function, "__globals__", {})
+    owner = bound if bound is not None else step
+    found = [step, owner, *getattr(owner, "__dict__", {}).values()]
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # not bound yet
+            found.append(cell.cell_contents)
+    found += [globals_.get(name) for name in (code.co_names if code else ())]
+    return [one for one in found if isinstance(one, nn.Module)]

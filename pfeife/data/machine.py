@@ -1,0 +1,190 @@
+"""What there is to run on: machines, the links between ranks, and how ranks are replicated."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from reprlib import repr as short
+
+import attrs
+import torch
+
+from pfeife.data import checks
+
+_DTYPES = frozenset(
+    str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+)
+
+
+def _by_dtype(given: float | Mapping[str, float]) -> dict[str, float]:
+    rates = given if isinstance(given, Mapping) else {"float32": given}
+    return {dtype: float(value) for dtype, value in rates.items()}
+
+
+def _rates(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    where = checks.named(instance, attribute)
+    unknown = sorted(set(value) - _DTYPES)
+    if unknown:
+        raise ValueError(
+            f"{where}: {short(unknown)} are no dtypes; write them as torch does: 'bfloat16'"
+        )
+    checks.each(checks.rate)(instance, attribute, value)
+
+
+def _has_float32(instance: object, attribute: attrs.Attribute, value: Mapping[str, float]) -> None:
+    if "float32" not in value:
+        raise ValueError(
+            f"{checks.named(instance, attribute)} must have 'float32', which dtypes without "
+            f"a rate of their own run at; there are {sorted(value)}"
+        )
+
+
+def _fields(instance: object, attribute: attrs.Attribute, value: Mapping[str, str]) -> None:
+    unknown = sorted(set(value) - set(Machine.__annotations__))
+    if unknown:
+        raise ValueError(
+            f"{checks.named(instance, attribute)}: {short(unknown)} are no fields of a machine"
+        )
+
+
+@attrs.frozen
+class Machine:
+    """What one rank has: rates are sustained, not peak.
+
+    `flops` in operations per second by dtype ("float32", "bfloat16"; a number alone is
+    float32's), `memory_bandwidth` and `link_bandwidth` (one direction to one other rank) in bytes
+    per second, `link_latency`, `launch_seconds` (of one operation) and `action_seconds` (that the
+    runtime adds to every action of a schedule) in seconds, `memory` in bytes. `overlap` is the
+    fraction of a transfer's time that is hidden from the ranks' computing: 1 where other hardware
+    moves the bytes, 0 where a rank is busy while it sends and receives.
+
+    For reports: `peak_flops` and `peak_memory_bandwidth` as the data sheet has them, and
+    `sources`, which says for a field where its value comes from and what was assumed.
+    `device_names` are the patterns (of fnmatch) of what torch.cuda.get_device_name calls it.
+    """
+
+    name: str
+    flops: dict[str, float] = attrs.field(converter=_by_dtype, validator=[_rates, _has_float32])
+    memory_bandwidth: float = attrs.field(validator=checks.rate)
+    memory: int = attrs.field(validator=checks.positive)
+    link_bandwidth: float = attrs.field(validator=checks.rate)
+    link_latency: float = attrs.field(default=0.0, validator=checks.seconds)
+    launch_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    action_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    overlap: float = attrs.field(default=1.0, validator=checks.fraction)
+    peak_flops: dict[str, float] = attrs.field(factory=dict, converter=_by_dtype, validator=_rates)
+    peak_memory_bandwidth: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(checks.rate)
+    )
+    device_names: tuple[str, ...] = ()
+    sources: dict[str, str] = attrs.field(factory=dict, validator=_fields, repr=False)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second on a dtype: its own rate, else float32's."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
+    def transfer_seconds(self, size: int) -> float:
+        return self.link_latency + size / self.link_bandwidth
+
+
+@attrs.frozen
+class Link:
+    """One direction between two ranks, for messages of `sizes[i]` bytes.
+
+    `seconds[i]` until it has arrived at a rank that waits for it; `sending[i]` and
+    `receiving[i]` are what it takes away from the computing of the two ranks (the cost model is
+    LogGP's with all of it by size; Alexandrov et al., JPDC 1997). Straight lines between the
+    sizes, the last one going on. `residual` is the largest relative error of the fit to
+    `seconds`.
+    """
+
+    source: int = attrs.field(validator=checks.not_negative)
+    destination: int = attrs.field(validator=checks.not_negative)
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sending: tuple[float, ...]
+    receiving: tuple[float, ...]
+    residual: float
+
+    def __attrs_post_init__(self) -> None:
+        where = f"Link {self.source} -> {self.destination}"
+        if self.source == self.destination:
+            raise ValueError(f"{where}: a link is between two ranks")
+        lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
+        if lengths != {len(self.sizes)} or len(self.sizes) < 2:
+            raise ValueError(f"{where}: figures for {lengths} sizes")
+        if self.sizes[0] != 0 or any(low >= high for low, high in pairwise(self.sizes)):
+            raise ValueError(f"{where}: Link.sizes must ascend from 0, not {self.sizes}")
+        for values in (self.seconds, self.sending, self.receiving):
+            if not values[0] >= 0 or any(not low <= high for low, high in pairwise(values)):
+                raise ValueError(f"{where}: seconds {values} are negative or fall")
+        if not self.seconds[-1] > 0 or not self.residual >= 0:
+            raise ValueError(f"{where}: no seconds, or a residual of {self.residual}")
+        longest = max(self.seconds[-1], self.sending[-1], self.receiving[-1])
+        if longest > checks.LONGEST:
+            raise ValueError(f"{where}: a message takes {longest} seconds, over {checks.LONGEST:g}")
+
+    def transfer_seconds(self, size: int) -> float:
+        return self._at(self.seconds, size)
+
+    def send_seconds(self, size: int) -> float:
+        return self._at(self.sending, size)
+
+    def receive_seconds(self, size: int) -> float:
+        return self._at(self.receiving, size)
+
+    def _at(self, seconds: tuple[float, ...], size: int) -> float:
+        at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[at - 1], self.sizes[at]
+        slope = (seconds[at] - seconds[at - 1]) / (high - low)
+        return seconds[at - 1] + slope * (size - low)
+
+
+@attrs.frozen
+class Network:
+    """The links between the ranks of a world, one for each direction of a pair."""
+
+    links: tuple[Link, ...]
+
+    def __attrs_post_init__(self) -> None:
+        ends = Counter((link.source, link.destination) for link in self.links)
+        for (source, destination), count in ends.items():
+            if count > 1:
+                raise ValueError(f"Network: {count} links from rank {source} to {destination}")
+
+    def link(self, source: int, destination: int) -> Link:
+        """Raises ValueError for a pair of ranks that was not measured."""
+        for link in self.links:
+            if (link.source, link.destination) == (source, destination):
+                return link
+        raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
+
+    def seen_by(self, machine: Machine) -> Machine:
+        """The machine with the figures of the slowest link, for decisions before ranks are
+        known."""
+        if not self.links:
+            return machine
+        slowest = max(self.links, key=lambda link: link.seconds[-1])
+        taken = max(slowest.sending[-1], slowest.receiving[-1]) / slowest.seconds[-1]
+        rising = slowest.seconds[-1] - slowest.seconds[0]
+        return attrs.evolve(
+            machine,
+            link_latency=slowest.seconds[0],
+            link_bandwidth=slowest.sizes[-1] / max(rising, 1e-12),
+            overlap=min(max(1 - taken, 0.0), 1.0),
+        )
+
+
+@attrs.frozen
+class Mesh:
+    """`replicas` pipelines of `ranks` ranks each; pipeline r has the global ranks from
+    r * ranks on, so that neighbours in a pipeline are neighbours in the world."""
+
+    ranks: int = attrs.field(validator=checks.positive)
+    replicas: int = attrs.field(default=1, validator=checks.positive)
+
+    @property
+    def size(self) -> int:
+        return self.ranks * self.replicas

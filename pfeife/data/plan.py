@@ -1,0 +1,84 @@
+"""What calls cost, and what was decided about them: cuts, ranks, schedule, recomputation."""
+
+from reprlib import repr as short
+
+import attrs
+
+from pfeife.data import checks
+from pfeife.data.schedule import Schedule
+
+_EACH_SECONDS = checks.each(checks.seconds)
+
+
+@attrs.frozen
+class Costs:
+    """Seconds of one microbatch in every call of a program, by the name of the call's node.
+
+    `spread` is the measurements' interquartile range in seconds, empty for estimates;
+    `accumulate` what it takes to add the gradients of a call to those of earlier microbatches.
+    """
+
+    source: str
+    seconds: dict[str, float] = attrs.field(validator=_EACH_SECONDS)
+    spread: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+    accumulate: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+
+    def __attrs_post_init__(self) -> None:
+        unknown = sorted({*self.spread, *self.accumulate} - set(self.seconds))
+        if unknown:
+            raise ValueError(f"Costs: {short(unknown)} have a spread, but no seconds")
+
+
+@attrs.frozen
+class RecomputeOption:
+    """What one stage computes again in its backward instead of saving it.
+
+    `names` are nodes of the stage's forward; what they read and is not named is saved. Then a
+    microbatch keeps `saved` bytes from forward to backward, and its backward takes
+    `extra_seconds` more.
+    """
+
+    saved: int = attrs.field(default=0, validator=checks.not_negative)
+    extra_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    names: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Plan:
+    """Where to cut, where to run, and in which order.
+
+    `stage_of_cluster` has a stage for every cluster; the stages' ranks are those of the
+    schedule. Values of the nodes named in `duplicated` are computed by every stage that reads
+    them instead of sent. `recompute` has an option for every stage, or is empty: then all that a
+    backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
+    `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
+    stages on these ranks takes less than `bound_seconds`. Raises ValueError if the schedule has
+    fewer stages, or if there is not one entry for every stage.
+    """
+
+    stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
+    schedule: Schedule
+    duplicated: tuple[str, ...] = ()
+    stage_seconds: tuple[float, ...] | None = attrs.field(default=None, validator=_EACH_SECONDS)
+    step_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
+    bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
+    recompute: tuple[RecomputeOption, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.stages > self.schedule.stages:
+            raise ValueError(
+                f"Plan: the clusters are in {self.stages} stages, the schedule runs "
+                f"{self.schedule.stages}"
+            )
+        for field in ("stage_seconds", "recompute"):
+            entries = getattr(self, field)
+            if entries and len(entries) != self.stages:
+                raise ValueError(f"Plan.{field}: {len(entries)} entries for {self.stages} stages")
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(self.stage_of_cluster, default=-1)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return self.schedule.stage_ranks

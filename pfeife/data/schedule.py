@@ -1,0 +1,172 @@
+"""What every rank does in which order: actions, schedules and their CSV."""
+
+import csv
+import io
+import re
+from enum import StrEnum
+from reprlib import repr as short
+
+import attrs
+
+from pfeife.data import checks, plain
+from pfeife.ir.program import Kind
+
+
+class Do(StrEnum):
+    """What an action does, in the words of torch.distributed.pipelining's CSV."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    @property
+    def kind(self) -> Kind | None:
+        """The call that an action of computation runs; None for the others."""
+        return _KINDS.get(self.value)
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+# Which stage the other end of a transfer is, seen from this one, in a chain of stages.
+_NEIGHBOUR = {Do.SEND_F: 1, Do.RECV_F: -1, Do.SEND_B: -1, Do.RECV_B: 1}
+
+
+@attrs.frozen
+class Action:
+    """One thing that a rank does for one stage and one microbatch (None: once a step).
+
+    A send's `stage` is the one that made the values and its `peer` the first stage of the other
+    rank that reads them; a receive's are the other way round. In the text form the peer is
+    left out where it is the neighbour, so that chains of stages read as torch writes them.
+    A reduction's `stage` is the first stage that has a part in the gradients.
+    Raises ValueError for a transfer without a peer, or another action with one.
+    """
+
+    stage: int = attrs.field(validator=checks.not_negative)
+    do: Do
+    microbatch: int | None = attrs.field(default=None, validator=checks.not_negative)
+    peer: int | None = attrs.field(default=None, validator=checks.not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        if (self.peer is None) == (self.do in _NEIGHBOUR):
+            raise ValueError(
+                f"{self.stage}{self.do} with the peer {self.peer}: a send or receive has a stage "
+                "at the other end, nothing else has"
+            )
+
+    def runs(self, kind: Kind) -> bool:
+        """Whether the action runs a call of this kind; a backward may be there in two parts."""
+        own = self.do.kind
+        return own == kind or (own == Kind.BACKWARD and kind != Kind.FORWARD)
+
+    def __str__(self) -> str:
+        neighbour = self.stage + _NEIGHBOUR.get(self.do, 0)
+        peer = "" if self.peer in (None, neighbour) else f"@{self.peer}"
+        return f"{self.stage}{self.do}{'' if self.microbatch is None else self.microbatch}{peer}"
+
+
+_ACTION = re.compile(
+    r"(\d{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d{0,18})(?:@(\d{1,18}))?",
+    re.ASCII,
+)
+
+
+def parse_action(text: str) -> Action:
+    """Reads what `str(action)` wrote, which torch's own text is a part of."""
+    found = _ACTION.fullmatch(text.strip(" \t"))
+    if not found:
+        raise ValueError(f"{short(text)} is not an action such as 0F1, 2SEND_B0@1 or 3REDUCE_GRAD")
+    stage, do, microbatch, peer = found.groups()
+    other = int(peer) if peer else None
+    if other is None and do in _NEIGHBOUR:
+        other = int(stage) + _NEIGHBOUR[Do(do)]
+    return Action(int(stage), Do(do), int(microbatch) if microbatch else None, other)
+
+
+SENDS = {Do.SEND_F: Do.RECV_F, Do.SEND_B: Do.RECV_B}
+
+RECEIVES = frozenset(SENDS.values())
+
+
+def received_as(sent: Action) -> Action:
+    """The receive that belongs to a send."""
+    assert sent.peer is not None
+    return Action(sent.peer, SENDS[sent.do], sent.microbatch, sent.stage)
+
+
+@attrs.frozen
+class Schedule:
+    """Per rank the actions in their order."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def microbatches(self) -> int:
+        indices = [a.microbatch for rank in self.ranks for a in rank if a.microbatch is not None]
+        return 1 + max(indices, default=-1)
+
+    @property
+    def stages(self) -> int:
+        return 1 + max((action.stage for rank in self.ranks for action in rank), default=-1)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage. Raises ValueError if a stage is computed on two, or nowhere."""
+        found: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.do.kind and found.setdefault(action.stage, rank) != rank:
+                    raise ValueError(
+                        f"stage {action.stage} runs on ranks {found[action.stage]} and {rank}"
+                    )
+        if len(found) < self.stages:
+            missing = next(stage for stage in range(self.stages) if stage not in found)
+            raise ValueError(f"stage {missing} runs on no rank")
+        return tuple(found[stage] for stage in range(self.stages))
+
+    def computing(self) -> "Schedule":
+        """Without the actions that `lower` puts in."""
+        return Schedule(tuple(tuple(a for a in rank if a.do.kind) for rank in self.ranks))
+
+    def to_csv(self) -> str:
+        """A row a rank, a cell an action, as torch.distributed.pipelining writes it."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(map(str, rank) for rank in self.ranks)
+        return text.getvalue()
+
+    @staticmethod
+    def from_csv(text: str) -> "Schedule":
+        """Reads a CSV of this class or of torch's; empty cells are left out.
+
+        Raises ValueError for a cell that is no action, with its rank, for a text without a row
+        and for one of more than 64 MiB or 4 million cells.
+        """
+        if not text:
+            raise ValueError("this is not the CSV of a schedule: it is empty")
+        if len(text) > plain.LARGEST_FILE or text.count(",") > plain.MOST_ITEMS:
+            raise ValueError(
+                f"a CSV of more than {plain.LARGEST_FILE} characters or {plain.MOST_ITEMS} cells"
+            )
+        try:
+            rows = list(csv.reader(io.StringIO(text), strict=True))
+        except csv.Error as error:
+            raise ValueError(f"this is not CSV: {error}") from None
+        return Schedule(tuple(_row(rank, cells) for rank, cells in enumerate(rows)))
+
+
+def _row(rank: int, cells: list[str]) -> tuple[Action, ...]:
+    actions = []
+    for index, cell in enumerate(cells):
+        if cell == "":
+            continue
+        try:
+            actions.append(parse_action(cell))
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, cell {index}: {error}") from None
+    return tuple(actions)

@@ -1,0 +1,265 @@
+"""What the first call of a step is checked for: that its rows are the batch, and that the captured
+program computes what the step computes. It costs some forwards of a microbatch, on this rank alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.capture import Captured
+from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.seeding import is_random
+
+log = logging.getLogger("pfeife")
+Values = list[Any]
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes: a tenth
+_STATISTICS = ("batch_norm", "instance_norm")
+
+
+class _Draws(Exception):
+    """The step draws numbers that have no expected value to put in their place."""
+
+
+class _Expected(_torch.TorchDispatchMode):
+    """Runs operations with the expected values of what they draw: dropout keeps everything. The
+    generators are left alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        if is_random(func, args, kwargs):
+            raise _Draws(str(func))
+        return func(*args, **kwargs)
+
+
+def check_first_call(
+    module: fx.GraphModule, captured: Captured, args: Sequence[Any], sure: bool
+) -> None:
+    """Raises ValueError if the order of the rows matters, or if the program computes something
+    else than Dynamo's graph `module`, both beyond rounding, or if rows depend on one another where
+    nobody is `sure` that they are the batch.
+
+    `args` are those of a call with the whole batch, two microbatches or more. What cannot be
+    compared is left: draws without an expected value, results that are not finite, rows of which
+    a microbatch has one only.
+    """
+    runs = _Runs(module, captured, args)
+    try:
+        found = runs.first()
+        if found is None or not all(_finite(value) for value in found):
+            return
+        runs.check_program(found)
+        if runs.rows > 1:
+            runs.check_order(found)
+        if runs.rows > 1 and not sure:
+            runs.check_mixing(found)
+    except _Draws as draws:
+        log.debug("the first call is not checked, since the step draws by %s", draws)
+
+
+class _Runs:
+    """Runs of Dynamo's graph on parts of a batch."""
+
+    def __init__(self, module: fx.GraphModule, captured: Captured, args: Sequence[Any]):
+        self.module, self.captured, self.args = module, captured, args
+        ports = {port.name: port for port in captured.program.inputs}
+        self.ports = [ports[name] if name else None for name in captured.arguments]
+        self.cut = [i for i, port in enumerate(self.ports) if port and port.batch_dim is not None]
+        sizes = {
+            port.shape[port.batch_dim] for port in self.ports if port and port.batch_dim is not None
+        }
+        self.rows = sizes.pop() if len(sizes) == 1 else 1
+        outputs = {port.name: port for port in captured.program.outputs}
+        self.results = [outputs[name] for name in captured.results]
+
+    def __call__(self, values: Values) -> list[torch.Tensor]:
+        """The results, floating ones alone; buffers are not changed."""
+        copies = [
+            value.clone() if port and port.role == Role.BUFFER else value
+            for port, value in zip(self.ports, values, strict=True)
+        ]
+        with torch.no_grad(), _Expected():
+            return list(fx.Interpreter(self.module).run(*copies))
+
+    def first(self) -> list[torch.Tensor] | None:
+        """The results of the first microbatch; None if it fails: the step will say where."""
+        try:
+            return self(self.part(0))
+        except _Draws:
+            raise
+        except Exception as error:
+            log.debug("the first call is not checked, since the step fails: %s", error)
+            return None
+
+    def part(self, index: int) -> Values:
+        """The arguments of a microbatch."""
+        found = []
+        for value, port, number in zip(self.args, self.ports, self.captured.numbers, strict=True):
+            if port is None:
+                found.append(number)
+            elif port.batch_dim is None:
+                found.append(value.detach())
+            else:
+                size = port.shape[port.batch_dim]
+                found.append(value.detach().narrow(port.batch_dim, index * size, size))
+        return found
+
+    def permuted(self, values: Values, among: Iterable[int]) -> Values:
+        """The same with the rows of some arguments in reverse order."""
+        chosen = set(among)
+        return [
+            value.flip(port.batch_dim) if port and index in chosen else value
+            for index, (value, port) in enumerate(zip(values, self.ports, strict=True))
+        ]
+
+    def check_program(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless the program's forward gives the same."""
+        program = self.captured.program
+        if program.ports(Role.SEED):
+            return
+        slots = {port.name: v for port, v in zip(self.ports, self.part(0), strict=True) if port}
+        results = forward_of(program)(slots)
+        for name, value in zip(self.captured.results, found, strict=True):
+            if not _close(results[name], value):
+                raise ValueError(
+                    f"the captured program computes another {name} than the step on the first "
+                    f"microbatch: {_short(results[name])} for {_short(value)}; please report it "
+                    "(check=False leaves this check out)"
+                )
+
+    def check_order(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless rows in another order give the same, in that order."""
+        values = self.part(0)
+        if self._same(found, self(self.permuted(values, self.cut))):
+            return
+        for alone in self.cut if len(self.cut) > 1 else ():
+            rest = [index for index in self.cut if index != alone]
+            if self._same(found, self(self.permuted(values, rest))):
+                name = self._name(alone)
+                raise ValueError(
+                    f"in_dims: {name} has as many rows as the batch, but they do not belong to its "
+                    f"rows: hand it over whole with pfeife.compile(..., in_dims={{{name!r}: None}})"
+                )
+        names = [self._name(index) for index in self.cut]
+        raise ValueError(
+            f"in_dims: the results of the step depend on the order of the rows of {names}, so they "
+            "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
+            "if the order of the rows matters"
+        )
+
+    def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if a row gives something else in the company of other rows."""
+        mixed = self._mixed(self.rows // 2)
+        targets = [str(node.target) for node in self.module.graph.nodes]
+        statistics = any(word in target for target in targets for word in _STATISTICS)
+        for port, before, after in self._returned(found, self(mixed)):
+            unknown = port.role == Role.LOSS and port.name in self.captured.unknown
+            if not unknown and (statistics or self._alike(port, before, after)):
+                continue
+            names = [self._name(index) for index in self.cut]
+            raise ValueError(
+                f"the rows of {names} (dimension {self._dim(self.cut[0])}) depend on one another, "
+                "as negatives from a batch do, or places if the batch is in another dimension: say "
+                "where it is with in_dims of pfeife.compile, or check=False if it is there"
+            )
+
+    def _mixed(self, size: int) -> Values:
+        """The first rows of the first microbatch with the last ones of the second."""
+        one, other = self.part(0), self.part(1)
+        mixed = [*one]
+        for index in self.cut:
+            dim, sizes = self._dim(index), [size, self.rows - size]
+            first, last = one[index].split(sizes, dim)[0], other[index].split(sizes, dim)[1]
+            mixed[index] = torch.cat([first, last], dim)
+        return mixed
+
+    def _alike(self, port: Port, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two results have the same first rows, if they have any."""
+        if port.batch_dim is None:
+            return True
+        size = self.rows // 2
+        return _close(self._rows(port, one)[:size], self._rows(port, other)[:size])
+
+    def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+        """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
+        return all(
+            _close(one, value)
+            if port.batch_dim is None
+            else _close(self._rows(port, one), self._rows(port, value).flip(0))
+            for port, one, value in self._returned(found, other)
+        )
+
+    def _returned(
+        self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+    ) -> list[tuple[Port, torch.Tensor, torch.Tensor]]:
+        """Two runs' results, without those that the step only assigns to attributes."""
+        kept = {n for n in self.captured.kept if not self.captured.is_returned(n)}
+        pairs = zip(self.results, found, other, strict=True)
+        return [one for one in pairs if one[0].name not in kept]
+
+    def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        """A result with its rows in front, each of which may have several places along the
+        dimension of the batch."""
+        assert port.batch_dim is not None
+        return value.movedim(port.batch_dim, 0).unflatten(0, (self.rows, -1))
+
+    def _dim(self, index: int) -> int:
+        """Where the batch is in an argument that is cut."""
+        port = self.ports[index]
+        assert port is not None and port.batch_dim is not None
+        return port.batch_dim
+
+    def _name(self, index: int) -> str:
+        port = self.ports[index]
+        assert port is not None
+        return port.fqn
+
+
+def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The loss and the outputs of a flat program, from its inputs by the names of their ports."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    wanted = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
+    for node in program.module.graph.nodes:
+        if node.op != "output":
+            here[node] = graph.node_copy(node, here.__getitem__)
+    results = returned(program.module)
+    graph.output({name: here[results[name]] for name in wanted})
+    graph.eliminate_dead_code()
+    module = fx.GraphModule(program.module, graph)
+
+    def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        given = [values.get(port.name) for port in program.inputs]
+        with torch.no_grad(), _torch.no_autocast():
+            found: dict[str, torch.Tensor] = fx.Interpreter(module).run(*given)
+        return found
+
+    return run
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether floating values agree to within rounding, as a share of their size."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return True
+    size = float(torch.maximum(one.abs(), other.abs()).max()) if one.numel() else 0.0
+    rounding = _ROUNDING.get(one.dtype, 0.1)
+    return not one.numel() or float((one - other).abs().max()) <= rounding * size + 1e-6
+
+
+def _short(value: torch.Tensor) -> str:
+    return f"{value.item():.6g}" if value.dim() == 0 else f"values of up to {value.abs().max():.6g}"

@@ -1,0 +1,118 @@
+"""How the microbatches of results are joined to the batch's, and its gradients cut again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.frontend.capture import Captured, as_last
+from pfeife.frontend.results import Key, index_of
+from pfeife.ir.evaluate import Divisor, add, combined, over
+from pfeife.ir.program import Port, Role
+
+
+def check_outputs(captured: Captured, reduce: Mapping[Key, str], count: int) -> Captured:
+    """The results' reductions with those that `reduce` asks for. Raises ValueError unless it is
+    known how to join every result's microbatches."""
+    if count > 1:
+        _check_kept(captured)
+    asked = {captured.results[_result(key, captured)]: how for key, how in reduce.items()}
+    ports = []
+    for port in captured.program.outputs:
+        if port.role == Role.LOSS and asked.get(port.name, port.reduction) != port.reduction:
+            raise ValueError(
+                f"option reduce: the result {captured.label(port.name)!r} is the loss, and its "
+                f"microbatches are combined as {port.reduction!r}: say loss_reduction="
+                f'"{asked[port.name]}"'
+            )
+        if port.role == Role.OUTPUT and port.name in asked:
+            how: Any = asked[port.name]
+            port = attrs.evolve(port, reduction=how, counts=(), batch_dim=None)
+        if port.role == Role.OUTPUT and _only_kept(captured, port):
+            port = as_last(port)
+        if port.role == Role.OUTPUT and count > 1 and not (port.reduction or _joined(port)):
+            raise ValueError(_unjoinable(captured, port))
+        ports.append(port)
+    return attrs.evolve(captured, program=attrs.evolve(captured.program, outputs=tuple(ports)))
+
+
+def _only_kept(captured: Captured, port: Port) -> bool:
+    """Whether a result is there for an attribute alone, and has neither rows nor the same value in
+    every microbatch."""
+    told = _joined(port) or port.reduction == "same"
+    return port.name in captured.kept and not captured.is_returned(port.name) and not told
+
+
+def _check_kept(captured: Captured) -> None:
+    """Raises ValueError for an attribute that the step reads and assigns anew, if microbatches
+    cannot carry it on."""
+    inputs = {port.name: port for port in captured.program.inputs}
+    outputs = {port.name: port for port in captured.program.outputs}
+    for moved, to in captured.moved.items():
+        if moved in captured.carried:
+            raise ValueError(
+                f"the step keeps {inputs[moved].fqn} as {to}, and it is another one in every "
+                f"microbatch: keep a copy ({to} = {inputs[moved].fqn}.clone())"
+            )
+    for result, kept in captured.kept.items():
+        for place in kept.replaces:
+            name = captured.arguments[place]
+            if name is None or name in captured.carried or inputs[name].role == Role.BATCH:
+                continue
+            new, old = outputs[result], inputs[name]
+            if (new.dtype, new.shape) != (old.dtype, old.shape):
+                raise ValueError(
+                    f"the step assigns {kept.name} anew and reads it in the next microbatch, but "
+                    f"it was {old.dtype} {list(old.shape)} and becomes {new.dtype} "
+                    f"{list(new.shape)}: keep its dtype and shape"
+                )
+            raise ValueError(
+                f"the step assigns {kept.name} anew, with its gradients, and reads it in the next "
+                f"microbatch: detach what is kept ({kept.name} = value.detach())"
+            )
+
+
+def _result(key: Key, captured: Captured) -> int:
+    index = index_of(key, captured.leaves, "option reduce")
+    if not 0 <= index < len(captured.results):
+        raise ValueError(f"option reduce: there are no results {[index]}")
+    return index
+
+
+def _joined(port: Port) -> bool:
+    return port.batch_dim is not None
+
+
+def _unjoinable(captured: Captured, port: Port) -> str:
+    key = captured.label(port.name)
+    why = captured.unknown.get(port.name)
+    return (
+        f"result {key!r} of the step ({port.dtype} {list(port.shape)}) has no batch dimension of "
+        "its own, so its microbatches cannot be joined"
+        f"{f' (what it is of the batch is not known, because of {why})' if why else ''}: say how "
+        f'with reduce={{{key!r}: "mean"}} or "sum", say that it is the loss with loss={key!r}, '
+        "or return the loss alone"
+    )
+
+
+def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
+    """A result of the whole batch; `divided` are its divisors (`evaluate.divisors`)."""
+    if port.batch_dim is not None:
+        return torch.cat(values, port.batch_dim)
+    if len(values) == 1 or port.reduction in ("same", "last"):
+        return values[-1].clone()  # the caller may write to it before the backward
+    return add(values) if port.reduction == "sum" else combined(values, divided)
+
+
+def cut(
+    port: Port, whole: torch.Tensor | None, count: int, divided: Sequence[Divisor]
+) -> Sequence[torch.Tensor]:
+    """An output's gradient as the gradients of its microbatches."""
+    if whole is None:
+        return [torch.zeros(port.shape, dtype=port.dtype, device=port.device)] * count
+    if port.batch_dim is not None:
+        return whole.chunk(count, port.batch_dim)
+    if port.reduction == "last":
+        return [torch.zeros_like(whole)] * (count - 1) + [whole]
+    return [over(whole, by) for by in divided]

@@ -1,0 +1,141 @@
+"""How the microbatches of every result are put together, read off the flat graph.
+
+A result that has rows is joined along them. Any other is a sum over the rows (added up), a mean
+over them (averaged), or a mean by a count that the batch decides, such as the targets that are
+not ignored (averaged by that count).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+import torch
+from torch import fx, nn
+
+from pfeife.frontend.rows.follow import ancestors, follow
+from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
+from pfeife.ir.program import Count, Port, Program, Role, find_node, returned, source_line
+from pfeife.ir.seeding import seeded
+
+LossReduction = Literal["mean", "sum", "auto"]
+
+
+def told(
+    program: Program,
+    loss_reduction: LossReduction = "auto",
+    larger: Callable[[], Program] | None = None,
+) -> tuple[Program, dict[str, str]]:
+    """A flat program whose ports say how their microbatches are put together, and by port name
+    what kept that from being known: such a loss is averaged.
+
+    `larger` gives the program for twice the rows; it is asked only where a number may count rows.
+    """
+    known = derive(program, larger)
+    divided = [node for one in known.values() if isinstance(one, Rows) for node in one.counts]
+    counts = {node: _count(program, node) for node in dict.fromkeys(divided)}
+    kept = [node for node, count in counts.items() if count]
+    ports, unknown = [], {}
+    for port in program.outputs:
+        found = known.get(port.name)
+        if port.role == Role.LOSS and loss_reduction != "auto":
+            found, port = None, attrs.evolve(port, reduction=loss_reduction)
+        if isinstance(found, Rows):
+            found = next((Unknown(n) for n in found.counts if n not in kept), found)
+        if isinstance(found, Rows):
+            port = _told(program, port, found, kept)
+        elif found is not None and port.batch_dim is None:
+            unknown[port.name] = str(found)
+        if port.role == Role.LOSS and port.reduction in (None, "same"):
+            port = attrs.evolve(port, reduction="mean")
+        ports.append(port)
+    made = tuple(count for count in counts.values() if count)
+    return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown
+
+
+def derive(program: Program, larger: Callable[[], Program] | None = None) -> dict[str, Known]:
+    """What is known of every loss and output of a flat program, by port name."""
+    known = _derive(program, None)
+    if larger and any(isinstance(one, Unknown) and one.numbers for one in known.values()):
+        try:
+            twin = larger()
+        except Exception:  # a step that twice the rows break tells nothing
+            return known
+        return _derive(program, twin)
+    return known
+
+
+def _derive(program: Program, twin: Program | None) -> dict[str, Known]:
+    graph = program.module.graph
+    inputs = {find_node(program.module, p.name): _given(p) for p in program.ports(Role.BATCH)}
+    places = [(p, _given(p).dim) for p in program.ports(Role.BATCH)]
+    rows = math.gcd(*[p.shape[dim] for p, dim in places if dim is not None]) or 1
+    names = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
+    wanted = [returned(program.module)[name] for name in names]
+    other = twin.module.graph if twin else None
+    twins = [returned(twin.module).get(name) for name in names] if twin else []
+    found = follow(graph, inputs, wanted, rows, other, [node for node in twins if node])
+    return {name: found[node] for name, node in zip(names, wanted, strict=True)}
+
+
+def _given(port: Port) -> Rows:
+    """A tensor of the batch has rows, in front unless said otherwise; one without dimensions is
+    the same for all microbatches (a count that the loop knows)."""
+    if not port.shape:
+        return Rows()
+    return Rows(varies=True, dim=port.batch_dim or 0)
+
+
+def _told(program: Program, port: Port, found: Rows, counts: list[fx.Node]) -> Port:
+    if found.dim is not None:
+        whole = port.batch_dim is None and found.before == 1 and port.role == Role.OUTPUT
+        return attrs.evolve(port, batch_dim=found.dim) if whole else port
+    if found.power:
+        return attrs.evolve(port, reduction="sum")
+    if not found.varies:
+        same = not _changes(program, returned(program.module)[port.name])
+        return attrs.evolve(port, reduction="same") if same else port
+    by = tuple(index for index, node in enumerate(counts) if node in found.counts)
+    weighted = len(by) == 1 and not found.plain
+    return attrs.evolve(port, reduction="weighted" if weighted else "mean", counts=by)
+
+
+def _changes(program: Program, value: fx.Node) -> bool:
+    """Whether a value is drawn at random, or read from a buffer that the step updates."""
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    carried = {p.name for p in program.ports(Role.BUFFER, Role.SEED) if p.fqn in {*updated, "seed"}}
+    return any(node.name in carried for node in ancestors(program.module.graph, [value]))
+
+
+def _count(program: Program, divided: fx.Node) -> Count | None:
+    """By what a mean was divided, as a graph of the batch alone; None if it needs more."""
+    graph, classes = fx.Graph(), operation(divided).startswith("nll_loss")
+    given = bound(divided)
+    if classes and given["weight"] is not None:
+        return None
+    target = given["target"] if classes else source_of(divided)
+    copies = _cone(program, target, graph)
+    if copies is None:
+        return None
+    value = copies[target]
+    if classes:
+        wanted = graph.call_function(torch.ops.aten.ne.Scalar, (value, given["ignore_index"]))
+        value = graph.call_function(torch.ops.aten.sum.default, (wanted,))
+    graph.output(value)
+    holder = nn.Module()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            setattr(holder, node.target, getattr(program.module, node.target))
+    module = fx.GraphModule(holder, graph)
+    return Count(module, source_line(divided), classes or target is not divided)
+
+
+def _cone(program: Program, end: fx.Node, graph: fx.Graph) -> dict[fx.Node, fx.Node] | None:
+    """Copies of all that a node is computed from; None unless that is of the batch alone."""
+    batch = {port.name for port in program.ports(Role.BATCH)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in ancestors(program.module.graph, [end]):
+        if node.target is seeded or (node.op == "placeholder" and node.name not in batch):
+            return None
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return copies

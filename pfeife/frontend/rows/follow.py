@@ -1,0 +1,78 @@
+"""An abstract run of a flat graph: how its results depend on the rows of the batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import fx
+
+from pfeife.frontend.rows.table import rule_of
+from pfeife.frontend.rows.value import FIXED, Known, Operation, Rows, Stuck, Unknown, bound
+
+
+def follow(
+    graph: fx.Graph,
+    inputs: Mapping[fx.Node, Rows],
+    wanted: Sequence[fx.Node],
+    rows: int,
+    twin: fx.Graph | None = None,
+    twins: Sequence[fx.Node] = (),
+) -> dict[fx.Node, Known]:
+    """What is known of the `wanted` nodes of a graph captured for so many `rows`.
+
+    `twin` is the graph for twice the rows and `twins` are its wanted nodes: it tells numbers that
+    count rows from others; a twin of another form is ignored.
+    """
+    nodes = ancestors(graph, wanted)
+    others = dict(zip(nodes, _alike(nodes, ancestors(twin, twins) if twin else []), strict=True))
+    known: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node.op == "placeholder" or "val" not in node.meta:  # a branch of torch.cond
+            known[node] = inputs.get(node, FIXED)
+            continue
+        one = Operation(node, bound(node), known, rows, others[node])
+        stuck = next(
+            (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
+        )
+        try:
+            known[node] = stuck or _noting_losses(one, rule_of(one)(one))
+        except Stuck as reason:
+            known[node] = Unknown(node, reason.numbers)
+        except KeyError:  # an overload without the argument that the rule is about
+            known[node] = Unknown(node)
+    return {node: _settled(node, known[node]) for node in wanted}
+
+
+def _noting_losses(one: Operation, found: Any) -> Any:
+    """What a rule has found, where it has dropped numbers that may count rows."""
+    if isinstance(found, tuple):
+        return tuple(_noting_losses(one, part) for part in found)
+    operands = [rows for _, rows in one.operands() if isinstance(rows, Rows)]
+    lost = any(rows.lost or (rows.maybe - {0} and not found.maybe) for rows in operands)
+    return attrs.evolve(found, lost=True) if lost else found
+
+
+def _settled(node: fx.Node, found: Any) -> Known:
+    """Unknown where numbers in a value may count rows."""
+    if isinstance(found, Rows) and found.dim is None:
+        if found.lost or found.maybe - {0}:
+            return Unknown(node, numbers=True)
+        if found.power not in (0, 1) or (found.power and found.counts):
+            return Unknown(node)
+    return found
+
+
+def ancestors(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[fx.Node]:
+    """All that the wanted nodes are computed from, in order."""
+    found = set(wanted)
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in found]
+
+
+def _alike(nodes: list[fx.Node], others: list[fx.Node]) -> Sequence[fx.Node | None]:
+    same = [(n.op, n.target if n.op == "call_function" else "") for n in nodes] == [
+        (n.op, n.target if n.op == "call_function" else "") for n in others
+    ]
+    return others if same else [None] * len(nodes)

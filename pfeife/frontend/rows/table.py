@@ -1,0 +1,109 @@
+"""Which rule is for which operation."""
+
+from typing import Any
+
+import torch
+
+from pfeife.frontend.rows import elements, layers, shapes
+from pfeife.frontend.rows.value import Operation, Rule, Stuck, moves
+
+
+def rule_of(one: Operation) -> Rule:
+    """The rule of an operation. Raises Stuck if there is none."""
+    if one.node.op == "get_attr":
+        return elements.constant
+    if one.name == "getitem":
+        return _item
+    operands = one.operands()
+    if not operands:
+        return elements.made
+    if one.name not in ARITHMETIC and not any(moves(rows) for _, rows in operands):
+        return elements.fixed
+    if "reduction" in one.arguments:
+        return layers.loss
+    if one.name in RULES:
+        return RULES[one.name]
+    if torch.Tag.pointwise in getattr(_target(one), "tags", ()):
+        return elements.pointwise
+    raise Stuck
+
+
+def _target(one: Operation) -> Any:
+    return one.node.target if hasattr(one.node.target, "tags") else one.node.args[0]
+
+
+def _item(one: Operation) -> Any:
+    source, index = one.node.args
+    found = one.known[source]  # type: ignore[index]
+    return found[index] if isinstance(found, tuple) else found  # type: ignore[index]
+
+
+def _table(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+ARITHMETIC: dict[str, Rule] = {  # also of numbers and of what is the same in every microbatch
+    "add": elements.add,
+    "sub": elements.sum_of,
+    "rsub": elements.sum_of,
+    "mul": elements.product,
+    "div": elements.quotient,
+}
+RULES: dict[str, Rule] = ARITHMETIC | {
+    **_table(
+        "native_batch_norm cudnn_batch_norm _native_batch_norm_legit "
+        "_native_batch_norm_legit_functional _batch_norm_with_update_functional "
+        "_native_batch_norm_legit_no_training _batch_norm_no_update",
+        layers.batch_norm,
+    ),
+    **_table("clone alias detach _to_copy lift_fresh_copy lift_fresh neg", elements.same),
+    **_table("where masked_fill", elements.chosen),
+    **_table("clamp clamp_min maximum", elements.clamped),
+    **_table("sum", elements.summed),
+    **_table("mean", elements.averaged),
+    **_table(
+        "amax amin max min argmax argmin var std var_mean std_mean logsumexp any all prod "
+        "linalg_vector_norm norm median count_nonzero",
+        elements.reduced,
+    ),
+    **_table(
+        "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll "
+        "kthvalue index_select",
+        elements.along,
+    ),
+    **_table("native_layer_norm _fused_rms_norm rms_norm", elements.normalised),
+    **_table("view _unsafe_view reshape _reshape_alias flatten unflatten", shapes.reshaped),
+    **_table("permute", shapes.moved(shapes.permuted)),
+    **_table("transpose t", shapes.moved(shapes.transposed)),
+    **_table("unsqueeze", shapes.unsqueezed),
+    **_table("squeeze", shapes.squeezed),
+    **_table("expand repeat", shapes.expanded),
+    **_table("select slice unbind split split_with_sizes narrow unsafe_split", shapes.picked),
+    **_table("cat stack", shapes.joined),
+    **_table("constant_pad_nd", shapes.padded),
+    **_table("slice_scatter select_scatter", shapes.written),
+    **_table("copy", shapes.copied),
+    **_table("new_zeros new_ones new_full new_empty", elements.made),
+    **_table("zeros_like ones_like full_like empty_like rand_like randn_like fill", shapes.like),
+    **_table("native_dropout bernoulli dropout", elements.pointwise),
+    **_table("embedding", shapes.looked_up),
+    **_table("gather scatter scatter_add", shapes.gathered),
+    **_table("index", shapes.indexed),
+    **_table("mm addmm bmm baddbmm mv dot", layers.matrices),
+    **_table(
+        "convolution native_group_norm max_pool2d_with_indices "
+        "max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d "
+        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d reflection_pad1d "
+        "reflection_pad2d replication_pad1d replication_pad2d pixel_shuffle pixel_unshuffle "
+        "im2col col2im upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+        "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        layers.batchwise,
+    ),
+    **_table(
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math",
+        layers.attended,
+    ),
+}

@@ -1,0 +1,172 @@
+"""What is known of a value: how it depends on the rows of the batch."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.ir.program import source_line, value_of
+from pfeife.ir.seeding import seeded
+
+_NONE: frozenset[Any] = frozenset()
+
+
+@attrs.frozen
+class Rows:
+    """How a value depends on the rows of the batch.
+
+    `varies`: it may differ from microbatch to microbatch. `dim`: where its rows are, None for
+    nowhere; that dimension has `before` times the rows times the rest, in this order. `power`: how
+    it grows with the number of rows: 1 for a sum or a count, 0 for a mean. `maybe`: what the
+    numbers in it would add to the power if they counted rows; `lost`: such a number has gone into
+    a function that no power describes. `counts`: the nodes by which means in it were divided;
+    `plain`: there are means over all rows in it.
+    """
+
+    varies: bool = False
+    dim: int | None = None
+    before: int = 1
+    power: int = 0
+    maybe: frozenset[int] = _NONE
+    lost: bool = False
+    counts: frozenset[fx.Node] = _NONE
+    plain: bool = False
+
+
+@attrs.frozen
+class Unknown:
+    """No rule says how a value depends on the rows, because of a node. `numbers`: it is a number
+    that may count rows, which the graph for more rows would tell."""
+
+    node: fx.Node
+    numbers: bool = False
+
+    def __str__(self) -> str:
+        return f"{operation(self.node)} in {source_line(self.node)}"
+
+
+Known = Rows | Unknown
+FIXED = Rows()
+
+
+class Stuck(Exception):
+    """Raised by a rule that does not cover its operation."""
+
+    def __init__(self, numbers: bool = False):
+        self.numbers = numbers
+
+
+def operation(node: fx.Node) -> str:
+    """The name of what a node computes, without its overload."""
+    target: Any = node.args[0] if node.target is seeded else node.target
+    if hasattr(target, "_schema"):
+        return str(target).split(".")[1]
+    return getattr(target, "__name__", str(target))
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """A node with its operands by the names of the schema, and what is known of them."""
+
+    node: fx.Node
+    arguments: Mapping[str, Any]
+    known: Mapping[fx.Node, Any]
+    rows: int
+    twin: fx.Node | None
+
+    @property
+    def name(self) -> str:
+        return operation(self.node)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        value = self.node.meta["val"]
+        first = value[0] if isinstance(value, tuple | list) else value
+        if not isinstance(first, torch.Tensor):
+            raise Stuck
+        return tuple(first.shape)
+
+    def operands(self) -> list[tuple[fx.Node, Rows]]:
+        """The tensors that it reads."""
+        found: list[fx.Node] = []
+        fx.node.map_arg(tuple(self.arguments.values()), found.append)
+        return [(node, self.known[node]) for node in found]
+
+    def of(self, name: str) -> Rows:
+        """What is known of an operand: a tensor, or a number."""
+        given = self.arguments[name]
+        return self.known[given] if isinstance(given, fx.Node) else self.number(name)
+
+    def number(self, name: str) -> Rows:
+        """A number is fixed, or counts rows: the twin has the one for twice the rows."""
+        value = self.arguments[name]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise Stuck
+        if self.twin is None:
+            return Rows(maybe=counting(value, self.rows))
+        return Rows(power=growth(value, bound(self.twin)[name]))
+
+
+def counting(value: float, rows: int) -> frozenset[int]:
+    """The powers of the rows that a number may have: 1 for a multiple, -1 for one's inverse."""
+    found = set()
+    if value and math.isfinite(value):
+        for power, size in ((1, value), (-1, 1 / value)):
+            multiple = round(size / rows)
+            if multiple and math.isclose(size, multiple * rows, rel_tol=1e-6):
+                found.add(power)
+    return frozenset(found)
+
+
+def growth(value: float, twice: float) -> int:
+    """The power of the rows that a number has, from its value for twice the rows."""
+    for power in (0, 1, -1):
+        if math.isclose(twice, value * 2.0**power, rel_tol=1e-6):
+            return power
+    raise Stuck
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names in its operator's schema, defaults included."""
+    target: Any = node.target
+    args: Sequence[Any] = node.args
+    if target is seeded:
+        target, args = args[0], args[3:]
+    if not hasattr(target, "_schema"):
+        return {str(index): value for index, value in enumerate(args)}
+    found = {}
+    for index, argument in enumerate(target._schema.arguments):
+        given = args[index] if index < len(args) else node.kwargs.get(argument.name)
+        default = argument.default_value if argument.has_default_value() else None
+        found[argument.name] = default if given is None else given
+    return found
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """A count without what keeps it from being zero: clamp(min=1), + 1e-8."""
+    while operation(node) in ("clamp", "clamp_min", "add", "maximum", "_to_copy"):
+        given = bound(node)
+        low = given.get("min", given.get("other", 0))
+        if operation(node) != "_to_copy" and not (isinstance(low, int | float) and 0 < low <= 1):
+            break
+        if given.get("max") is not None or (operation(node) == "add" and low > 1e-3):
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    value = value_of(node)
+    if value is None:
+        raise Stuck
+    return tuple(value.shape)
+
+
+def moves(rows: Any) -> bool:
+    return not isinstance(rows, Rows) or rows.varies or rows.dim is not None or rows.power != 0
+
+
+Rule = Callable[[Operation], Any]

@@ -1,0 +1,321 @@
+"""What a program means: one step over its microbatches, in one process, level by level the same."""
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.ir.program import STATE_ROLES, Count, Port, Program, Role
+from pfeife.ir.seeding import mix
+
+State = Mapping[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Result:
+    """What a step gives.
+
+    `loss` is the sum of the microbatch losses, each divided by its divisor (for a mean their
+    number), added in index order; None without a loss. `outputs` and `batch_gradients` have one
+    dict a microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
+    parameters' canonical names, `buffers` are the updated ones. `overflow` says, on several ranks,
+    whether a gradient on any of them is not finite.
+    """
+
+    loss: torch.Tensor | None
+    outputs: tuple[dict[str, torch.Tensor], ...]
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    batch_gradients: tuple[dict[str, torch.Tensor], ...] = ()
+    overflow: torch.Tensor | None = None
+
+
+def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
+    """The program's parameters, buffers and constants, found by name in modules or mappings.
+
+    Detached, not copied. Raises ValueError for what is missing or has another shape or dtype.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for root in roots:
+        if isinstance(root, nn.Module):
+            found |= dict(root.named_parameters(remove_duplicate=False))
+            found |= dict(root.named_buffers(remove_duplicate=False))
+        else:
+            found |= root
+    state = {}
+    for port in program.ports(*STATE_ROLES):
+        value = next((found[name] for name in port.names if name in found), None)
+        if value is None:
+            raise ValueError(f"the state has no {port.role} {port.fqn}")
+        check_tensor(port, value, f"{port.role} {port.fqn}")
+        state[port.fqn] = value.detach()
+    return state
+
+
+def check_tensor(port: Port, value: Any, where: str) -> None:
+    """Raises ValueError unless a value has the port's shape and dtype."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
+    if tuple(value.shape) != port.shape or value.dtype != port.dtype:
+        raise ValueError(
+            f"{where}: the program was captured for {port.dtype} {list(port.shape)}, "
+            f"this is {value.dtype} {list(value.shape)}"
+        )
+
+
+def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, torch.Tensor]:
+    """The batch ports' tensors of one microbatch, checked.
+
+    A microbatch is a mapping from names, or what the step was captured with: its tensors in
+    their order (a tuple of the arguments, or a single argument).
+    """
+    ports = program.ports(Role.BATCH)
+    if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
+        values = [microbatch[port.fqn] for port in ports]
+    else:
+        values = [v for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor)]
+        if len(values) != len(ports):
+            names = [port.fqn for port in ports]
+            raise ValueError(
+                f"microbatch {index} has {len(values)} tensors, the program takes {names}; "
+                "pass a dict from names if the step does not use all of them"
+            )
+    for port, value in zip(ports, values, strict=True):
+        check_tensor(port, value, f"microbatch {index}, input {port.fqn}")
+    return {port.name: value for port, value in zip(ports, values, strict=True)}
+
+
+Divisor = int | torch.Tensor  # a scalar in float64, or a number
+
+
+def loss_divisors(program: Program, microbatches: Sequence[Any]) -> list[Divisor]:
+    """What every microbatch's loss is divided by before the losses are added: see `divisors`."""
+    ports = program.ports(Role.LOSS)
+    if not ports:
+        return [1] * len(microbatches)
+    return divisors(program, ports[0], microbatches, program.replicas)
+
+
+def divisors(
+    program: Program, port: Port, microbatches: Sequence[Any], pipelines: int = 1
+) -> list[Divisor]:
+    """What every microbatch of a result is divided by before they are added: 1 for a sum, their
+    number for a mean, and their mean count over its own count for a weighted mean.
+
+    `microbatches` are those of all pipelines, of which each has its own mean; the means are
+    averaged. Raises ValueError for a mean over nothing.
+    """
+    if port.reduction == "sum" or len(microbatches) == 1:
+        return [1] * len(microbatches)
+    weighted = port.reduction == "weighted"
+    for index in port.counts:
+        count = program.counts[index]
+        found = _counted(program, count, microbatches)
+        _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
+        if weighted and not _even(found):
+            total = add(found)
+            return [total / pipelines / one for one in found]
+        if not weighted:
+            _warn_uneven(count, found)
+    return [len(microbatches) // pipelines] * len(microbatches)
+
+
+def _counted(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+    names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
+    batches = [named_batch(program, one, index) for index, one in enumerate(microbatches)]
+    with torch.no_grad():
+        return [count.module.forward(*(one[name] for name in names)).double() for one in batches]
+
+
+def _even(found: Sequence[torch.Tensor]) -> bool:
+    """Whether all counts are known to be the same: a plain mean, which costs less. Other devices
+    than the CPU would have to be waited for."""
+    return all(one.device.type == "cpu" and float(one) == float(found[0]) for one in found)
+
+
+def _refuse_nothing(count: Count, found: Sequence[torch.Tensor], *, empty_is_zero: bool) -> None:
+    """Looks at the CPU's counts alone."""
+    empty = [i for i, one in enumerate(found) if one.device.type == "cpu" and not one]
+    if empty and not (empty_is_zero and len(empty) < len(found)):
+        raise ValueError(
+            f"microbatch {empty[0]} has nothing to take the mean of (every target is ignored, or "
+            f"the mask is empty): {count.line}; leave such rows out, or take fewer microbatches"
+        )
+
+
+def _warn_uneven(count: Count, found: Sequence[torch.Tensor]) -> None:
+    sizes = [float(one) for one in found]
+    if len(set(sizes)) > 1:
+        warnings.warn(
+            f"the microbatches count {sizes} in {count.line}, but the loss has other terms too: "
+            "the mean of the microbatches' means is not the mean of the batch; divide sums by "
+            'counts that the step is given, and pass loss_reduction="sum"',
+            stacklevel=2,
+        )
+
+
+def loss_tangents(program: Program, divided: Sequence[Divisor]) -> list[dict[str, torch.Tensor]]:
+    """For every microbatch, by port name, the gradient that `(loss / divisor).backward()` sends
+    into the loss."""
+    ports = [port for port in program.ports(Role.TANGENT) if port.fqn == "loss"]
+    made: dict[Any, dict[str, torch.Tensor]] = {}
+    for by in divided if ports else ():
+        if by not in made:
+            one = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
+            made[by] = {ports[0].name: over(one, by)}
+    return [made[by] if ports else {} for by in divided]
+
+
+def over(value: torch.Tensor, divisor: Divisor) -> torch.Tensor:
+    """A microbatch's part of a result; nothing where it counts for nothing."""
+    if isinstance(divisor, int):
+        return value / divisor
+    by = divisor.to(value.device)
+    return torch.where(by.isinf(), 0, value.double() / by).to(value.dtype)
+
+
+def combined(values: Sequence[torch.Tensor], divided: Sequence[Divisor]) -> torch.Tensor:
+    """Each divided by its divisor, then added in index order."""
+    return add([over(value, by) for value, by in zip(values, divided, strict=True)])
+
+
+def step_inputs(
+    program: Program,
+    batch: Mapping[str, torch.Tensor],
+    index: int,
+    seed: int,
+    tangents: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The values of all ports of one microbatch but the state and the loss's tangent, by port
+    name."""
+    values = dict(batch)
+    for port in program.ports(Role.SEED):
+        values[port.name] = torch.tensor(mix(seed, index))
+    for port in program.ports(Role.TANGENT):
+        if port.fqn == "loss":
+            continue
+        if tangents is None or port.fqn not in tangents:
+            raise ValueError(
+                f"microbatch {index}: the loss is outside, so pass a tangent of {port.fqn}"
+            )
+        check_tensor(port, tangents[port.fqn], f"microbatch {index}, tangent of {port.fqn}")
+        values[port.name] = tangents[port.fqn]
+    return values
+
+
+def evaluate(
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    *,
+    seed: int = 0,
+    tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+) -> Result:
+    """One training step, in one process, whatever the level of the program.
+
+    `state` maps canonical names to tensors and is not changed; `tangents` gives, per
+    microbatch, the gradient of each output where the loss is outside. Buffers are updated in
+    microbatch order. With replicas the microbatches are dealt to them in equal, contiguous
+    parts; each takes a step of its own from the same buffers, loss and gradients are averaged in
+    replica order (added, where the loss is outside or a sum), and the buffers are those of the
+    first.
+    Raises ValueError when shapes, dtypes or counts do not fit.
+    """
+    count = len(microbatches)
+    if count == 0 or count % program.replicas:
+        raise ValueError(
+            f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
+        )
+    each = count // program.replicas
+    divided = loss_divisors(program, microbatches)
+    parts = [
+        _one_pipeline(
+            program, state, microbatches, tangents, seed, range(start, start + each), divided
+        )
+        for start in range(0, count, each)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    losses = [part.loss for part in parts if part.loss is not None]
+    together = mean if program.averages else add
+    return Result(
+        loss=together(losses) if losses else None,
+        outputs=tuple(output for part in parts for output in part.outputs),
+        gradients={
+            name: together([part.gradients[name] for part in parts]) for name in parts[0].gradients
+        },
+        buffers=parts[0].buffers,
+        batch_gradients=averaged(
+            program, tuple(grads for part in parts for grads in part.batch_gradients)
+        ),
+    )
+
+
+def averaged(
+    program: Program, gradients: tuple[dict[str, torch.Tensor], ...]
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Gradients of batch inputs of every replica's own loss, as those of the mean loss."""
+    if not program.averages:
+        return gradients
+    return tuple({n: g / program.replicas for n, g in one.items()} for one in gradients)
+
+
+def add(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, added in order."""
+    return functools.reduce(torch.add, values)
+
+
+def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Added in order, then divided by their number."""
+    return add(values) / len(values)
+
+
+def _one_pipeline(
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    tangents: Sequence[Mapping[str, torch.Tensor]] | None,
+    seed: int,
+    mine: range,
+    divided: Sequence[Divisor],
+) -> Result:
+    held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
+    arriving = loss_tangents(program, divided)
+    slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
+    losses, outputs, batch_gradients = [], [], []
+    sums: dict[str, torch.Tensor] = {}
+    updated: dict[str, torch.Tensor] = {}
+    for index in mine:
+        batch = named_batch(program, microbatches[index], index)
+        given = tangents[index] if tangents is not None else None
+        values = held | arriving[index] | step_inputs(program, batch, index, seed, given)
+        with torch.no_grad(), _torch.no_autocast():
+            results = program.module(*(values[port.name] for port in program.inputs))
+        outputs.append({port.fqn: results[port.name] for port in program.ports(Role.OUTPUT)})
+        batch_gradients.append(
+            {port.fqn: results[port.name] for port in program.ports(Role.BATCH_GRADIENT)}
+        )
+        losses += [results[port.name] for port in program.ports(Role.LOSS)]
+        for port in program.ports(Role.BUFFER_UPDATE):
+            held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
+        for port in program.ports(Role.GRADIENT):
+            before = sums.get(port.name)
+            value = results[port.name]
+            sums[port.name] = value if before is None else before + value
+    gradients: dict[str, torch.Tensor] = {}
+    for port in program.ports(Role.GRADIENT):
+        part = sums[port.name]
+        gradients[port.fqn] = gradients[port.fqn] + part if port.fqn in gradients else part
+    return Result(
+        loss=combined(losses, divided[mine.start : mine.stop]) if losses else None,
+        outputs=tuple(outputs),
+        gradients=gradients,
+        buffers=updated,
+        batch_gradients=tuple(batch_gradients),
+    )

@@ -1,0 +1,318 @@
+"""Outlining and its inverse: a flat graph into a graph of calls, and back.
+
+`fuse`, `partition` and `split_backward` all decide which call a node belongs to; this module
+does the rest: `inline` gives the flat graph and who owns each node, `outline` builds bodies.
+"""
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife.ir.program import (
+    STATE_ROLES,
+    Call,
+    Kind,
+    Program,
+    Role,
+    is_source,
+    receive,
+    returned,
+    send,
+    source_line,
+)
+
+
+class Group(NamedTuple):
+    """The call that a node belongs to: of which cluster or stage, and which part of it."""
+
+    unit: int
+    kind: Kind
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Forwards from first to last, then backwards from last to first, I before W."""
+        if self.kind == Kind.FORWARD:
+            return (0, self.unit, 0)
+        return (1, -self.unit, int(self.kind == Kind.WEIGHT_BACKWARD))
+
+    def __str__(self) -> str:
+        return f"{self.unit}{self.kind}"
+
+
+KIND_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_BACKWARD: "input_backward",
+    Kind.WEIGHT_BACKWARD: "weight_backward",
+}
+
+
+def inline(program: Program) -> tuple[Program, dict[str, Group]]:
+    """The flat program, and the group of every node that a call computed.
+
+    Node names are kept where they are unique. A flat program comes back as an equal copy.
+    """
+    inliner = _Inliner(program)
+    for node in program.module.graph.nodes:
+        inliner.add(node)
+    module = fx.GraphModule(inliner.holder, inliner.graph)
+    flat = attrs.evolve(program, module=module, calls=(), reductions=())
+    return flat, inliner.groups
+
+
+class _Inliner:
+    def __init__(self, program: Program):
+        self.program = program
+        self.calls = {call.node: Group(call.unit, call.kind) for call in program.calls}
+        self.graph = fx.Graph()
+        self.groups: dict[str, Group] = {}
+        self.values: dict[fx.Node, Any] = {}  # a node, or a tuple of them for a call
+        self.holder = torch.nn.Module()
+
+    def add(self, node: fx.Node) -> None:
+        read = [self.values[source] for source in node.all_input_nodes]
+        if node.op == "call_module":
+            self._call(node)
+        elif node.target is operator.getitem and isinstance(read[0], tuple):
+            self.values[node] = read[0][node.args[1]]  # type: ignore[index]
+        elif node.target is receive:
+            self.values[node] = read[0]
+        elif node.target is send:
+            self.values[node] = tuple(read)
+        else:
+            self._copy(node, self.program.module)
+
+    def _copy(self, node: fx.Node, owner: fx.GraphModule) -> fx.Node:
+        copied = self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
+        if node.op == "get_attr":
+            self._hold(copied, _attribute(owner, node.target))
+        return copied
+
+    def _hold(self, node: fx.Node, value: Any) -> None:
+        """Gives the flat module what a node takes from its own; bodies may call others alike."""
+        name = str(node.target)
+        if getattr(self.holder, name, value) is not value:
+            node.target = name = f"{name}_{node.name}"
+        setattr(self.holder, name, value)
+
+    def _call(self, node: fx.Node) -> None:
+        body = self.program.module.get_submodule(str(node.target))
+        assert isinstance(body, fx.GraphModule)
+        arguments = iter(node.all_input_nodes)
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                self.values[inner] = self.values[next(arguments)]
+            elif inner.op == "output":
+                self.values[node] = tuple(self.values[result] for result in inner.args[0])
+            else:
+                copied = self._copy(inner, body)
+                if not is_source(inner):
+                    self.groups[copied.name] = self.calls[node.name]
+
+
+def outline(
+    flat: Program,
+    groups: Mapping[str, Group],
+    duplicates: Collection[str] = (),
+    word: str = "stage",
+) -> Program:
+    """Gathers the nodes of each group into one body and calls it.
+
+    `groups` names the group of every computing node. The nodes named in `duplicates` get no
+    home: every body that reads one computes it for itself. Raises ValueError when a group reads
+    what a later one computes (forwards run in ascending, backwards in descending order).
+    """
+    return _Outliner(flat, groups, duplicates, word).build()
+
+
+class _Outliner:
+    def __init__(
+        self, flat: Program, groups: Mapping[str, Group], duplicates: Collection[str], word: str
+    ):
+        self.flat, self.word = flat, word
+        self.nodes = [node for node in flat.module.graph.nodes if node.op != "output"]
+        self.results = returned(flat.module)
+        exported = {node.name for node in self.results.values()}
+        self.free = {
+            node
+            for node in self.nodes
+            if not is_source(node) and node.name in duplicates and node.name not in exported
+        }
+        self.free -= {  # parts of a tuple stay with their maker
+            node
+            for node in self.free
+            if node.target is operator.getitem and node.all_input_nodes[0] not in self.free
+        }
+        self.subgraphs = {
+            node
+            for node in self.nodes
+            if node.op == "get_attr"
+            and isinstance(_attribute(flat.module, node.target), torch.nn.Module)
+        }
+        self.group: dict[fx.Node, Group] = {}
+        for node in self.nodes:
+            if not is_source(node) and node not in self.free:
+                group = groups.get(node.name)
+                if node.target is operator.getitem:  # parts of a tuple stay with their maker
+                    group = self.group.get(node.all_input_nodes[0], group)
+                if group is None:
+                    raise ValueError(f"node {node.name} belongs to no group")
+                self.group[node] = group
+        self.members: dict[Group, dict[fx.Node, None]] = {}
+        self.reads: dict[Group, dict[fx.Node, None]] = {}
+        for node in self.nodes:
+            if node in self.group:
+                self._need(self.group[node], node)
+
+    def _need(self, group: Group, node: fx.Node) -> None:
+        """Puts a node into a group's body, and what it reads from elsewhere into the reads."""
+        members = self.members.setdefault(group, {})
+        reads = self.reads.setdefault(group, {})
+        for source in node.all_input_nodes:
+            if source in self.free or source in self.subgraphs:
+                if source not in members:
+                    self._need(group, source)
+            elif self.group.get(source) != group:
+                reads[source] = None
+        members[node] = None
+
+    def build(self) -> Program:
+        graph = fx.Graph()
+        root = _holder(self.flat.module, fx.Graph())
+        here: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            if is_source(node) and node not in self.subgraphs:
+                here[node] = graph.node_copy(node)
+                if node.op == "get_attr":
+                    setattr(root, node.target, _attribute(self.flat.module, node.target))
+        wanted = dict.fromkeys(self.results.values())
+        for reads in self.reads.values():
+            wanted |= reads
+        calls = []
+        for group in self._ordered():
+            results = [node for node in self.members[group] if node in wanted]
+            results = [node for node in results if self.group.get(node) == group]
+            if not results:
+                continue  # nothing reads it
+            name = f"{self.word}_{group.unit}_{KIND_WORDS[group.kind]}"
+            setattr(root, name, self._body(group, results, name))
+            call = graph.create_node(
+                "call_module", name, tuple(here[node] for node in self.reads[group]), name=name
+            )
+            calls.append(Call(call.name, group.kind, group.unit))
+            for index, node in enumerate(results):
+                here[node] = graph.create_node(
+                    "call_function", operator.getitem, (call, index), name=node.name
+                )
+                here[node].meta = dict(node.meta)
+        graph.output({name: here[node] for name, node in self.results.items()})
+        return attrs.evolve(
+            self.flat, module=fx.GraphModule(root, graph), calls=tuple(calls), reductions=()
+        )
+
+    def _body(self, group: Group, results: list[fx.Node], name: str) -> fx.GraphModule:
+        body, root = fx.Graph(), torch.nn.Module()
+        inside = {}
+        for node in self.reads[group]:
+            inside[node] = body.create_node("placeholder", node.name, name=node.name)
+            inside[node].meta = dict(node.meta)
+        for node in self.members[group]:
+            inside[node] = body.node_copy(node, inside.__getitem__)
+            if node in self.subgraphs:
+                setattr(root, str(node.target), _attribute(self.flat.module, node.target))
+        body.output(tuple(inside[node] for node in results))
+        return fx.GraphModule(root, body, name)
+
+    def _ordered(self) -> list[Group]:
+        for group, reads in self.reads.items():
+            for node in reads:
+                source = self.group.get(node)
+                if source is not None and source.order > group.order:
+                    raise ValueError(
+                        f"{group} reads {node.name}, which {source} computes later "
+                        f"({source_line(node)}); number the {self.word}s so that values flow to "
+                        "the same or a later forward, gradients to the same or an earlier backward"
+                    )
+        return sorted(self.members, key=lambda group: group.order)
+
+
+def _attribute(module: torch.nn.Module, target: object) -> object:
+    return operator.attrgetter(str(target))(module)
+
+
+def _holder(module: fx.GraphModule, graph: fx.Graph) -> torch.nn.Module:
+    """A fresh module with the attributes that the graph's get_attr nodes name."""
+    holder = torch.nn.Module()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            setattr(holder, str(node.target), _attribute(module, node.target))
+    return holder
+
+
+# Their schemas promise fresh tensors, their kernels look at the input's storage.
+_SILENT_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at its input's storage in another way."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1:
+        return False
+    if node.target in _SILENT_VIEWS:
+        return True
+    returned = schema.returns[0].alias_info
+    return returned is not None and not returned.is_write
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose storage a chain of views looks at; the node itself if it is no view."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node that made the storage of a value: as `viewed`, and seen through the parts of
+    operations that return several views."""
+    base = viewed(node)
+    if base.target is operator.getitem and is_view(base.all_input_nodes[0]):
+        return storage_owner(base.all_input_nodes[0])
+    return base
+
+
+def read_by_backwards(program: Program) -> frozenset[str]:
+    """The input ports whose storage the backward calls of a program read: by themselves, or as
+    views of them that forwards hand over."""
+    flat, groups = inline(program)
+    roles = (*STATE_ROLES, Role.BATCH)
+    names = {port.name for port in program.ports(*roles)}
+    later = [
+        node
+        for node in flat.module.graph.nodes
+        if node.name in groups and groups[node.name].kind != Kind.FORWARD
+    ]
+    read = {storage_owner(source).name for node in later for source in node.all_input_nodes}
+    return frozenset(read & names)
+
+
+def owns_storage(body: fx.GraphModule, index: int) -> bool:
+    """Whether a body's result may be written to: an operation of torch's own made its storage in
+    the body, no other result looks at it, and each of its elements stands there once."""
+    results = returned(body)
+    owner = storage_owner(results[index])
+    value = results[index].meta.get("val")
+    spread = value is None or any(
+        stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)
+    )
+    alone = sum(storage_owner(node) is owner for node in results) == 1
+    maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
+    known = getattr(maker.target, "namespace", "") in ("aten", "prims")  # others may hide views
+    return alone and not spread and known

@@ -1,0 +1,93 @@
+"""Whether a lowered schedule does all that a program needs, on every rank in a possible order."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Schedule
+from pfeife.ir.program import Program, messages, receive, send
+from pfeife.lowering.wiring import Wiring
+
+
+def check_fit(schedule: Schedule, program: Program) -> None:
+    """Raises ValueError unless every rank runs each of its calls and transfers once for every
+    microbatch, and none before what it reads on the same rank."""
+    steps = _Steps(program)
+    for rank, actions in enumerate(schedule.ranks):
+        done: set[tuple[str, int | None]] = set()
+        for action in actions:
+            for name in steps.of(action).needs:
+                if (name, action.microbatch) not in done:
+                    raise ValueError(f"rank {rank}: {action} comes before {name}, which it reads")
+            for name in steps.of(action).does:
+                if (name, action.microbatch) in done:
+                    raise ValueError(f"rank {rank}: {action} does {name} a second time")
+                done.add((name, action.microbatch))
+        wanted = [name for name, home in steps.homes.items() if home == rank]
+        if len(done) != len(wanted) * schedule.microbatches:
+            name, k = _missing(wanted, schedule.microbatches, done)
+            raise ValueError(
+                f"rank {rank}: no action runs {name} for microbatch {k}; the schedule is not one "
+                "of this program"
+            )
+
+
+def _missing(
+    wanted: list[str], microbatches: int, done: set[tuple[str, int | None]]
+) -> tuple[str, int | None]:
+    pairs = ((name, k) for k in range(microbatches) for name in wanted)
+    return next(pair for pair in pairs if pair not in done)
+
+
+class _Step(NamedTuple):
+    """What an action needs of its rank and what it does there: names of calls, sends, receives."""
+
+    needs: frozenset[str]
+    does: frozenset[str]
+
+
+class _Steps:
+    """The steps of a program's actions, of any microbatch; `homes` has the rank of each name."""
+
+    def __init__(self, program: Program):
+        self.wiring = Wiring(program)
+        self.nodes = {node.name: node for node in program.module.graph.nodes}
+        self.homes = {call.node: call.rank for call in program.calls}
+        for message in messages(program):
+            self.homes[message.node] = message.source
+            self.homes[self._arrival(message.node)] = message.destination
+        self.known: dict[tuple, _Step] = {}
+
+    def of(self, action: Action) -> _Step:
+        key = (action.stage, action.do, action.peer)
+        if key not in self.known:
+            does = frozenset(self._names(action))
+            reads = {_maker(source) for name in does for source in self._reads(name)}
+            self.known[key] = _Step(frozenset(name for name in reads if name) - does, does)
+        return self.known[key]
+
+    def _names(self, action: Action) -> Iterator[str]:
+        if action.do.kind:
+            yield from (call.node for call in self.wiring.calls(action))
+        elif action.do in SENDS:
+            yield self.wiring.message(action).node
+        elif action.do in RECEIVES:
+            yield self._arrival(self.wiring.message(action).node)
+
+    def _arrival(self, sent: str) -> str:
+        (arrival,) = self.nodes[sent].users
+        return arrival.name
+
+    def _reads(self, name: str) -> list[fx.Node]:
+        node = self.nodes[name]
+        return [] if node.target is receive else node.all_input_nodes
+
+
+def _maker(value: fx.Node) -> str | None:
+    """The call or receive that a value is a part of; None for an input."""
+    while value.op == "call_function" and value.target not in (send, receive):
+        if not value.all_input_nodes:
+            break
+        value = value.all_input_nodes[0]
+    return value.name if value.op.startswith("call") else None

@@ -1,0 +1,258 @@
+"""A scheduling problem in bare numbers, and the judge of its schedules."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import attrs
+
+from pfeife.data.schedule import SENDS, Action, Do, Schedule
+from pfeife.ir.program import Kind
+from pfeife.lowering.lower import Transfer
+
+
+def _check_numbers(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise ValueError(
+            f"{type(instance).__name__}.{attribute.name} is a finite number from 0 on, not {value}"
+        )
+
+
+@attrs.frozen
+class StageCosts:
+    """One stage and one microbatch: seconds of its parts, bytes of what they keep.
+
+    `saved` bytes are held from the begin of the forward until the end of the input-backward,
+    `kept` bytes from there until the end of the weight-backward. A stage that is not
+    `splittable` runs its backward whole, in the sum of the two times.
+    """
+
+    forward: float = attrs.field(validator=_check_numbers)
+    input_backward: float = attrs.field(validator=_check_numbers)
+    weight_backward: float = attrs.field(validator=_check_numbers)
+    saved: float = attrs.field(default=0.0, validator=_check_numbers)
+    kept: float = attrs.field(default=0.0, validator=_check_numbers)
+    splittable: bool = True
+
+    @property
+    def backward(self) -> float:
+        return self.input_backward + self.weight_backward
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    def of(self, do: Do) -> float:
+        """Seconds of an action of computation."""
+        return {
+            Do.FORWARD: self.forward,
+            Do.BACKWARD: self.backward,
+            Do.INPUT_BACKWARD: self.input_backward,
+            Do.WEIGHT_BACKWARD: self.weight_backward,
+        }[do]
+
+    def freed(self, do: Do) -> float:
+        """Bytes that are free when an action of a backward ends."""
+        return {
+            Do.BACKWARD: self.saved,
+            Do.INPUT_BACKWARD: self.saved - self.kept,
+            Do.WEIGHT_BACKWARD: self.kept,
+        }[do]
+
+
+@attrs.frozen
+class Edge:
+    """`source` sends to the later stage `destination` in the forward, and gets a gradient back."""
+
+    source: int
+    destination: int
+    forward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
+    backward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
+
+
+@attrs.frozen
+class Problem:
+    """Stages on ranks, and how many microbatches run through them.
+
+    The seconds of an edge count only between different ranks. `memory` has the bytes of
+    activations that fit on every rank, None if there is no limit.
+    """
+
+    stages: tuple[StageCosts, ...]
+    stage_ranks: tuple[int, ...]
+    microbatches: int
+    edges: tuple[Edge, ...]
+    memory: tuple[float, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        count = len(self.stages)
+        if not count or len(self.stage_ranks) != count or min(self.stage_ranks) < 0:
+            raise ValueError(f"{count} stages on ranks {self.stage_ranks}")
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches}: there is at least one")
+        if self.memory is not None and len(self.memory) < self.ranks:
+            raise ValueError(f"{len(self.memory)} memory limits for {self.ranks} ranks")
+        for stage, costs in enumerate(self.stages):
+            if costs.kept > costs.saved:
+                raise ValueError(f"stage {stage} keeps {costs.kept} of {costs.saved} saved bytes")
+        pairs = [(edge.source, edge.destination) for edge in self.edges]
+        if len(set(pairs)) < len(pairs):
+            raise ValueError(f"an edge is there twice: {sorted(pairs)}")
+        for source, destination in pairs:
+            if not 0 <= source < destination < count:
+                raise ValueError(f"edge {source} -> {destination} of {count} stages")
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.stage_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(s for s, at in enumerate(self.stage_ranks) if at == rank)
+
+    def smallest_memory(self, rank: int) -> float:
+        """Bytes that one microbatch alone needs on a rank, all stages being in a chain."""
+        return sum(self.stages[s].saved for s in self.stages_of(rank))
+
+
+def chain_edges(
+    stages: int, forward_seconds: float = 0.0, backward_seconds: float | None = None
+) -> tuple[Edge, ...]:
+    """Every stage sends to the next one."""
+    back = forward_seconds if backward_seconds is None else backward_seconds
+    return tuple(Edge(s, s + 1, forward_seconds, back) for s in range(stages - 1))
+
+
+def transfers(problem: Problem) -> tuple[Transfer, ...]:
+    """What goes between ranks, in the order in which one stage sends."""
+    home = problem.stage_ranks
+    between = [e for e in problem.edges if home[e.source] != home[e.destination]]
+    both = (Kind.FORWARD, Kind.INPUT_BACKWARD)
+    ahead = [
+        Transfer(e.source, both[0], e.destination, ((e.destination, both[0]),)) for e in between
+    ]
+    back = [Transfer(e.destination, both[1], e.source, ((e.source, both[1]),)) for e in between]
+    return (*ahead, *back)
+
+
+def seconds_of(problem: Problem) -> Callable[[Action], float]:
+    """How long actions take, transfers too, as `simulate` asks for it."""
+    sent = {(e.source, Do.SEND_F, e.destination): e.forward_seconds for e in problem.edges}
+    sent |= {(e.destination, Do.SEND_B, e.source): e.backward_seconds for e in problem.edges}
+
+    def seconds(action: Action) -> float:
+        if action.do in SENDS:
+            assert action.peer is not None
+            return sent[action.stage, action.do, action.peer]
+        return problem.stages[action.stage].of(action.do)
+
+    return seconds
+
+
+def peak_memory(problem: Problem, schedule: Schedule) -> tuple[float, ...]:
+    """The most bytes of activations that every rank holds at a time."""
+    peaks = []
+    for actions in schedule.ranks:
+        held = peak = 0.0
+        for action in actions:
+            costs = problem.stages[action.stage]
+            if action.do == Do.FORWARD:
+                held += costs.saved
+                peak = max(peak, held)
+            elif action.do.kind:
+                held -= costs.freed(action.do)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def fits(problem: Problem, schedule: Schedule) -> bool:
+    """Whether a schedule keeps to the memory of every rank (a millionth is rounding)."""
+    if problem.memory is None:
+        return True
+    peaks = peak_memory(problem, schedule)
+    return all(
+        peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks, problem.memory, strict=False)
+    )
+
+
+def makespan(problem: Problem, schedule: Schedule) -> float:
+    """Seconds until the last rank is done; what `simulate` says of the lowered schedule.
+
+    Raises ValueError if the schedule deadlocks, or does not belong to the problem.
+    """
+    _check_belongs(problem, schedule)
+    run = _Run(problem)
+    position = [0] * len(schedule.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            at = position[rank]
+            while at < len(actions) and run.advance(rank, actions[at]):
+                at += 1
+            moved = moved or at > position[rank]
+            position[rank] = at
+    for rank, actions in enumerate(schedule.ranks):
+        if position[rank] < len(actions):
+            raise ValueError(f"the schedule deadlocks: rank {rank} at {actions[position[rank]]}")
+    return max(run.clock)
+
+
+def _check_belongs(problem: Problem, schedule: Schedule) -> None:
+    count = 0
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if not action.do.kind or action.stage >= len(problem.stages):
+                raise ValueError(f"{action} is no computation of the problem's stages")
+            if problem.stage_ranks[action.stage] != rank:
+                raise ValueError(
+                    f"{action} on rank {rank}; the problem has stage {action.stage} on rank "
+                    f"{problem.stage_ranks[action.stage]}"
+                )
+            if action.do == Do.INPUT_BACKWARD and not problem.stages[action.stage].splittable:
+                raise ValueError(f"{action}: the backward of stage {action.stage} cannot be split")
+            count += action.do in (Do.FORWARD, Do.BACKWARD, Do.WEIGHT_BACKWARD)
+    if count != 2 * len(problem.stages) * problem.microbatches:
+        raise ValueError(
+            f"the schedule does not run {problem.microbatches} microbatches of every stage once"
+        )
+
+
+class _Run:
+    """Clocks and channels while a schedule of computations runs."""
+
+    def __init__(self, problem: Problem):
+        self.stages, home = problem.stages, problem.stage_ranks
+        self.clock = [0.0] * problem.ranks
+        self.free: dict[tuple[int, int], float] = defaultdict(float)
+        self.arrival: dict[tuple[int, int, int | None, bool], float] = {}
+        self.inward: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        self.outward: dict[tuple[int, bool], list[tuple[int, tuple[int, int], float]]]
+        self.outward = defaultdict(list)
+        for e in problem.edges:
+            there, back = (
+                (home[e.source], home[e.destination]),
+                (home[e.destination], home[e.source]),
+            )
+            self.inward[e.destination, True].append(e.source)
+            self.inward[e.source, False].append(e.destination)
+            self.outward[e.source, True].append((e.destination, there, e.forward_seconds))
+            self.outward[e.destination, False].append((e.source, back, e.backward_seconds))
+
+    def advance(self, rank: int, action: Action) -> bool:
+        """Does an action, if all that it reads is on its way."""
+        stage, k, forward = action.stage, action.microbatch, action.do == Do.FORWARD
+        start = self.clock[rank]
+        if action.do != Do.WEIGHT_BACKWARD:
+            for source in self.inward[stage, forward]:
+                found = self.arrival.get((source, stage, k, forward))
+                if found is None:
+                    return False
+                start = max(start, found)
+        end = self.clock[rank] = start + self.stages[stage].of(action.do)
+        if action.do != Do.WEIGHT_BACKWARD:
+            for destination, channel, seconds in self.outward[stage, forward]:
+                arrives = end
+                if channel[0] != channel[1]:
+                    arrives = max(end, self.free[channel]) + seconds
+                    self.free[channel] = arrives
+                self.arrival[stage, destination, k, forward] = arrives
+        return True

@@ -1,0 +1,110 @@
+"""What an action of a schedule runs, reads and makes in a program; when values are dropped."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+from torch import fx
+
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
+from pfeife.ir.outline import owns_storage
+from pfeife.ir.program import (
+    STATE_ROLES,
+    Call,
+    Kind,
+    Message,
+    Port,
+    Program,
+    Role,
+    find_node,
+    messages,
+    returned,
+)
+from pfeife.lowering.envelope import Envelope, Layout
+
+
+def summed_in_place(program: Program, call: Call) -> set[str]:
+    """The gradient ports of a call whose first microbatch's value may take up the later ones':
+    nobody else sees its storage."""
+    results = returned(program.module)
+    body, node = program.body(call), find_node(program.module, call.node)
+    ports: dict[fx.Node, list[Port]] = {}
+    for port in program.outputs:
+        ports.setdefault(results[port.name], []).append(port)
+    found = set()
+    for user in node.users:
+        mine = ports.get(user, [])
+        alone = len(mine) == 1 and mine[0].role == Role.GRADIENT
+        if alone and len(user.users) == 1 and owns_storage(body, user.args[1]):  # type: ignore[arg-type]
+            found.add(mine[0].name)
+    return found
+
+
+@attrs.frozen(eq=False, slots=False)
+class Wiring:
+    """A program seen from its schedule's actions."""
+
+    program: Program
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        return messages(self.program)
+
+    def calls(self, action: Action) -> list[Call]:
+        """The calls that an action of computation runs, in their order."""
+        return [c for c in self.program.calls if c.unit == action.stage and action.runs(c.kind)]
+
+    def message(self, action: Action) -> Message:
+        """The message that an action sends or receives. Raises ValueError if there is none."""
+        sending = action.do in SENDS
+        ends = (action.stage, action.peer) if sending else (action.peer, action.stage)
+        forward = action.do in (Do.SEND_F, Do.RECV_F)
+        for message in self.messages:
+            same = (message.sender.unit, message.reader) == ends
+            if same and (message.sender.kind == Kind.FORWARD) == forward:
+                return message
+        raise ValueError(f"the program has no message for the action {action}")
+
+    def envelope(self, message: Message) -> Envelope:
+        """How a message's values travel."""
+        nodes = [find_node(self.program.module, name) for name in message.values]
+        return Envelope(tuple(Layout.of(node.meta["val"]) for node in nodes))
+
+    def arguments(self, call: Call) -> tuple[str, ...]:
+        """The names of the values that a call reads."""
+        return tuple(n.name for n in find_node(self.program.module, call.node).all_input_nodes)
+
+    def results(self, call: Call) -> tuple[tuple[str, int], ...]:
+        """The values that a call makes: their names and where they stand in its result."""
+        node = find_node(self.program.module, call.node)
+        return tuple((user.name, user.args[1]) for user in node.users)  # type: ignore[misc]
+
+    def touched(self, action: Action) -> tuple[str, ...]:
+        """The names of the values of its microbatch that an action reads or makes."""
+        if action.do in SENDS:
+            return self.message(action).values
+        if action.do in RECEIVES:
+            return self.message(action).copies
+        names = [
+            name
+            for call in (self.calls(action) if action.do.kind else ())
+            for name in (*self.arguments(call), *(name for name, _ in self.results(call)))
+        ]
+        return tuple(names)
+
+    def last_uses(self, actions: Sequence[Action]) -> list[tuple[str, ...]]:
+        """For every action of a rank the values of its microbatch that nothing touches after it;
+        parameters, buffers and constants stay."""
+        stays = {port.name for port in self.program.ports(*STATE_ROLES)}
+        stays |= {node.name for node in self.program.module.graph.nodes if node.op == "get_attr"}
+        known: dict[Action, tuple[str, ...]] = {}
+        last: dict[tuple[int | None, str], int] = {}
+        for index, action in enumerate(actions):
+            key = attrs.evolve(action, microbatch=None)
+            if key not in known:
+                known[key] = tuple(name for name in self.touched(key) if name not in stays)
+            last.update({(action.microbatch, name): index for name in known[key]})
+        drops: list[list[str]] = [[] for _ in actions]
+        for (_, name), index in last.items():
+            drops[index].append(name)
+        return [tuple(names) for names in drops]

@@ -1,0 +1,37 @@
+"""What people look at: texts and drawings of plans, timelines, memory and networks.
+
+`tables` writes them, `compare` puts what was predicted beside what was measured.
+"""
+
+from pfeife.report.compare import compare_memory, compare_times
+from pfeife.report.tables import (
+    calls_table,
+    chrome_trace,
+    comparison_table,
+    memory_chart,
+    memory_table,
+    network_table,
+    plan_table,
+    rank_part,
+    size,
+    summary,
+    table,
+    timeline_chart,
+)
+
+__all__ = [
+    "calls_table",
+    "chrome_trace",
+    "compare_memory",
+    "compare_times",
+    "comparison_table",
+    "memory_chart",
+    "memory_table",
+    "network_table",
+    "plan_table",
+    "rank_part",
+    "size",
+    "summary",
+    "table",
+    "timeline_chart",
+]

@@ -1,0 +1,68 @@
+"""Predicted against measured: what a plan promised, beside what happened."""
+
+import statistics
+from collections.abc import Sequence
+
+import attrs
+
+from pfeife.data.schedule import Action
+from pfeife.data.timeline import MemoryCurve, Timeline
+
+
+@attrs.frozen
+class Compared:
+    """One figure of a prediction and of a measurement, both in seconds or both in bytes.
+
+    `action` is None for a total, `rank` None for a figure of all ranks.
+    """
+
+    rank: int | None
+    action: Action | None
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured; 1 where nothing was predicted and nothing measured."""
+        if self.measured:
+            return self.predicted / self.measured
+        return float("inf") if self.predicted else 1.0
+
+
+def compare_times(predicted: Timeline, *measured: Timeline) -> tuple[Compared, ...]:
+    """The step first, then every action of every rank: predicted seconds and the median of the
+    measured steps'. Raises ValueError if the timelines have other actions."""
+    expected = {(e.rank, e.action): e.end - e.start for e in predicted.events}
+    found: dict[tuple[int, Action], list[float]] = {key: [] for key in expected}
+    for timeline in measured:
+        actions = {(e.rank, e.action): e.end - e.start for e in timeline.events}
+        _check(set(expected), set(actions))
+        for key, seconds in actions.items():
+            found[key].append(seconds)
+    whole = statistics.median(timeline.seconds for timeline in measured)
+    rows = [Compared(None, None, predicted.seconds, whole)]
+    for (rank, action), seconds in expected.items():
+        rows.append(Compared(rank, action, seconds, statistics.median(found[rank, action])))
+    return tuple(rows)
+
+
+def compare_memory(
+    predicted: Sequence[MemoryCurve], measured: Sequence[MemoryCurve]
+) -> tuple[Compared, ...]:
+    """Every rank's peak first, then the peak of every action (without what is held all the
+    time), in bytes. Raises ValueError if the curves have other ranks or actions."""
+    rows = []
+    for one, other in zip(predicted, measured, strict=True):
+        _check(*({(curve.rank, p.action) for p in curve.points} for curve in (one, other)))
+        rows.append(Compared(one.rank, None, one.peak, other.peak))
+    for one, other in zip(predicted, measured, strict=True):
+        peaks = {point.action: point.peak for point in other.points}
+        rows += [Compared(one.rank, p.action, p.peak, peaks[p.action]) for p in one.points]
+    return tuple(rows)
+
+
+def _check(expected: set[tuple[int, Action]], found: set[tuple[int, Action]]) -> None:
+    if expected != found:
+        rank, action = min(expected ^ found, key=str)
+        where = "predicted" if (rank, action) in expected else "measured"
+        raise ValueError(f"only {where}: rank {rank}, action {action}; compare the same schedule")

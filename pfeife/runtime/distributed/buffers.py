@@ -1,0 +1,38 @@
+"""Memory that large values arrive in, one step after another."""
+
+import torch
+
+from pfeife._torch import is_shared
+from pfeife.lowering.envelope import Layout
+
+
+class Buffers:
+    """A rank's receive buffers: made when they are first needed, kept, and used again.
+
+    What arrives is a view of a buffer. The buffer is free when it is the only one that looks at
+    its storage, so neither a compiled stage that returns a part of its argument, nor a message
+    that is passed on, nor a result that the user keeps can lose its contents. On CUDA, a receive
+    waits for all that was queued before it was posted, and so for the last reader.
+    """
+
+    def __init__(self, device: torch.device | None):
+        self.device = device
+        self.known: dict[int, list[torch.Tensor]] = {}  # by their size in bytes
+
+    def take(self, layout: Layout) -> torch.Tensor:
+        """A value of a layout, with whatever contents."""
+        known = self.known.setdefault(layout.bytes, [])
+        free = next((one for one in known if not is_shared(one)), None)
+        if free is None:
+            free = torch.empty(layout.bytes, dtype=torch.uint8, device=self.device)
+            known.append(free)
+        return layout.within(free, 0)
+
+    def forget_used(self) -> None:
+        """Leaves the buffers in use to those who use them."""
+        for size, known in self.known.items():
+            self.known[size] = [one for one in known if not is_shared(one)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [one for known in self.known.values() for one in known]

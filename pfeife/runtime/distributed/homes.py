@@ -1,0 +1,342 @@
+"""Which ranks train which state, for all programs of this process: they keep to it."""
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife.data.machine import Mesh
+from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
+from pfeife.runtime.distributed.gradients import Gradients, compared
+from pfeife.runtime.failure import Refusal
+
+if TYPE_CHECKING:
+    from pfeife.runtime.distributed.world import World
+
+Slots = Mapping[str | None, Any]  # tensors by the names of ports
+
+
+@attrs.frozen
+class Home:
+    """The ranks of a pipeline that train one tensor, in their order.
+
+    `number` is the same for a tensor in all processes, and so is `name`: what the first program
+    that trains it calls it. `alike` says whether all have the same values; statistics of replicas
+    are not.
+    """
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    mesh: Mesh
+    alike: bool = True
+
+    @property
+    def first(self) -> int:
+        """The rank of the world whose values count."""
+        return self.ranks[0]
+
+    @property
+    def everywhere(self) -> tuple[int, ...]:
+        """The ranks of the world that train the tensor, those of all replicas."""
+        return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank of the world trains the tensor."""
+        return rank % self.mesh.ranks in self.ranks
+
+
+class Homes:
+    """Where state is trained, by the tensors themselves.
+
+    A program that trains a tensor first gives it its home; every later one computes there what
+    uses it. What this rank does not train is `Foreign`: NaN, and guarded.
+    """
+
+    def __init__(self) -> None:
+        self.known = WeakIdKeyDictionary()
+        self.homes: dict[int, Home] = {}  # by their numbers
+        self.shared: dict[int, int] = {}  # versions of what other ranks train as well
+        self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        self.foreign = Foreign()
+        self.guard = Guard(self.known, self.foreign)
+        self.gradients = Gradients(self.known, self.foreign.found)
+
+    def among(self, values: Iterable[Any]) -> bool:
+        """Whether some rank trains any of these."""
+        return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
+
+    def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
+        """The homes of a program's state by canonical names. Raises Refusal for those in another
+        mesh."""
+        ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
+        found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
+        for name, home in found.items():
+            if home.mesh != mesh:
+                raise Refusal(
+                    f"{name} is trained on {home.mesh.replicas} replicas of {home.mesh.ranks} "
+                    f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
+                    "that use the same parameters have the same replicas"
+                )
+        return {name: frozenset(home.ranks) for name, home in found.items()}
+
+    def settle(
+        self,
+        program: Program,
+        slots: Slots,
+        mesh: Mesh,
+        modules: Iterable[nn.Module],
+        world: "World",
+        carried: Collection[str] = (),
+    ) -> None:
+        """Gives what a program trains a home, where it has none (collective): not the ports that
+        are `carried`, whose new values are results, on every rank. What no program has
+        trained yet must have the same values on every rank, else Refusal is raised: then one of
+        them was seeded otherwise, or was given another batch."""
+        known = self.of(program, slots, mesh)
+        new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
+        wrong = world.differing({port.fqn: slots[port.name] for port in new})
+        if wrong:
+            raise Refusal(
+                f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
+                "given the whole batch, and seeded alike before the model is made; a copy of "
+                "trained parameters is made from pfeife.full_state_dict(model)"
+            )
+        ranks = ranks_of(program)
+        trained = {port.fqn for port in _trained(program) if slots[port.name].is_leaf}
+        wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
+        wanted = [port for port in wanted if port.name not in carried]
+        pairs = [
+            (value, Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
+            for number, port in enumerate(wanted, len(self.homes))
+            for value in [slots[port.name]]
+            for alike in [mesh.replicas == 1 or value.requires_grad]
+        ]
+        _check_memory([*self.known.items(), *pairs])
+        for tensor, home in pairs:
+            self._note(tensor, home, world.rank)
+        mine = [t for t, home in pairs if home.holds(world.rank) and t.requires_grad]
+        self.gradients.watch(mine)
+        if pairs:
+            self.guard.watch(modules)
+            self.gradients.install()
+
+    def _note(self, tensor: torch.Tensor, home: Home, rank: int) -> None:
+        self.known[tensor] = home
+        self.homes[home.number] = home
+        if not home.holds(rank):
+            self.foreign.add(tensor, home.number, home.name, home.ranks)
+        elif home.alike and len(home.everywhere) > 1:
+            self.shared[home.number] = version_of(tensor)
+
+    def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
+        """Whether a program of the ranks reads state on ranks that do not train it: another one
+        has given that a home since it was built."""
+        if self.fitting.get(program) == len(self.homes):
+            return False
+        homes, ranks = self.of(program, slots, mesh), ranks_of(program)
+        if any(ranks.get(name, frozenset()) - home for name, home in homes.items()):
+            return True
+        self.fitting[program] = len(self.homes)
+        return False
+
+    def borrowed(
+        self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
+    ) -> Borrowed:
+        """What of a program's state nobody trains; `names` are the arguments' ports."""
+        calls = {call.node for call in program.calls if call.rank == rank}
+        nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
+        ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
+        found = [
+            (ports[name], place, any(user.name in calls for user in nodes[name].users))
+            for place, (name, value) in enumerate(zip(names, args, strict=True))
+            if name in ports and value not in self.known
+        ]
+        fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
+        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at])
+
+    def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
+        """What this rank tells the others before it uses `args`, "" if all is as it was: what of
+        them has been written to, what has become NaN, by what gradients were scaled."""
+        lines = self.gradients.told()
+        if self.foreign.found:
+            lines += [f"changed {number}" for number in self.foreign.changed(args)]
+        lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
+        lines += borrowed.news(args, bool(self.foreign.found)) if borrowed else ()
+        return "\n".join(lines)
+
+    def _writes(self, args: Sequence[Any]) -> dict[str, str]:
+        """How often what other ranks train as well has been written to since the ranks have last
+        agreed, by those ranks."""
+        groups: dict[str, list[int]] = {}
+        for number, tensor in self._among(args).items() if self.shared else ():
+            if number in self.shared:
+                writes = version_of(tensor) - self.shared[number]
+                groups.setdefault(_named(self.homes[number]), []).append(writes)
+        return {ranks: digest(writes) for ranks, writes in groups.items() if any(writes)}
+
+    def _among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Those of some arguments that have a home, by its number, in order."""
+        found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
+        numbered = {self.known[one].number: one for one in found}
+        return {number: numbered[number] for number in sorted(numbered)}
+
+    def agree(
+        self,
+        world: "World",
+        news: Sequence[str],
+        borrowed: Borrowed | None = None,
+        args: Sequence[Any] = (),
+    ) -> None:
+        """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
+        is trained on (collective if there is one). Raises Refusal on all ranks for what would go
+        on with wrong numbers."""
+        if not any(news):
+            return
+        told: dict[str, dict[int, list[list[str]]]] = {kind: {} for kind in _KINDS}
+        for rank, text in enumerate(news):
+            for line in text.splitlines():
+                kind, _, rest = line.partition(" ")
+                told[kind].setdefault(rank, []).append(rest.split(" "))
+        stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
+        self.gradients.compare_steps(stepped, world.rank, world.size)
+        self.gradients.forget()
+        if not any(told.values()):
+            return
+        wrong = compared(told["scaled"]) or _spoiled(told["nan"])
+        if wrong:
+            raise Refusal(wrong)
+        mine = self._among(args)
+        if told["changed"]:
+            changed = {r: {int(n) for (n,) in them} for r, them in told["changed"].items()}
+            self._take(changed, mine, world)
+        self._compare_shared(told["shared"], mine, world)
+        writes = {rank: line for rank, (line,) in told["borrowed"].items()}
+        if borrowed and len({str(writes.get(rank)) for rank in range(world.size)}) > 1:
+            _check_alike(borrowed.names, [args[place] for place in borrowed.at], world)
+        self.shared |= {n: version_of(tensor) for n, tensor in mine.items() if n in self.shared}
+        if borrowed:
+            borrowed.agreed(args)
+
+    def _compare_shared(
+        self,
+        told: Mapping[int, Sequence[Sequence[str]]],
+        mine: Mapping[int, torch.Tensor],
+        world: "World",
+    ) -> None:
+        """Compares what several ranks train and have not written to as often as one another: one
+        of them has loaded a checkpoint alone. `mine` are this rank's tensors by their homes."""
+        writes = {(ranks, rank): one for rank, lines in told.items() for ranks, one in lines}
+        for ranks in sorted({ranks for ranks, _ in writes}):
+            having = [int(rank) for rank in ranks.split("-")]
+            if len({writes.get((ranks, rank)) for rank in having}) > 1:
+                homes = [self.homes[number] for number in mine]
+                homes = [home for home in homes if home.alike and _named(home) == ranks]
+                tensors = [mine[home.number] for home in homes]
+                _check_alike([home.name for home in homes], tensors, world, having)
+
+    def _take(
+        self, written: Mapping[int, set[int]], mine: Mapping[int, torch.Tensor], world: "World"
+    ) -> None:
+        """Compares what ranks have `written` to state of others with what these have. `mine` are
+        this rank's tensors by their homes."""
+        numbers = sorted(set().union(*written.values()))
+        sums = world.checksums([mine.get(number) for number in numbers])
+        for at, number in enumerate(numbers):
+            home = self.homes[number]
+            having = [home.first, *(home.everywhere if home.alike else ())]
+            having += [rank for rank, theirs in written.items() if number in theirs]
+            others = _others([sums[rank][at] for rank in having], having)
+            if others:
+                raise Refusal(
+                    f"{home.name} has been written to on ranks {sorted(written)} since the last "
+                    f"step, but ranks {sorted(others)} have other values than rank {home.first}, "
+                    "which trains it: load a checkpoint on every rank, or on none"
+                )
+        self.foreign.forget(written.get(world.rank, ()))
+
+
+_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")  # of news
+
+
+def _named(home: Home) -> str:
+    """Those who train a tensor, as news call them."""
+    return "-".join(map(str, home.everywhere))
+
+
+def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
+    """The ranks that have other values than the first of them, by checksums."""
+    first = int(sums[0])
+    return sorted({rank for rank, one in zip(ranks, sums, strict=True) if int(one) != first})
+
+
+def _check_alike(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    world: "World",
+    ranks: Sequence[int] = (),
+) -> None:
+    """Raises Refusal on all ranks unless some (all if none are given) have the same values
+    (collective)."""
+    if not names:
+        return
+    sums = world.checksums(tensors)
+    ranks = ranks or range(world.size)
+    for at, name in enumerate(names):
+        others = _others([sums[rank][at] for rank in ranks], ranks)
+        if others:
+            raise Refusal(
+                f"{name} has been written to since the last step, and ranks {others} have other "
+                f"values than rank {ranks[0]}: load a checkpoint on every rank, or on none"
+            )
+
+
+def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with state that nobody trains, "" if nothing."""
+    if not told:
+        return ""
+    rank, lines = next(iter(told.items()))
+    return (
+        f"{' '.join(lines[0])} has become NaN on rank {rank}: the step reads it and no rank trains "
+        "it. A copy of parameters that other ranks train, such as their moving average, can only "
+        "be made from pfeife.full_state_dict(model), which every rank calls"
+    )
+
+
+def ranks_of(program: Program) -> dict[str, frozenset[int]]:
+    """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
+    or update."""
+    found = holders(program, Role.PARAMETER, Role.BUFFER).items()
+    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
+
+
+def _check_memory(pairs: Iterable[tuple[torch.Tensor, Home]]) -> None:
+    """Raises Refusal for tensors in one memory that are trained on different ranks."""
+    spans = []
+    for tensor, home in pairs:
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + (last + 1) * tensor.element_size(), home))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end and one.ranks != other.ranks:
+            first, second = sorted((one, other), key=lambda home: home.number)
+            raise Refusal(
+                f"{first.name} and {second.name} share memory, but are two tensors, trained on "
+                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
+                "parameter (b.weight = a.weight)"
+            )
+
+
+def _trained(program: Program) -> list[Port]:
+    """State that the program has a gradient or an update of."""
+    changed = {port.fqn for port in program.ports(Role.GRADIENT, Role.BUFFER_UPDATE)}
+    return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]

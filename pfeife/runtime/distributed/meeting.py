@@ -1,0 +1,101 @@
+"""How processes come together: by torchrun, or by hand."""
+
+import atexit
+import os
+import re
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pfeife.runtime.distributed.lifeline import kept_by_torchrun, met
+from pfeife.runtime.distributed.world import World
+from pfeife.runtime.failure import Failure, PipelineError
+
+TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
+
+# torch.distributed has one default process group, and so there is one world for it.
+_worlds: list[World] = []
+
+
+def join_world(device: torch.device, timeout: float | None = None) -> World | None:
+    """The processes that this one works with (collective the first time), None if it is alone.
+
+    Initialises the default process group if torchrun started several processes and nobody has
+    done so. After a failure there is a new world: all ranks connect anew. Raises PipelineError,
+    naming them, if ranks do not arrive within `timeout` seconds.
+    """
+    limit = TIMEOUT if timeout is None else timeout
+    if not dist.is_initialized() and _number("WORLD_SIZE", 1, default="1") > 1:
+        _initialize(device, limit)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    known = _worlds[0] if _worlds and _worlds[0].default is dist.group.WORLD else None
+    if known is not None and timeout is None:
+        limit = known.timeout
+    if known is not None and not (known.failure and known.raised):
+        known.timeout = limit
+        return known
+    latest = World(device, limit, known)
+    for world in _worlds:
+        world.close()
+    _worlds[:] = [latest]
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    return _worlds[0]
+
+
+def world_so_far() -> World | None:
+    """The world that this process is in already (collective after a failure), None without one."""
+    if not _worlds or not dist.is_initialized() or _worlds[0].default is not dist.group.WORLD:
+        return None
+    return join_world(_worlds[0].device)
+
+
+def _initialize(device: torch.device, timeout: float) -> None:
+    size, port = _number("WORLD_SIZE", 1), _number("MASTER_PORT", 1, 2**16 - 1)
+    rank = _number("RANK", 0, size - 1)
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    limit = timedelta(seconds=timeout)
+    mine = rank == 0 and not kept_by_torchrun()
+    try:
+        keeper = dist.TCPStore(host, port, size, mine, limit, False, multi_tenant=mine)
+    except RuntimeError as error:
+        who = "torchrun" if kept_by_torchrun() else "rank 0"
+        cause = f"nobody answers at {host}:{port}, where {who} should: {error}"
+        raise PipelineError(Failure(None if kept_by_torchrun() else 0, "", cause)) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
+    store = dist.PrefixStore(f"start {met(store, rank, size, timeout)}", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(_number("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Without our timeout: the user's own collectives keep that of torch.
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    atexit.register(leave_world)
+
+
+def _number(name: str, least: int, most: int | None = None, default: str = "") -> int:
+    """A variable of the environment that torchrun sets."""
+    text = os.environ.get(name, default)
+    number = int(text) if re.fullmatch(r"-?\d{1,9}", text.strip()) else None
+    if number is None or number < least or (most is not None and number > most):
+        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(
+            f"the environment has {name}={text!r}: must be a number {limit}; torchrun sets "
+            "WORLD_SIZE, RANK (from 0 to WORLD_SIZE - 1), MASTER_ADDR and MASTER_PORT"
+        )
+    return number
+
+
+def _leave() -> None:
+    while _worlds:
+        _worlds.pop().leave()
+
+
+def leave_world() -> None:
+    """Ends the default process group if there is one and nothing is in it."""
+    used = any(world.inside for world in _worlds)
+    _leave()
+    if dist.is_initialized() and not used:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""How long a rank waits for others: a thread looks on, and gives up waits that are in vain."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pfeife.runtime.distributed.diagnosis import Wait
+from pfeife.runtime.distributed.lifeline import BEAT, Beats, Doing, Lifeline
+from pfeife.runtime.failure import Failure
+
+log = logging.getLogger("pfeife")
+
+WARNING = 60.0  # seconds of waiting before the first warning; each next one comes twice as late
+
+
+class Patience:
+    """Looks on while a rank waits.
+
+    `look` says what the rank does. A wait in which no rank has made progress for `timeout()`
+    seconds ends by `stop`, which is given the failure; one for a rank that lives and is busy
+    outside of a step goes on, and the logger warns from time to time.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        timeout: Callable[[], float],
+        look: Callable[[], Doing],
+        stop: Callable[[Failure], object],
+    ):
+        self.lifeline, self.timeout, self.look, self.stop = lifeline, timeout, look, stop
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="pfeife patience", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Stops the thread, unless it waits for a store that does not answer."""
+        self.over.set()
+        if not self.lifeline.mute:
+            self.thread.join(2 * BEAT)
+
+    def _run(self) -> None:
+        while not self.over.wait(BEAT):
+            doing = self.look()
+            if doing.since is not None:
+                self._wait(doing, doing.since)
+
+    def _wait(self, doing: Doing, since: float) -> None:
+        """One wait of the rank, until it is over."""
+        timeout = self.timeout()
+        # Seconds without a sign of life in which a rank that keeps Python to itself now and
+        # then, as compilers do, is still believed to live.
+        stillness = min(timeout, max(10 * BEAT, 0.1 * timeout))
+        seen: deque[Beats | None] = deque(maxlen=1 + round(stillness / BEAT))
+        warn = min(WARNING, timeout)
+        while self.look() == doing and not self.over.wait(BEAT):
+            waited = time.monotonic() - since
+            if waited < min(warn, timeout - stillness):
+                continue  # nothing is asked of the store in vain
+            seen.append(self.lifeline.beats())
+            before = seen[0] if len(seen) == seen.maxlen else {}
+            assert doing.waits_for is not None
+            lifeline = self.lifeline
+            wait = Wait(
+                lifeline.rank, lifeline.size, doing.waits_for, waited, timeout, before, seen[-1]
+            )
+            found = wait.failure() if waited >= timeout else None
+            if found is not None and self.look() == doing:
+                self.stop(found)
+                self.over.set()
+            elif waited >= warn:
+                warn *= 2
+                _warn(wait)
+
+
+def _warn(wait: Wait) -> None:
+    """Of the ranks that wait, the first one warns."""
+    working = wait.working()
+    first = min(set(range(wait.size)) - {rank for rank, _ in working})
+    for rank, beat in working[:3]:
+        log.log(
+            logging.WARNING if wait.rank == first else logging.DEBUG,
+            "rank %d has waited %.0f s for rank %d, which gives signs of life: it is in %s for "
+            "%.0f s, and is waited for",
+            *(wait.rank, wait.seconds, rank, beat.doing, beat.seconds),
+        )

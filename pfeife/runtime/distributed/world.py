@@ -1,0 +1,387 @@
+"""The processes that work together: they agree, wait for one another and stop together."""
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from pfeife import _torch
+from pfeife.data import plain
+from pfeife.runtime.distributed import diagnosis
+from pfeife.runtime.distributed.ending import end_process
+from pfeife.runtime.distributed.homes import Homes
+from pfeife.runtime.distributed.lifeline import (
+    ALL,
+    BEAT,
+    BUILDING,
+    OUTSIDE,
+    Doing,
+    Lifeline,
+    kept_by_torchrun,
+    met,
+)
+from pfeife.runtime.distributed.line import Line
+from pfeife.runtime.distributed.patience import Patience
+from pfeife.runtime.distributed.sending import Sender
+from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
+
+log = logging.getLogger("pfeife")
+
+GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
+_SHORT = 96  # bytes of a note from which on it has a message of its own
+_TICK = 0.05  # seconds
+SLICE = timedelta(seconds=BEAT)
+FOREVER = timedelta(days=1)  # of a wait that a thread ends
+
+
+class World:
+    """This process among those of the default process group.
+
+    Building one is collective. When any rank fails, all leave what they wait for with the same
+    `PipelineError` within some seconds; a rank that does not come out of its own computing is
+    ended. `timeout` is how many seconds without progress count as a failure; `before` is the world
+    of the same process group that has failed. Raises PipelineError when a rank does not arrive.
+    """
+
+    def __init__(self, device: torch.device, timeout: float, before: "World | None" = None):
+        self.device, self.timeout = device, timeout
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.default = dist.group.WORLD
+        # Both connections stay: a new one may take seconds, since torch.distributed asks for the
+        # name of the other end. Two, since each answers one question at a time.
+        self.store: Any = before.store if before else self._store()
+        self.beside: Any = before.beside if before else self.store.clone()
+        first = before.generation + 1 if before else 0
+        self.generation: int = met(self.store, self.rank, self.size, timeout, first)
+        self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
+        self.failure: Failure | None = None
+        self.raised = False  # whether the failure has become an exception here
+        self.warned = False  # that ranks are seeded differently
+        self.inside, self.asking = 0, False
+        self.waiting: float | None = None  # since when for all ranks
+        self.look: Callable[[], Doing] = _outside
+        self.gloo = None if device.type == "cuda" else _torch.gloo_device()
+        self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        self.sender = Sender()
+        own = dist.PrefixStore(f"world {self.generation}", self.beside)
+        self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
+        self.watch = Patience(self.lifeline, lambda: self.timeout, self._look, self.stop)
+        try:
+            with self.building("the connections"):
+                self.line = self.line_of(range(self.size))
+        except BaseException:
+            self._end_threads()
+            raise
+
+    def _store(self) -> Any:
+        group: Any = self.default
+        return dist.PrefixStore("pfeife", group.get_group_store())
+
+    @property
+    def patience(self) -> tuple[timedelta, ...]:
+        """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
+        watchdog looks after it."""
+        return () if self.device.type == "cuda" else (FOREVER,)
+
+    def line_of(self, ranks: Sequence[int], purpose: str = "") -> Line:
+        """The line of some ranks; new ones are made by all ranks of the world in one order."""
+        key = (tuple(ranks), purpose)
+        if key not in self.lines:
+            own = dist.PrefixStore(f"world {self.generation}", self.store)
+            try:
+                self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose, self.gloo)
+            except RuntimeError as error:
+                raise self.lost(None, error) from error
+        return self.lines[key]
+
+    def _look(self) -> Doing:
+        doing = self.look()
+        since = self.waiting
+        return doing if since is None else attrs.evolve(doing, waits_for=ALL, since=since)
+
+    @contextlib.contextmanager
+    def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
+        """While the calling thread is at something that other ranks may wait for.
+
+        Raises PipelineError if a rank has failed already. An exception inside fails all ranks.
+        """
+        self.check()
+        before, self.look = self.look, look
+        self.inside += 1
+        try:
+            yield
+        except (PipelineError, Refusal):
+            raise
+        except BaseException as error:
+            self.stop(failure_of(error, self.rank, look().text))
+            self.raised = True
+            raise
+        finally:
+            self.inside -= 1
+            self.look = before
+
+    def building(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """While this rank prepares something, which may take longer than the timeout."""
+        return self.busy(lambda: Doing(BUILDING + what))
+
+    def check(self) -> None:
+        """Raises PipelineError if any rank has failed."""
+        if self.failure is not None:
+            raise self._stopped(self.failure)
+
+    def _stopped(self, failure: Failure) -> PipelineError:
+        failure = self.stop(failure)
+        self.raised = True
+        return PipelineError(failure)
+
+    def stop(self, failure: Failure) -> Failure:
+        """Stops all ranks; returns the first failure that was announced, which may be another."""
+        if self.failure is None:
+            self.failure = self.lifeline.announce(failure)
+        for line in list(self.lines.values()):
+            line.cut()
+        return self.failure
+
+    def _hear(self, failure: Failure) -> None:
+        """On a thread: another rank has failed, so what this one waits for must end."""
+        self.stop(failure)
+        left, before = GRACE, time.monotonic()
+        while self.inside and left > 0:
+            time.sleep(_TICK)
+            now = time.monotonic()  # who computes keeps this thread waiting: ticks may be long
+            spent, before = min(now - before, BEAT), now  # but a process may have been stopped
+            left -= 0 if self.asking else spent  # who asks what has happened is about to come out
+        if self.inside:
+            log.critical(
+                "rank %d ends: %s; this rank was in %s and did not come out of it",
+                self.rank,
+                failure,
+                self.look().text,
+            )
+            end_process()
+
+    def lost(self, peer: int | None, error: RuntimeError) -> PipelineError:
+        """The error to raise when a message from or to a rank of the world (None if it is not
+        known which) has failed."""
+        with self._diagnosis():
+            doing = self.look().text
+            return self._stopped(self.failure or diagnosis.cause(self.lifeline, peer, error, doing))
+
+    @contextlib.contextmanager
+    def _diagnosis(self) -> Iterator[None]:
+        """While the calling thread finds out why something does not come: that takes seconds, but
+        ends by itself."""
+        self.asking = True
+        try:
+            yield
+        finally:
+            self.asking = False
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective operation of all ranks, or of some."""
+        self.waiting = time.monotonic()
+        try:
+            while True:
+                over = work.is_completed()  # then an error is its own, not that of the time
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError as error:
+                    self.check()
+                    if over:
+                        raise self.lost(None, error) from None
+        finally:
+            self.waiting = None
+
+    def broadcast(self, value: torch.Tensor, source: int) -> None:
+        """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
+        self.wait(self.line.group.broadcast(value, source))
+
+    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of the same shape and dtype, on every rank."""
+        found = [torch.empty_like(value) for _ in range(self.size)]
+        self.wait(self.line.group.allgather([found], [value]))
+        return found
+
+    def from_rank_zero(self, text: str) -> str:
+        """Rank 0's text, on every rank (collective)."""
+        data = self._bytes(text)
+        size = torch.tensor([data.numel()], device=self.device)
+        self.broadcast(size, 0)
+        _check_length(int(size), 0)
+        shared = (
+            data
+            if self.rank == 0
+            else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        )
+        self.broadcast(shared, 0)
+        return bytes(shared.tolist()).decode()
+
+    def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
+        """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
+        ranks raise a Refusal with its message."""
+        text = ""
+        if self.rank == 0:
+            try:
+                text = "+" + decide()
+            except ValueError as error:
+                text = "-" + str(error)
+        shared = self.from_rank_zero(text)
+        if shared.startswith("-"):
+            raise Refusal(shared[1:])
+        return shared[1:]
+
+    def from_all_ranks(self, text: str) -> list[str]:
+        """Every rank's text, on every rank (collective)."""
+        data = self._bytes(text)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)], device=self.device))]
+        for rank, size in enumerate(sizes):
+            _check_length(size * self.size, rank)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        parts = zip(self.gather(padded), sizes, strict=True)
+        return [bytes(one[:size].tolist()).decode() for one, size in parts]
+
+    def _bytes(self, text: str) -> torch.Tensor:
+        data = bytearray(_encoded(text))
+        found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+        return found.to(self.device, torch.uint8)
+
+    def check_agreement(self, text: str, what: str) -> None:
+        """Raises Refusal on every rank unless all ranks give the same text (collective); the
+        message has the first line that differs."""
+        self.agreed(text, what)
+
+    def agreed(
+        self,
+        text: str,
+        what: str,
+        *,
+        number: int = 0,
+        note: str = "",
+        refused: Exception | None = None,
+    ) -> "Agreed":
+        """What every rank adds to a text that all of them give alike (collective).
+
+        Raises Refusal on every rank if the ranks are at different places of the script, by `what`
+        they agree on; if the texts differ, with the first line that does; or if any rank cannot
+        go on: with its own words there, and on the others with the rank in front.
+        """
+        text = f"{what}\0{text}"
+        digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
+        mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
+        noted = _encoded(note)
+        short = noted.ljust(_SHORT, b"\0") if len(noted) < _SHORT else bytes(_SHORT)
+        data = bytearray(mine + bytes([min(len(noted), _SHORT)]) + short)
+        found = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(self.device))
+        every = [bytes(one.tolist()) for one in found]
+        if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
+            cause = f"{type(refused).__name__}: {refused}" if refused else ""
+            told = self.from_all_ranks(f"{cause}\0{text}")
+            raise Refusal(str(refused) if refused else _disagreement(told)) from refused
+        notes = [one[41 : 41 + one[40]].decode() for one in every if one[40] < _SHORT]
+        if len(notes) < self.size:
+            notes = self.from_all_ranks(note)
+        numbers = [int.from_bytes(one[32:40], "little", signed=True) for one in every]
+        return Agreed(tuple(numbers), tuple(notes))
+
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the tensors that are not the same on all ranks, by checksums (collective)."""
+        if not tensors:
+            return []
+        found = self.checksums(tensors.values())
+        wrong = torch.stack([other != found[0] for other in found]).any(0).tolist()
+        return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
+
+    def checksums(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of some tensors, one at least, on every rank; -1 for None (collective)."""
+        found = [-1 if one is None else checksum(one) for one in tensors]
+        return self.gather(torch.tensor(found, device=self.device))
+
+    def close(self) -> None:
+        """Lets go of the connections of a world that has failed. Whoever has made a step in it may
+        keep it for long: torch.compile does."""
+        self._end_threads()
+        self.sender.close()
+        for line in self.lines.values():
+            line.close()
+        self.gloo = None
+
+    def leave(self) -> None:
+        """Tells the others that this process ends; after a failure, who keeps the store waits
+        until all that live know of it."""
+        self.homes.gradients.end()
+        if self.lifeline.thread.is_alive():
+            if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
+                diagnosis.wait_until_told(self.lifeline, GRACE)
+            self.lifeline.ask(self.lifeline.acknowledge)
+            self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self.watch.end()
+        self.lifeline.end()
+
+
+def _outside() -> Doing:
+    return Doing(OUTSIDE)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _check_length(size: int, rank: int) -> None:
+    if not 0 <= size <= plain.LARGEST_FILE:
+        raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
+
+
+@attrs.frozen
+class Agreed:
+    """What each rank has added to what all of them agree on."""
+
+    numbers: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def _disagreement(told: Sequence[str]) -> str:
+    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and what it
+    has told of what."""
+    causes, places, texts = zip(*(one.split("\0", 2) for one in told), strict=True)
+    for rank, cause in enumerate(causes):
+        if cause:
+            return f"rank {rank}: {cause}"
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            return (
+                f"rank {rank} is at {place} and rank 0 at {places[0]}: every rank must make the "
+                "same calls, in the same order"
+            )
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    here, there = _first_difference(texts[0], texts[others[0]])
+    return (
+        f"{places[0]}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
+        f"where rank 0 has {here!r}; every rank must run the same script with the same options "
+        "and versions, and is given the whole batch"
+    )
+
+
+def _first_difference(one: str, other: str) -> tuple[str, str]:
+    lines, others = one.splitlines(), other.splitlines()
+    for line, second in zip(lines, others, strict=False):
+        if line != second:
+            return line.strip(), second.strip()
+    return f"{len(lines)} lines", f"{len(others)} lines"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 63 bits that depends on every byte of a tensor and on its place."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1

@@ -1,0 +1,310 @@
+"""All ranks in one process: a thread for each, queues between them."""
+
+import contextlib
+import threading
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfeife.data.schedule import Action, Schedule
+from pfeife.ir.evaluate import Divisor, Result, State, add, averaged, loss_divisors, mean
+from pfeife.ir.program import Program, Reduction
+from pfeife.lowering.envelope import Channel, Envelope, Tensors
+from pfeife.runtime.interpret import Observer, RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
+from pfeife.runtime.parts import Parts
+
+
+class Aborted(RuntimeError):
+    """Another rank failed, so this one stops."""
+
+
+class LocalWorld:
+    """What the threads of one step share. `failed` ends every wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.channels: dict[tuple[int, int], deque[tuple[Tensors, Any]]] = {}
+        self.parts: dict[str, dict[int, torch.Tensor]] = {}
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.failed = False
+
+    def fail(self) -> None:
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+
+
+class LocalTransport:
+    """One rank's end of a local world; `offset` is the first rank of its pipeline."""
+
+    def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
+        self.world, self.rank, self.offset, self.device = world, rank, offset, device
+        self.copies = PeerCopies(device) if device is not None else None
+
+    def expect(self, source: int, channel: Channel) -> None:
+        pass
+
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        channel = (self.offset + self.rank, self.offset + destination)
+        for value, layout in zip(values, envelope.layouts, strict=True):
+            layout.check(value)
+        ready = made_by_now(values)
+        with self.world.changed:
+            self.world.channels.setdefault(channel, deque()).append((values, ready))
+            self.world.changed.notify_all()
+
+    def release(self, destination: int, count: int) -> None:
+        pass
+
+    def receive(self, source: int) -> Tensors:
+        channel = (self.offset + source, self.offset + self.rank)
+        with self.world.changed:
+            queue = self.world.channels.setdefault(channel, deque())
+            self.world.changed.wait_for(lambda: queue or self.world.failed)
+            if self.world.failed:
+                raise Aborted(f"rank {self.rank} stops: another rank failed")
+            values, ready = queue.popleft()
+        return values if self.copies is None else self.copies(values, ready)
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs."""
+        whole = reduction.replicas * len(reduction.ranks)
+        name = reduction.name if reduction.replicas > 1 else f"{self.offset}:{reduction.name}"
+        with self.world.changed:
+            parts = self.world.parts.setdefault(name, {})
+            parts[self.offset + self.rank] = part
+            if len(parts) == whole:
+                self.world.reduced[name] = _combined(parts, reduction)
+                self.world.changed.notify_all()
+            self.world.changed.wait_for(lambda: name in self.world.reduced or self.world.failed)
+            if self.world.failed:
+                raise Aborted(f"rank {self.rank} stops: another rank failed")
+            total = self.world.reduced[name]
+        return total if self.device is None else total.to(self.device)
+
+
+def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    ranks = len(reduction.ranks)
+    ordered = [parts[rank] for rank in sorted(parts)]
+    ordered = [part.to(ordered[0].device) for part in ordered]
+    sums = [add(ordered[start : start + ranks]) for start in range(0, len(ordered), ranks)]
+    return mean(sums) if reduction.average else add(sums)
+
+
+class LocalPipeline:
+    """A program and its lowered schedule, run by one thread a rank in this process.
+
+    `devices` gives every rank a device; without them everything stays where it is. `bodies` has
+    compiled bodies by call nodes (`pfeife.compilers.compile_bodies`); other calls run as graphs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        devices: Sequence[torch.device] | None = None,
+        bodies: Mapping[str, Callable] | None = None,
+    ):
+        ranks = len(schedule.ranks)
+        if devices is not None and len(devices) != ranks:
+            raise ValueError(f"{len(devices)} devices for {ranks} ranks")
+        self.program, self.schedule = program, schedule
+        self.devices: Sequence[torch.device | None] = devices or [None] * ranks
+        self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
+        self.gradients = frozenset[str]().union(*(one.gradients for one in self.runners))
+
+    def start(
+        self,
+        state: State,
+        microbatches: Sequence[Any],
+        *,
+        seed: int = 0,
+        tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    ) -> "LocalStep":
+        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
+        each = self.schedule.microbatches * self.program.replicas
+        if len(microbatches) != each:
+            raise ValueError(f"{len(microbatches)} microbatches, the schedule is for {each}")
+        divided = loss_divisors(self.program, microbatches)
+        inputs = [
+            microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
+            for replica in range(self.program.replicas)
+        ]
+        return LocalStep(self, state, inputs, divided)
+
+    def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
+        """One step: the same arguments and result as `evaluate`."""
+        step = self.start(state, microbatches, **options)
+        step.run()
+        return step.result()
+
+
+class LocalStep:
+    """One step of a `LocalPipeline`, which may be run in parts, each once.
+
+    After a failure it has no results: to ask for them raises.
+    """
+
+    def __init__(
+        self,
+        pipeline: LocalPipeline,
+        state: State,
+        inputs: list[list[dict]],
+        divided: Sequence[Divisor],
+    ):
+        self.world, self.replicas = LocalWorld(), len(inputs)
+        self.program, self.parts, self.divided = (
+            pipeline.program,
+            Parts(pipeline.runners[0].has_parts),
+            divided,
+        )
+        self.runners = [
+            (runner, self._start(runner, replica, pipeline, state, given))
+            for replica, given in enumerate(inputs)
+            for runner in pipeline.runners
+        ]
+
+    def _start(
+        self,
+        runner: RankRunner,
+        replica: int,
+        pipeline: LocalPipeline,
+        state: State,
+        given: list[dict[str, torch.Tensor]],
+    ) -> Step:
+        device = pipeline.devices[runner.rank]
+        offset = replica * len(pipeline.runners)
+        transport = LocalTransport(self.world, runner.rank, offset, device)
+        inputs = [_moved(values, device) for values in given]
+        first = replica * len(given)
+        divided = self.divided[first : first + len(given)]
+        return runner.start(_moved(state, device), inputs, divided, transport)
+
+    def run(
+        self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
+    ) -> None:
+        """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
+        failure, or an interrupt of this thread, is raised with its own traceback after every
+        thread has ended its action. Raises RuntimeError for a part that has run already."""
+        with self.parts.running(forward, backward):
+            self._run(forward, backward, watch)
+
+    def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
+        errors: list[BaseException] = []
+        kernel_threads = torch.get_num_threads()
+
+        def work(runner: RankRunner, step: Step, over: threading.Event) -> None:
+            try:
+                # A new thread starts from the machine's default, and some kernels (oneDNN's
+                # convolutions) give other bits with another number of threads.
+                torch.set_num_threads(kernel_threads)
+                border = runner.backward_begin
+                begin, end = (0 if forward else border), (None if backward else border)
+                runner.run(step, begin, end, self._observer(runner.rank, watch))
+            except BaseException as error:
+                errors.append(error)
+                self.world.fail()
+            finally:
+                over.set()
+
+        overs = [threading.Event() for _ in self.runners]
+        threads = [
+            threading.Thread(
+                target=work, args=(*pair, over), name=f"pfeife rank {pair[0].rank}", daemon=True
+            )
+            for pair, over in zip(self.runners, overs, strict=True)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # such as Ctrl-C, which only the main thread gets
+            self.world.fail()
+            for thread, over in zip(threads, overs, strict=True):
+                if thread.ident is not None:
+                    over.wait()  # whose join was interrupted counts as ended (Python 3.11)
+            raise
+        first = next((error for error in errors if not isinstance(error, Aborted)), None)
+        if first is not None or errors:
+            raise first or errors[0]
+
+    def _observer(self, rank: int, watch: Watch | None) -> Observer:
+        """Ends a thread after its action if another one has failed."""
+        see, world = watch(rank) if watch else None, self.world
+
+        def observe(action: Action) -> None:
+            if see:
+                see(action)
+            if world.failed:
+                raise Aborted(f"rank {rank} stops: the step has failed")
+
+        return observe
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        """While the backward is prepared."""
+        return contextlib.nullcontext()
+
+    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]], *, values: bool) -> None:
+        """One process has nobody to compare with."""
+
+    def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """The gradients of the outputs, per microbatch by port name, before the backward."""
+        each = len(tangents) // self.replicas
+        ranks = len(self.runners) // self.replicas
+        for index, (_, step) in enumerate(self.runners):
+            start = index // ranks * each
+            assert isinstance(step.transport, LocalTransport)
+            for values, given in zip(step.values, tangents[start : start + each], strict=True):
+                values.update(_moved(given, step.transport.device))
+
+    def result(self, *, outputs: bool = True) -> Result:
+        """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
+        RuntimeError for a step that has not run or has failed."""
+        self.parts.check()
+        ranks = len(self.runners) // self.replicas
+        pipelines = []
+        for start in range(0, len(self.runners), ranks):
+            parts = [runner.result(step) for runner, step in self.runners[start : start + ranks]]
+            pipelines.append(_joined(parts))
+        if len(pipelines) == 1:
+            return pipelines[0]
+        losses = [part.loss for part in pipelines if part.loss is not None]
+        return Result(
+            loss=(mean if self.program.averages else add)(losses) if losses else None,
+            outputs=tuple(output for part in pipelines for output in part.outputs),
+            gradients=pipelines[0].gradients,
+            buffers=pipelines[0].buffers,
+            batch_gradients=averaged(
+                self.program, tuple(g for part in pipelines for g in part.batch_gradients)
+            ),
+        )
+
+
+def _moved(values: Mapping[str, torch.Tensor], device: torch.device | None) -> dict:
+    return dict(values) if device is None else {n: v.to(device) for n, v in values.items()}
+
+
+def _joined(parts: Sequence[Result]) -> Result:
+    """One pipeline's ranks: every value is there once, shared gradients are the same on each."""
+    gradients: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for part in parts:
+        gradients |= {n: g for n, g in part.gradients.items() if n not in gradients}
+        buffers |= part.buffers
+    losses = [part.loss for part in parts if part.loss is not None]
+    return Result(
+        losses[0] if losses else None,
+        _merged([part.outputs for part in parts]),
+        gradients,
+        buffers,
+        _merged([part.batch_gradients for part in parts]),
+    )
+
+
+def _merged(ranks: Sequence[tuple[dict, ...]]) -> tuple[dict, ...]:
+    """One dict a microbatch from those of all ranks."""
+    return tuple(dict(ChainMap(*same)) for same in zip(*ranks, strict=True))

@@ -1,0 +1,3 @@
+"""Where to cut, and what to compute again: `workload` (the clusters' figures) first, then `cuts`
+(stages of a chain), `layouts` (stages on ranks), `recompute` and `room` (under a memory limit).
+"""

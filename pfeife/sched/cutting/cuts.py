@@ -1,0 +1,281 @@
+"""Where to cut: by dynamic programming, by module names, or by markers in the model."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import attrs
+from torch import fx
+
+from pfeife.data.machine import Machine
+from pfeife.ir.boundary import is_boundary
+from pfeife.ir.outline import inline, is_view
+from pfeife.ir.program import (
+    Kind,
+    Program,
+    Role,
+    call_of,
+    holders,
+    is_source,
+    node_bytes,
+    returned,
+    source_line,
+)
+from pfeife.ir.seeding import seeded
+from pfeife.sched.cutting.room import NoRoom
+
+
+@attrs.frozen
+class Clusters:
+    """What a planner knows of a fused program, per cluster and per border.
+
+    `seconds` are of one microbatch, forward and backward; `parameters` and `saved` (per
+    microbatch, from forward to backward) are bytes; `crossing[c]` are the bytes of activations
+    and gradients that a cut before cluster c sends for each microbatch; `blocked` has the
+    borders at which a cut would tear a buffer's updates apart.
+    """
+
+    seconds: tuple[float, ...]
+    parameters: tuple[int, ...]
+    saved: tuple[int, ...]
+    crossing: tuple[int, ...]
+    blocked: frozenset[int] = frozenset()
+
+
+def clusters_of(program: Program, duplicated: Sequence[str] = ()) -> Clusters:
+    """The planner's view of a fused program with costs (see `annotate`).
+
+    Raises ValueError where a call has no seconds.
+    """
+    missing = [call.node for call in program.calls if call.seconds is None]
+    if missing:
+        raise ValueError(f"{missing} have no costs; annotate the program first")
+    count = program.units
+    seconds, parameters, saved = [0.0] * count, [0] * count, [0] * count
+    for call in program.calls:
+        seconds[call.unit] += call.seconds or 0.0
+    sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
+    for name, users in holders(program).items():
+        for unit in {call.unit for call in users}:
+            parameters[unit] += sizes[name]
+    calls = {call.node: call for call in program.calls}
+    change = [0] * (count + 1)
+    for value, maker, readers in _flows(program, calls):
+        if value.name in duplicated:
+            continue
+        size = node_bytes(value)
+        if maker.kind == Kind.FORWARD and any(r.kind != Kind.FORWARD for r in readers):
+            saved[maker.unit] += size
+        low = min(maker.unit, *(reader.unit for reader in readers))
+        high = max(maker.unit, *(reader.unit for reader in readers))
+        change[low] += size
+        change[high] -= size
+    crossing = [0, *accumulate(change[: count - 1])]
+    return Clusters(
+        tuple(seconds), tuple(parameters), tuple(saved), tuple(crossing), blocked_borders(program)
+    )
+
+
+def _flows(program: Program, calls: Mapping):
+    """Every value that flows between calls, with the call that makes it and those that read it."""
+    for node in program.module.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes:
+            maker = calls.get(node.all_input_nodes[0].name)
+            readers = [calls[user.name] for user in node.users if user.name in calls]
+            if maker is not None and readers:
+                yield node, maker, readers
+
+
+def blocked_borders(program: Program) -> frozenset[int]:
+    """The borders between clusters at which a cut would tear a buffer's updates apart."""
+    calls = {call.node: call for call in program.calls}
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
+    results = returned(program.module)
+    made = {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE)}
+    blocked: set[int] = set()
+    for node in program.module.graph.nodes:
+        if node.name in names:
+            involved = [call_of(made[names[node.name]]), *node.users]
+            units = [calls[one.name].unit for one in involved if one.name in calls]
+            blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
+    return frozenset(blocked)
+
+
+# What is best for the stages so far by the cluster they end before, and where the last begins.
+_Row = dict[int, tuple[float, int]]
+
+
+def balanced(
+    clusters: Clusters,
+    stages: int,
+    *,
+    machine: Machine,
+    in_flight: Sequence[int],
+    memory_limit: int | None = None,
+    state_factor: float = 0.0,
+) -> tuple[int, ...]:
+    """The stage of every cluster, contiguous, such that the slowest stage is as fast as can be.
+
+    Dynamic programming over (stages so far, clusters so far), twice: for the slowest stage, then
+    for the least sum of squares of the stages' seconds among the cuts that are no slower. A
+    stage's seconds are its computation and the transfer over its first border; its bytes are
+    parameters, their gradients, optimizer state (`state_factor` times the parameters), and what
+    `in_flight[stage]` microbatches save. Raises ValueError if there are more stages than
+    clusters, NoRoom if none of the cuts fits `memory_limit` bytes.
+    """
+    count = len(clusters.seconds)
+    if stages > count:
+        raise ValueError(
+            f"{stages} stages, but the program has only {count} clusters to cut between "
+            "(if Dynamo broke the step into several graphs, TORCH_LOGS=graph_breaks says where)"
+        )
+    limit = machine.memory if memory_limit is None else memory_limit
+    time, held, kept = (
+        [0, *accumulate(values)]
+        for values in (clusters.seconds, clusters.parameters, clusters.saved)
+    )
+
+    def stage_seconds(stage: int, first: int, end: int) -> float | None:
+        size = (2 + state_factor) * (held[end] - held[first])
+        size += in_flight[stage] * (kept[end] - kept[first])
+        if size > limit or (first and first in clusters.blocked):
+            return None
+        transfer = machine.transfer_seconds(clusters.crossing[first]) if first else 0.0
+        return time[end] - time[first] + transfer
+
+    def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
+        rows: list[_Row] = [{0: (0.0, 0)}]
+        for stage in range(stages):
+            row: _Row = {}
+            for end in range(stage + 1, count - (stages - 1 - stage) + 1):
+                for first, (before, _) in rows[-1].items():
+                    seconds = stage_seconds(stage, first, end) if first < end else None
+                    if seconds is not None and seconds <= most:
+                        candidate = (join(before, seconds), first)
+                        row[end] = min(row.get(end, candidate), candidate)
+            rows.append(row)
+        return rows
+
+    slowest = best(max, math.inf)[-1].get(count)
+    if slowest is None:
+        raise NoRoom(_refusal(clusters, stages, limit))
+    return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
+
+
+def _refusal(clusters: Clusters, stages: int, limit: int) -> str:
+    """Why there are no cuts: the memory, or the borders that are closed."""
+    sizes = zip(clusters.parameters, clusters.saved, strict=True)
+    smallest = max(2 * parameters + saved for parameters, saved in sizes)
+    text = (
+        f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone takes "
+        f"{smallest}); use more stages, smaller microbatches or a larger limit"
+    )
+    if clusters.blocked:
+        closed = sorted(clusters.blocked)
+        text += (
+            f"; no cut may part what updates and reads one buffer, so borders {closed} are closed"
+        )
+    return text
+
+
+def _traced(rows: list[_Row], end: int) -> tuple[int, ...]:
+    stage_of: list[int] = []
+    for stage in range(len(rows) - 1, 0, -1):
+        first = rows[stage][end][1]
+        stage_of = [stage - 1] * (end - first) + stage_of
+        end = first
+    return tuple(stage_of)
+
+
+def marked(program: Program) -> tuple[int, ...]:
+    """The stage of every cluster as `stage_boundary` calls in the model have it."""
+    starts = set()
+    for unit in range(1, program.units):
+        nodes = program.body(program.call(Kind.FORWARD, unit)).graph.nodes
+        if is_boundary(next(node for node in nodes if node.op == "call_function")):
+            starts.add(unit)
+    return _stages(starts, program.units)
+
+
+def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
+    """The stage of every cluster with a cut at the begin or end of each named module.
+
+    `fuse` must have been given the same points, so that clusters end there.
+    """
+    flat, groups = inline(program)
+    forward = [
+        n
+        for n in flat.module.graph.nodes
+        if n.name in groups and groups[n.name].kind == Kind.FORWARD
+    ]
+    starts = set()
+    for path, side in points.items():
+        inside = [i for i, node in enumerate(forward) if _inside(node, path)]
+        if not inside:
+            raise ValueError(f"split at {path}: no module of that name computes anything")
+        position = inside[0] if side == "begin" else inside[-1] + 1
+        if 0 < position < len(forward):
+            before, after = (groups[forward[p].name].unit for p in (position - 1, position))
+            if before == after:
+                raise ValueError(
+                    f"split at {path}: cluster {after} goes on across this point; "
+                    f"give fuse the same boundaries ({source_line(forward[position])})"
+                )
+            starts.add(after)
+    return _stages(starts, program.units)
+
+
+def _stages(starts: set[int], units: int) -> tuple[int, ...]:
+    return tuple(accumulate(int(unit in starts) for unit in range(units)))
+
+
+def _inside(node: fx.Node, path: str) -> bool:
+    here = str(node.meta.get("module_path") or "")
+    return here == path or here.startswith(f"{path}.")
+
+
+def cheap_to_recompute(
+    program: Program, machine: Machine, at_home: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Forward values that a stage computes faster for itself than it would receive them.
+
+    Masks, rotary tables and their like: they depend on inputs only (no parameters, no updated
+    buffers, no random numbers, nothing of what is `at_home` on some ranks alone), and writing
+    their whole computation to memory takes less than a transfer. Names are those of the inlined
+    program.
+    """
+    flat, groups = inline(program)
+    updated = {*at_home, *(port.fqn for port in flat.ports(Role.BUFFER_UPDATE))}
+    plain = {
+        port.name
+        for port in flat.ports(Role.BUFFER, Role.CONSTANT, Role.BATCH)
+        if port.fqn not in updated
+    }
+    cones: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in flat.module.graph.nodes:
+        if node.op == "get_attr" or node.name in plain:
+            cones[node] = frozenset()
+        elif (
+            not is_source(node)
+            and node.op == "call_function"
+            and node.target is not seeded
+            and groups[node.name].kind == Kind.FORWARD
+            and all(source in cones for source in node.all_input_nodes)
+        ):
+            cones[node] = frozenset({node}).union(*(cones[s] for s in node.all_input_nodes))
+    cheap: set[str] = set()
+    for node, cone in cones.items():
+        work = [n for n in cone if not is_view(n)]
+        seconds = sum(
+            machine.launch_seconds + 2 * node_bytes(n) / machine.memory_bandwidth for n in work
+        )
+        if cone and seconds < machine.transfer_seconds(node_bytes(node)):
+            cheap |= {n.name for n in cone}
+    order = [node.name for node in flat.module.graph.nodes]
+    return tuple(name for name in order if name in cheap)
+
+
+def borders(stage_of_cluster: Sequence[int]) -> tuple[int, ...]:
+    """The clusters at which a new stage begins, the first left out."""
+    return tuple(i + 1 for i, (a, b) in enumerate(pairwise(stage_of_cluster)) if a != b)

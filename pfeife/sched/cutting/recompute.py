@@ -1,0 +1,315 @@
+"""What each stage computes again in its backward: the least time for a number of bytes.
+
+A 0-1 program a stage over "this storage is kept" and "this node is computed again" (Jain et al.,
+Checkmate, MLSys 2020, without its order of computation, which here is the backward's own).
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property, reduce
+from math import gcd
+from typing import Literal
+
+import attrs
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+from torch import Tensor, fx
+
+from pfeife.cost.body import Storage, storage_in, storage_of
+from pfeife.cost.estimate import compute_bound, node_seconds
+from pfeife.data.machine import Machine
+from pfeife.data.plan import RecomputeOption
+from pfeife.ir.program import (
+    Kind,
+    Program,
+    Role,
+    call_of,
+    find_node,
+    has_effects,
+    is_source,
+    returned,
+)
+
+Budget = Literal["none", "full", "selective"] | int
+
+SEARCH_NODES = 500  # of the search tree, so that large stages take no longer than seconds
+
+
+def choose_recompute(
+    program: Program, budget: Budget, *, machine: Machine, duplicated: Collection[str] = ()
+) -> tuple[RecomputeOption, ...]:
+    """For every stage of a partitioned program what it recomputes; see `Plan.recompute`.
+
+    "none": nothing. "full": all that it can, so that a stage keeps only its inputs. "selective":
+    what keeps the fewest bytes when only operations that the machine computes faster than it
+    moves their bytes are done again (Korthikanti et al., Reducing Activation Recomputation in
+    Large Transformer Models, 2022, section 5). A number: at most so many bytes a microbatch and
+    stage, in the least time. `duplicated` are the nodes that the plan has every reader compute.
+    Raises ValueError if a stage cannot keep as little as the budget, or has no whole backward.
+    """
+    return tuple(_choice(stage, budget) for stage in _stages(program, machine, duplicated))
+
+
+def recompute_options(
+    program: Program, machine: Machine, *, duplicated: Collection[str] = (), most: int = 8
+) -> tuple[tuple[RecomputeOption, ...], ...]:
+    """For every stage what it may recompute, from the fastest to the one that keeps least.
+
+    At most `most` options, of which none is as good as another in both bytes and seconds.
+    """
+    return tuple(_options(stage, most) for stage in _stages(program, machine, duplicated))
+
+
+def _choice(stage: "_Stage", budget: Budget) -> RecomputeOption:
+    if budget == "none":
+        return stage.none
+    if budget == "full":
+        return stage.option(())
+    if budget == "selective":
+        heavy = {node for node in stage.nodes if compute_bound(node, stage.machine)}
+        return attrs.evolve(stage, fixed=_with_parts(stage.fixed | heavy, stage.nodes)).fewest
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
+        raise ValueError(
+            f"recompute: {budget!r} is not 'none', 'full', 'selective' or a number of bytes"
+        )
+    if stage.none.saved <= budget:
+        return stage.none
+    if stage.fewest.saved > budget:
+        raise ValueError(
+            f"stage {stage.unit} keeps {stage.none.saved} bytes a microbatch, and still "
+            f"{stage.fewest.saved} when it recomputes all that helps, but the budget is {budget}; "
+            "use more stages, smaller microbatches or a larger budget"
+        )
+    return stage.fastest(budget)
+
+
+def _options(stage: "_Stage", most: int) -> tuple[RecomputeOption, ...]:
+    high, low = stage.none.saved, stage.fewest.saved
+    budgets = [high - (high - low) * i // (most - 1) for i in range(1, most - 1)]
+    found = [stage.none, stage.fewest, *(stage.fastest(budget) for budget in budgets)]
+    kept: list[RecomputeOption] = []
+    for one in sorted(found, key=lambda one: (one.extra_seconds, one.saved, len(one.names))):
+        if not kept or one.saved < kept[-1].saved:
+            kept.append(one)
+    return tuple(kept)
+
+
+@attrs.frozen(eq=False, slots=False)
+class _Stage:
+    """What a stage's backward wants of its forward's `nodes`, and what these cost.
+
+    `storage` has every node that may be kept and the storage it looks at, None for those that
+    are there in any case. `fixed` are those that cannot be computed again, `duplicated` those
+    that are computed wherever they are read. `held` storages are kept whatever is decided.
+    `seconds` are those of computing a node again.
+    """
+
+    unit: int
+    machine: Machine
+    nodes: tuple[fx.Node, ...]
+    wanted: tuple[fx.Node, ...]
+    storage: dict[fx.Node, Storage | None]
+    fixed: frozenset[fx.Node]
+    duplicated: frozenset[fx.Node]
+    held: frozenset[Storage]
+    seconds: dict[fx.Node, float]
+
+    @cached_property
+    def none(self) -> RecomputeOption:
+        return RecomputeOption(_bytes({*self.held, *map(self.storage.get, self.wanted)}))
+
+    @cached_property
+    def fewest(self) -> RecomputeOption:
+        """The fewest bytes, in the least time."""
+        least = self.option(self._solved(None) or ())
+        return self._better(least, least.saved)
+
+    def fastest(self, budget: int) -> RecomputeOption:
+        """The least time for so many bytes, which must be enough: to within 0.01% unless the
+        search ended at its limit (SEARCH_NODES), and never slower than `fewest`."""
+        return self._better(self.fewest, budget)
+
+    def _better(self, known: RecomputeOption, budget: int) -> RecomputeOption:
+        solved = self._solved(budget)
+        found = known if solved is None else self.option(solved)
+        allowed = found.saved <= budget and found.extra_seconds <= known.extra_seconds
+        return found if allowed else known
+
+    def option(self, kept: Collection[Storage]) -> RecomputeOption:
+        """What is recomputed, and what is then really kept, if these storages may be."""
+        again: set[fx.Node] = set()
+        used: set[Storage | None] = set(self.held)
+        pending = list(self.wanted)
+        while pending:
+            node = pending.pop()
+            if self._kept(node, kept):
+                used.add(self.storage[node])
+            elif node not in again:
+                again.add(node)
+                pending += node.all_input_nodes
+        return RecomputeOption(
+            _bytes(used),
+            sum(self.seconds[node] for node in self.nodes if node in again),
+            tuple(n.name for n in self.nodes if n in again and n not in self.duplicated),
+        )
+
+    def _kept(self, node: fx.Node, kept: Collection[Storage]) -> bool:
+        if node in self.fixed or is_source(node) or node not in self.storage:
+            return node in self.fixed or is_source(node)
+        storage = self.storage[node]
+        return storage is None or storage in kept or storage in self.held
+
+    def _solved(self, budget: int | None) -> list[Storage] | None:
+        """The storages to keep for the least time, or for the fewest bytes without a budget."""
+        again = {node: i for i, node in enumerate(n for n in self.nodes if n not in self.fixed)}
+        storages = [s for s in dict.fromkeys(self.storage.values()) if s and s not in self.held]
+        place = {storage: len(again) + i for i, storage in enumerate(storages)}
+        rows = list(self._needs(again, place))
+        fixed = _bytes(self.held)
+        unit = reduce(gcd, (s.bytes for s in storages), 0) or 1  # exact in the solver's floats
+        sizes = np.array([0] * len(again) + [s.bytes // unit for s in storages])
+        seconds = np.array([self.seconds[node] for node in again] + [0.0] * len(storages))
+        if budget is None:
+            cost, most = sizes, np.inf
+        else:
+            cost, most = seconds / (seconds.sum() or 1), (budget - fixed) // unit
+        if not storages:
+            return []
+        found = milp(
+            cost,
+            integrality=[0] * len(again) + [1] * len(storages),
+            bounds=Bounds(0, 1),
+            constraints=[*_at_least_one(rows, len(cost)), LinearConstraint(sizes, -np.inf, most)],
+            options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
+        )
+        return None if found.x is None else [s for s in storages if found.x[place[s]] > 0.5]
+
+    def _needs(
+        self, again: dict[fx.Node, int], place: dict[Storage, int]
+    ) -> Iterator[tuple[list[int], int | None]]:
+        """What must be there, kept or computed again: the columns of the ways to have it, and
+        that of the node that reads it again, None for the backward itself."""
+        readers: list[tuple[fx.Node, int | None]] = [(node, None) for node in self.wanted]
+        readers += [(source, i) for node, i in again.items() for source in node.all_input_nodes]
+        for node, reader in dict.fromkeys(readers):
+            storage = self.storage.get(node)
+            if node in self.storage and (storage is None or storage in self.held):
+                continue
+            ways = [again[node]] if node in again else []
+            yield ways + ([place[storage]] if storage else []), reader
+
+
+def _at_least_one(rows: list[tuple[list[int], int | None]], columns: int) -> list[LinearConstraint]:
+    """Of each row's columns at least one, if the reader's column is one (None: in any case)."""
+    if not rows:
+        return []
+    entries = [(i, way, 1) for i, (ways, _) in enumerate(rows) for way in ways]
+    entries += [(i, reader, -1) for i, (_, reader) in enumerate(rows) if reader is not None]
+    at_row, at_column, values = zip(*entries, strict=True)
+    matrix = coo_array((values, (at_row, at_column)), shape=(len(rows), columns))
+    return [LinearConstraint(matrix.tocsr(), [int(reader is None) for _, reader in rows], np.inf)]
+
+
+def _bytes(storages: Iterable[Storage | None]) -> int:
+    return sum(storage.bytes for storage in storages if storage)
+
+
+def _stages(program: Program, machine: Machine, duplicated: Collection[str]) -> Iterator[_Stage]:
+    kinds = {call.kind for call in program.calls}
+    if kinds - {Kind.FORWARD, Kind.BACKWARD} or not kinds:
+        raise ValueError(
+            "what to recompute is decided for a partitioned program before its backward is split"
+        )
+    for unit in range(program.units):
+        yield _stage(program, unit, machine, duplicated)
+
+
+def _stage(program: Program, unit: int, machine: Machine, duplicated: Collection[str]) -> _Stage:
+    forward = program.call(Kind.FORWARD, unit)
+    body, at = program.body(forward), find_node(program.module, forward.node)
+    wanted, held, made = _read_by_backward(program, unit, at)
+    nodes = _cone(wanted)
+    twice = frozenset(node for node in nodes if node.name in duplicated)
+    candidates = dict.fromkeys(source for node in nodes for source in (*node.all_input_nodes, node))
+    storage = {
+        node: storage_in(program, at, body, node)
+        for node in candidates
+        if node not in twice and (is_source(node) or isinstance(node.meta.get("val"), Tensor))
+    }
+    every = {node: node_seconds(node, machine) for node in body.graph.nodes}
+    scale = forward.seconds / sum(every.values()) if forward.seconds and any(every.values()) else 1
+    return _Stage(
+        unit,
+        machine,
+        tuple(nodes),
+        tuple(wanted),
+        storage,
+        _fixed(program, body, at, nodes),
+        twice,
+        held,
+        {node: 0.0 if node.name in made else scale * every[node] for node in nodes},
+    )
+
+
+def _read_by_backward(
+    program: Program, unit: int, forward: fx.Node
+) -> tuple[list[fx.Node], frozenset[Storage], set[str]]:
+    """The nodes of a forward's body that the stage's backward reads, the storages of other
+    forwards that it reads, and the names of what it computes itself."""
+    calls = {call.node: call for call in program.calls}
+    results = returned(program.body(calls[forward.name]))
+    wanted, held, made = [], set(), set()
+    for call in program.calls:
+        if (call.kind, call.unit) == (Kind.BACKWARD, unit):
+            made |= {node.name for node in program.body(call).graph.nodes if not is_source(node)}
+            for value in find_node(program.module, call.node).all_input_nodes:
+                maker = calls.get(call_of(value).name)
+                if maker is not None and maker.node == forward.name:
+                    wanted.append(results[value.args[1]])
+                elif maker is not None and maker.kind == Kind.FORWARD:
+                    held.add(storage_of(program, value))
+    return wanted, frozenset(storage for storage in held if storage), made
+
+
+def _cone(wanted: Iterable[fx.Node]) -> list[fx.Node]:
+    """The computing nodes that values depend on, in the graph's order."""
+    found: set[fx.Node] = set()
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        if node not in found and not is_source(node):
+            found.add(node)
+            pending += node.all_input_nodes
+    return sorted(found)
+
+
+def _fixed(
+    program: Program, body: fx.GraphModule, forward: fx.Node, nodes: list[fx.Node]
+) -> frozenset[fx.Node]:
+    """The nodes that must not be computed again: those with effects, and those that read an
+    updated buffer which the forward might then not read any more (see passes.recompute)."""
+    updates = {port.fqn: port.name for port in program.ports(Role.BUFFER_UPDATE)}
+    buffers = {port.name: updates.get(port.fqn) for port in program.ports(Role.BUFFER)}
+    results, made = returned(program.module), returned(body)
+    unsafe = set()
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    for placeholder, value in zip(placeholders, forward.all_input_nodes, strict=True):
+        update = results.get(buffers.get(value.name))
+        if update is not None:
+            cone = _cone([made[update.args[1]]]) if call_of(update) is forward else []
+            if not any(placeholder in node.all_input_nodes for node in cone):
+                unsafe.add(placeholder)
+    fixed = {
+        node for node in nodes if has_effects(node) or not unsafe.isdisjoint(node.all_input_nodes)
+    }
+    return _with_parts(fixed, nodes)
+
+
+def _with_parts(makers: Collection[fx.Node], nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes and, of those that make tuples, the parts."""
+    found = set(makers)
+    for node in nodes:
+        if node.target is operator.getitem and node.all_input_nodes[0] in found:
+            found.add(node)
+    return frozenset(found)

@@ -1,0 +1,107 @@
+"""A limit of memory that a plan keeps to, by the account of every byte."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from pfeife.cost.memory import memory_curves
+from pfeife.data.machine import Mesh
+from pfeife.data.optimizers import Optimizer
+from pfeife.data.plan import Plan
+from pfeife.data.timeline import MemoryCurve
+from pfeife.ir.program import Kind, Program
+from pfeife.lowering.lower import lower
+from pfeife.passes import dp_wrap, insert_send_recv, join_backward, partition, split_backward
+from pfeife.passes.compose import Pass, compose
+
+log = logging.getLogger("pfeife")
+_TRIES = 6
+_AMPLE = 2**62
+
+
+class NoRoom(ValueError):
+    """By a planner's rough figures nothing fits into the memory that it was given."""
+
+
+def rank_passes(
+    program: Program,
+    plan: Plan,
+    replicas: int = 1,
+    homes: Mapping[str, frozenset[int]] | None = None,
+) -> tuple[Pass, ...]:
+    """The passes from a program of clusters to that of the ranks, as a plan has it; `homes` are
+    the ranks that train some of the state already."""
+    split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
+    cut: tuple[Pass, ...] = (partition(plan),)
+    if split and plan.recompute:  # which part repeats what is known of whole backwards
+        cut = (join_backward(), partition(plan), split_backward())
+    mesh = Mesh(len(plan.schedule.ranks), replicas)
+    return (*cut, insert_send_recv(homes=homes), dp_wrap(mesh))
+
+
+def worst_rank(
+    program: Program,
+    plan: Plan,
+    optimizer: Optimizer | None,
+    replicas: int,
+    homes: Mapping[str, frozenset[int]] | None = None,
+) -> MemoryCurve:
+    """The bytes of the rank that needs most, for a plan of a program of clusters."""
+    ranks = compose(*rank_passes(program, plan, replicas, homes))(program)
+    curves = memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
+    return max(curves, key=lambda curve: curve.peak)
+
+
+def kept_within(
+    limit: int,
+    limited_by: str,
+    make: Callable[[int, int], Plan],
+    worst: Callable[[Plan], MemoryCurve],
+) -> Plan:
+    """A plan whose `worst` rank needs no more than `limit` bytes.
+
+    `make(bytes, tries)` is a planner that counts roughly: it is asked for less after a plan that
+    needs too much, and for more where it saw no room at all. Raises ValueError with what the
+    best plan needs, if it is still too much.
+    """
+    asked, refused, over = limit, 0, 0
+    first: NoRoom | None = None
+    found: list[tuple[Plan, MemoryCurve]] = []
+    for tries in range(_TRIES + 1):
+        try:
+            plan = make(asked, tries)
+        except NoRoom as error:
+            first = first or error
+            if asked == _AMPLE:  # it is not the memory
+                raise ValueError(str(first)) from error
+            refused = asked
+            asked = (asked + over) // 2 if over else 2 * asked
+            asked = asked if found or tries + 1 < _TRIES else _AMPLE
+            continue
+        if found and plan == found[-1][0]:
+            break  # less memory changes nothing, as with cuts by hand
+        found.append((plan, worst(plan)))
+        peak = found[-1][1].peak
+        if peak <= limit:
+            return plan
+        log.debug("a plan for %d bytes a rank would need %d", asked, peak)
+        over = asked
+        asked = int(asked * min(0.97, limit / peak))
+        asked = asked if asked > refused else (over + refused) // 2
+    least = min((curve for _, curve in found), key=lambda curve: curve.peak)
+    raise ValueError(_refusal(least, limited_by))
+
+
+_ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")
+
+
+def _refusal(curve: MemoryCurve, limited_by: str) -> str:
+    bytes_of = {**curve.held, **curve.at_peak}
+    parts = {word: bytes_of.pop(word, 0) for word in ("parameters", "gradients", "optimizer")}
+    parts["activations"] = sum(bytes_of.pop(word, 0) for word in _ACTIVATIONS)
+    parts["buffers, batch and results"] = sum(bytes_of.values())
+    account = ", ".join(f"{word} {size}" for word, size in parts.items())
+    return (
+        f"{limited_by}: the best plan found needs {curve.peak} bytes on rank {curve.rank} "
+        f"({account}); use more stages on more ranks, more and so smaller microbatches, "
+        "schedule='search', which recomputes where memory is short, or a larger limit"
+    )

@@ -1,0 +1,207 @@
+"""Schedules by name: each a small function from stages, ranks and microbatches to actions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+from pfeife.data.schedule import Action, Do, Schedule
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.families.orders import Timed, dealt, folded, looped, placed
+from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
+
+
+def naive(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+    """One microbatch at a time, forward and backward through all stages: no parallelism."""
+    home = placed(stages, microbatches, ranks)
+    pairs = [(stage, k) for k in range(microbatches) for stage in range(stages)]
+    forwards = [((k, 0, stage), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
+    backwards = [((k, 1, -stage), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
+    return dealt([*forwards, *backwards], home)
+
+
+def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3).
+
+    `ranks` places the stages, one stage a rank unless it says otherwise. Every rank runs the
+    forwards of its stages in the order of the stages, and the backwards in the opposite order:
+    with several stages a rank this is the breadth-first schedule (Lamy-Poirier, Breadth-First
+    Pipeline Parallelism, MLSys 2023, section 4).
+    """
+    home = placed(stages, microbatches, ranks)
+    pairs = [(stage, k) for stage in range(stages) for k in range(microbatches)]
+    forwards = [((0, stage, k), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
+    backwards = [((1, -stage, k), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
+    return dealt([*forwards, *backwards], home)
+
+
+def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+    """A warm-up of forwards, then one forward and one backward in turn (Narayanan et al.,
+    PipeDream-Flush, ICML 2021; "1F1B").
+
+    Stage s has at most `stages - s` microbatches in flight. A rank with several stages runs
+    them as if they took turns on a machine each: an action comes in the order of its unit-time
+    start.
+    """
+    home = placed(stages, microbatches, ranks)
+    timed = []
+    for stage in range(stages):
+        warm_up = min(stages - 1 - stage, microbatches)
+        for k in range(microbatches):
+            # Unit times: forward k starts at s + k in the warm-up and at s + 2k after it,
+            # backward k at 2 (stages - 1) - s + 2k + 1.
+            start = stage + k if k < warm_up else 2 * k + stage
+            timed.append((start, Action(stage, Do.FORWARD, k)))
+            start = 2 * stages - 1 - stage + 2 * k
+            timed.append((start, Action(stage, Do.BACKWARD, k)))
+    return dealt(timed, home)
+
+
+def eager_one_f_one_b(
+    stages: int, microbatches: int, ranks: Sequence[int] | None = None
+) -> Schedule:
+    """1F1B with twice the warm-up: stage s has up to `2 (stages - s) - 1` microbatches in flight.
+
+    The additional forwards hide the transfers (Zhuang et al., On Optimizing the Communication of
+    Model Parallelism, MLSys 2023, section 4: "eager-1F1B").
+    """
+    home = placed(stages, microbatches, ranks)
+    return dealt(_in_rounds(stages, microbatches, stages), home)
+
+
+def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+    """1F1B over several stages a rank (Narayanan et al., Megatron-LM, SC 2021, section 2.2.2).
+
+    The microbatches go through the model in rounds of one for every rank, or some more where
+    they do not divide: a rank runs a round's forwards on its first stage, then on its second, and
+    so on, and takes turns with the backwards after a warm-up of (v - 1) p + 2 (p - 1 - r)
+    forwards, for v stages on each of p ranks and rounds of p. Made for `looped` stages; on other
+    placements the actions keep their order in time.
+    """
+    home = placed(stages, microbatches, ranks)
+    return dealt(_in_rounds(stages, microbatches, len(set(home))), home)
+
+
+def _in_rounds(stages: int, microbatches: int, ranks: int) -> Timed:
+    """Times of an interleaved schedule of looped stages.
+
+    A rank's i-th forward starts at 2 i + 2 r, and its i-th backward just after the forward
+    i + (v - 1) p + 2 (p - 1 - r), so that ranks differ in their warm-up alone. A round takes
+    at least as many places as there are ranks; with that every action comes after what it reads.
+    """
+    loops = -(-stages // ranks)
+    rounds = max(1, microbatches // ranks)
+    sizes = [(microbatches + i) // rounds for i in reversed(range(rounds))]
+    warm_up = (loops - 1) * max(sizes[0], ranks)
+    first, place = 0, 0
+    for size in sizes:
+        width = max(size, ranks)
+        for stage in range(stages):
+            loop, rank = divmod(stage, ranks)
+            for j in range(size):
+                start = 2 * (place + loop * width + j) + 2 * rank
+                yield start, Action(stage, Do.FORWARD, first + j)
+                turn = place + (loops - 1 - loop) * width + j
+                start = 2 * (turn + warm_up) + 4 * (ranks - 1) - 2 * rank + 1
+                yield start, Action(stage, Do.BACKWARD, first + j)
+        first, place = first + size, place + loops * width
+
+
+def loops(
+    stages: int,
+    microbatches: int,
+    ranks: Sequence[int] | None = None,
+    *,
+    loop_batch: int | None = None,
+    prefetch: int | Sequence[int] = 0,
+) -> Schedule:
+    """The family (Nl, Bl, Bf) of Jhoo, Hur and Lopes, Pfeife (ICML 2025).
+
+    Nl, the loops over the model, is the number of stages on a rank. The microbatches go through
+    it `loop_batch` (Bl) at a time, all unless given. A rank takes turns between forwards and
+    backwards after a warm-up of the forwards that must precede its first backward, (Nl - 1) Bl
+    plus one for every stage after its last, and of `prefetch` (Bf) more: one number for all
+    ranks, of which a rank uses no more than there are stages after its last, or one number for
+    each rank, used as given. So 1F1B is loops(), and with p ranks eager 1F1B prefetches p - 1,
+    interleaved 1F1B too with a loop_batch of p, and GPipe prefetches all on every rank.
+    Raises ValueError for combinations in which ranks would wait for one another.
+    """
+    home = placed(stages, microbatches, ranks)
+    loop_batch = microbatches if loop_batch is None else loop_batch
+    if loop_batch < 1:
+        raise ValueError(f"loop_batch={loop_batch}: a loop has at least one microbatch")
+    count = 1 + max(home)
+    if not isinstance(prefetch, int) and len(prefetch) != count:
+        raise ValueError(f"prefetch={list(prefetch)} for {count} ranks")
+    batches = [
+        range(k, min(k + loop_batch, microbatches)) for k in range(0, microbatches, loop_batch)
+    ]
+    orders = []
+    for rank in range(count):
+        mine = [stage for stage in range(stages) if home[stage] == rank]
+        forwards = [Action(s, Do.FORWARD, k) for ks in batches for s in mine for k in ks]
+        backwards = [Action(s, Do.BACKWARD, k) for ks in batches for s in mine[::-1] for k in ks]
+        after = stages - 1 - mine[-1] if mine else 0
+        more = min(prefetch, after) if isinstance(prefetch, int) else prefetch[rank]
+        warm_up = (len(mine) - 1) * loop_batch + after + more
+        orders.append(_alternating(forwards, backwards, max(warm_up, 0)))
+    try:
+        return verify_schedule(Schedule(tuple(orders)))
+    except ValueError as error:
+        raise ValueError(
+            f"loop_batch={loop_batch}, prefetch={prefetch}: {stages} stages on ranks "
+            f"{list(home)} cannot run {microbatches} microbatches like this: {error}"
+        ) from None
+
+
+def _alternating(
+    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
+) -> tuple[Action, ...]:
+    """`warm_up` forwards, then a forward and a backward in turn, then what is left."""
+    turns = zip(forwards[warm_up:], backwards, strict=False)
+    done = len(forwards[warm_up:])
+    return (*forwards[:warm_up], *chain.from_iterable(turns), *backwards[done:])
+
+
+def forward_only(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+    """All forwards of all microbatches in order: inference."""
+    home = placed(stages, microbatches, ranks)
+    pairs = [(k, stage) for k in range(microbatches) for stage in range(stages)]
+    return dealt([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], home)
+
+
+POLICIES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "naive": naive,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "eager-1f1b": eager_one_f_one_b,
+        "interleaved": interleaved,
+        "breadth-first": gpipe,
+        "loops": loops,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "dualpipe-v": dual_pipe_v,
+    }
+)
+
+
+_ON_A_V = frozenset({"zb-v", "v-half", "v-min", "dualpipe-v"})
+
+
+def placement(name: str, stages: int, ranks: int) -> tuple[int, ...]:
+    """The stages' ranks that a policy is made for: folded for those on a V, else looped.
+
+    Raises ValueError for names that are not known.
+    """
+    policy(name)
+    return (folded if name in _ON_A_V else looped)(stages, ranks)
+
+
+def policy(name: str) -> Callable[..., Schedule]:
+    """A policy by its name. Raises ValueError that lists the names."""
+    if name not in POLICIES:
+        raise ValueError(f"schedule={name!r} is not known; there are {sorted(POLICIES)}")
+    return POLICIES[name]

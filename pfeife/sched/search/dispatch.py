@@ -1,0 +1,98 @@
+"""A rank that is free does what a chooser picks: the loop under all list schedulers."""
+
+import math
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from pfeife.sched.search.shop import Orders, Shop
+
+NEVER = math.inf
+
+
+class Floor:
+    """What a chooser sees, by token or rank.
+
+    `done[token]` operations have begun; the next F or I of a token may start at `ready[token][k]`
+    (never, as long as something that it reads has not begun); `held[rank]` bytes.
+    """
+
+    def __init__(self, shop: Shop):
+        m, count = shop.microbatches, shop.stages
+        self.shop = shop
+        self.stages = [
+            tuple(s for s in range(count) if shop.home[s] == r) for r in range(shop.ranks)
+        ]
+        self.alone = [sum(shop.takes[s] for s in stages) for stages in self.stages]
+        self.ready = [[NEVER if shop.sources[t] else 0.0] * m for t in range(2 * count)]
+        self.done = [0] * (3 * count)
+        self.held = [0.0] * shop.ranks
+
+    def room(self, rank: int, stage: int, memory: float) -> bool:
+        """Whether the next F of a stage finds memory, and leaves enough.
+
+        Enough is that the oldest microbatch that has forwards left on this rank still gets through
+        all of them, were all younger ones to stay; so nothing ever deadlocks on memory.
+        """
+        takes, done = self.shop.takes, self.done
+        if self.held[rank] + takes[stage] > memory:
+            return False
+        stages = self.stages[rank]
+        oldest = done[stages[-1]]
+        if done[stage] == oldest:
+            return True
+        young = self.alone[rank] + takes[stage]
+        for other in stages:
+            if done[other] > oldest + 1:
+                young += takes[other] * (done[other] - oldest - 1)
+        return young <= memory
+
+
+# From a rank and the time to the token that it runs, or -1 and when to ask again at the latest.
+Chooser = Callable[[int, float], tuple[int, float]]
+
+
+def dispatch(floor: Floor, choose: Chooser) -> tuple[float, Orders] | None:
+    """Seconds and orders that come of a chooser; None if it leaves something undone."""
+    shop = floor.shop
+    m, seconds, readers, home = shop.microbatches, shop.seconds, shop.readers, shop.home
+    change = [a - b for a, b in zip(shop.takes, shop.frees, strict=True)]
+    done, ready, held = floor.done, floor.ready, floor.held
+    missing = [[len(shop.sources[t])] * m for t in range(2 * shop.stages)]
+    latest = [[0.0] * m for t in range(2 * shop.stages)]
+    orders: Orders = [[] for _ in range(shop.ranks)]
+    clock, wake = [0.0] * shop.ranks, [0.0] * shop.ranks
+    heap = [(0.0, rank) for rank in range(shop.ranks) if floor.stages[rank]]
+    while heap:
+        now, rank = heappop(heap)
+        if now != wake[rank]:
+            continue
+        token, soon = choose(rank, now)
+        if token < 0:
+            wake[rank] = soon
+            if soon < NEVER:
+                heappush(heap, (soon, rank))
+            continue
+        k = done[token]
+        done[token] = k + 1
+        orders[rank].append(token * m + k)
+        end = now + seconds[token]
+        held[rank] += change[token]
+        clock[rank] = wake[rank] = end
+        heappush(heap, (end, rank))
+        for reader, lag in readers[token]:
+            arrives = end + lag
+            if arrives > latest[reader][k]:
+                latest[reader][k] = arrives
+            missing[reader][k] -= 1
+            if not missing[reader][k]:
+                ready[reader][k] = arrives = latest[reader][k]
+                other = home[reader]
+                if arrives < wake[other] and other != rank:
+                    free = clock[other]
+                    arrives = arrives if arrives > free else free
+                    if arrives < wake[other]:
+                        wake[other] = arrives
+                        heappush(heap, (arrives, other))
+    if sum(map(len, orders)) < shop.operations:
+        return None
+    return max(clock), orders

@@ -1,0 +1,64 @@
+"""List scheduling by a rule: input-backwards, then forwards, then weight-backwards."""
+
+from pfeife.sched.search.dispatch import NEVER, Chooser, Floor, dispatch
+from pfeife.sched.search.rules import Rule
+from pfeife.sched.search.shop import Orders, Shop
+
+
+def list_schedule(shop: Shop, rule: Rule) -> tuple[float, Orders] | None:
+    """Seconds and orders that a rule gives; None if one microbatch alone is too big somewhere."""
+    floor = Floor(shop)
+    memory = rule.memory or shop.memory
+    if any(need > limit for need, limit in zip(floor.alone, memory, strict=True)):
+        return None
+    return dispatch(floor, _chooser(floor, rule, memory))
+
+
+def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
+    shop = floor.shop
+    m, count, seconds, whole = shop.microbatches, shop.stages, shop.seconds, shop.whole
+    ready, done, room, caps, ahead = floor.ready, floor.done, floor.room, rule.caps, rule.ahead
+    gap, hold, owed = rule.gap, rule.hold, rule.owed
+
+    def choose(rank: int, now: float) -> tuple[int, float]:
+        best_f = best_i = best_w = -1
+        key_f = key_i = key_w = soon_f = soon_i = NEVER
+        waiting, stuck = 0, False
+        stages = floor.stages[rank]
+        for s in stages:
+            k = done[s]
+            i, w = s + count, s + 2 * count
+            back = done[i]
+            if k < m:
+                at = ready[s][k]
+                if at > now:
+                    if at < soon_f:
+                        soon_f = at
+                elif s != stages[0] or k - back < caps[rank]:
+                    if room(rank, s, memory[rank]):
+                        if k + ahead[s] < key_f:
+                            key_f, best_f = k + ahead[s], s
+                    else:
+                        stuck = True
+            if back < k:
+                at = ready[i][back]
+                if at > now:
+                    if at < soon_i:
+                        soon_i = at
+                elif back + ahead[i] < key_i:
+                    key_i, best_i = back + ahead[i], i
+            if done[w] < back and not whole[s]:
+                waiting += back - done[w]
+                if done[w] + ahead[w] < key_w:
+                    key_w, best_w = done[w] + ahead[w], w
+        if best_i >= 0:
+            return best_i, now
+        if best_f >= 0 and waiting <= owed and soon_i - now >= hold * seconds[best_f]:
+            return best_f, now
+        if best_w >= 0:
+            soon = soon_i if soon_i < soon_f or stuck else soon_f
+            if stuck or waiting > owed or soon - now >= gap * seconds[best_w]:
+                return best_w, now
+        return -1, soon_i if soon_i < soon_f else soon_f
+
+    return choose
