@@ -478,7 +478,7 @@ def test_a_write_that_fails_midway(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from pfeife.files import write_text
+from pfeife.data.files import write_text
 turn = 0
 while True:
     turn += 1

@@ -218,7 +218,7 @@ import torch
 torch.set_num_threads(1)
 import pfeife
 from models import case
-from pfeife import plain
+from pfeife.data import plain
 one = case("GPT")
 step = pfeife.compile(one.step, microbatches=2, stages=2, schedule="zb-h1", devices=["cpu"] * 2)
 step(*one.batch(4)).backward()
