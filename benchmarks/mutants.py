@@ -198,13 +198,17 @@ def drawn(files: Sequence[str], count: int, seed: int) -> list[Fault]:
     return sorted(found, key=lambda one: (one.file, one.begin))
 
 
-def changed_lines(revision: str, file: str) -> set[int]:
-    """The lines of a file, from 0, that a commit does not have."""
-    command = ["git", "diff", "--unified=0", revision, "--", file]
+def changed_lines(revision: str) -> dict[str, set[int]]:
+    """By file the lines, from 0, that a commit does not have, in this file or one that it was
+    moved from."""
+    command = ["git", "diff", "--unified=0", "--find-renames=30%", "-l0", revision]
     text = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
-    found: set[int] = set()
-    for begin, count in re.findall(r"^@@ [^+]*\+(\d+)(?:,(\d+))? @@", text, re.MULTILINE):
-        found |= set(range(int(begin) - 1, int(begin) - 1 + int(count or 1)))
+    found: dict[str, set[int]] = {}
+    for part in re.split(r"^diff --git ", text, flags=re.MULTILINE)[1:]:
+        file = part.partition("\n")[0].rpartition(" b/")[2]
+        for begin, count in re.findall(r"^@@ [^+]*\+(\d+)(?:,(\d+))? @@", part, re.MULTILINE):
+            lines = range(int(begin) - 1, int(begin) - 1 + int(count or 1))
+            found.setdefault(file, set()).update(lines)
     return found
 
 
@@ -319,8 +323,9 @@ def main() -> None:
     else:
         faults = [one for file in files for one in checks_of(file, (HERE / file).read_text())]
     if args.since:
-        new = {file: changed_lines(args.since, file) for file in {one.file for one in faults}}
-        faults = [f for f in faults if new[f.file] & set(range(f.begin[0], f.end[0] + 1))]
+        new = changed_lines(args.since)
+        lines = {f: set(range(f.begin[0], f.end[0] + 1)) for f in faults}
+        faults = [f for f in faults if new.get(f.file, set()) & lines[f]]
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         if args.hits and args.hits.exists():

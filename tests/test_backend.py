@@ -549,7 +549,7 @@ def test_the_memory_limit_holds_by_the_byte(schedule):
         assert torch.equal(parameter.grad, expected.gradients[name]), name
 
 
-@pytest.mark.parametrize("way", ["compile", "dynamic", "capture"])
+@pytest.mark.parametrize("way", ["compile", "dynamic", "keyword"])
 def test_two_floats_are_two_programs(way):
     """A number that Python hands over is part of what is computed, at every call."""
     model = nn.Linear(4, 4)

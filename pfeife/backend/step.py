@@ -16,7 +16,7 @@ from pfeife import _torch
 from pfeife.backend.entry import Backend, Steps, backend
 from pfeife.backend.graphs import MicrobatchGraph
 from pfeife.frontend.arguments import Given, Inputs, describe
-from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of
+from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.capture import copied, dynamo_graph, plain_error
 from pfeife.runtime.distributed.meeting import join_world
 from pfeife.runtime.distributed.world import World
@@ -37,9 +37,10 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
     The result's `backend` attribute has what was compiled. Raises ValueError for wrong options,
     and at a call for what cannot be cut or captured.
     """
-    call = step.forward if isinstance(step, nn.Module) else step
-    if inspect.isgeneratorfunction(call) or inspect.iscoroutinefunction(call):
-        raise ValueError(f"{call.__qualname__} is a generator or async: a step returns its results")
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_one(function_of(step)) for is_one in kinds):
+        name = function_of(step).__qualname__
+        raise ValueError(f"{name} is a generator or async: a step returns its results")
     compiled = _Step(step, in_dims, backend(**options))
 
     @functools.wraps(step)

@@ -32,7 +32,6 @@ class Do(StrEnum):
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-
 # Which stage the other end of a transfer is, seen from this one, in a chain of stages.
 _NEIGHBOUR = {Do.SEND_F: 1, Do.RECV_F: -1, Do.SEND_B: -1, Do.RECV_B: 1}
 
@@ -90,7 +89,6 @@ def parse_action(text: str) -> Action:
 
 
 SENDS = {Do.SEND_F: Do.RECV_F, Do.SEND_B: Do.RECV_B}
-
 RECEIVES = frozenset(SENDS.values())
 
 

@@ -179,10 +179,14 @@ class Cutter:
         )
 
 
+def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What a call of a step runs: a module's forward."""
+    return step.forward if isinstance(step, nn.Module) else step
+
+
 def _signature(step: Callable[..., Any]) -> inspect.Signature:
-    call = step.forward if isinstance(step, nn.Module) else step
     try:
-        return inspect.signature(call)
+        return inspect.signature(function_of(step))
     except (TypeError, ValueError):  # a builtin
         return inspect.signature(lambda *args, **kwargs: None)
 

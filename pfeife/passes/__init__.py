@@ -1,4 +1,8 @@
-"""Passes: each a factory that binds its options and returns a function of a program."""
+"""Passes: each a factory that binds its options and returns a function of a program.
+
+Read them as a program meets them: `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`,
+`dp_wrap`, `place`; `recompute` is a part of `partition`, `compose` puts passes together.
+"""
 
 from pfeife.passes.annotate import annotate
 from pfeife.passes.compose import compose, record

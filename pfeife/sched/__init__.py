@@ -1,4 +1,9 @@
-"""Decisions about cuts and schedules: functions from programs or bare numbers to plain data."""
+"""Decisions about cuts and schedules: functions from programs or bare numbers to plain data.
+
+`planner` is the door, `joint` decides cuts and schedule together; read these first, then
+`families/` (schedules by a formula), `cutting/` (where to cut), `search/` (schedules that are
+looked for). `following` cuts a program where another one has its state.
+"""
 
 from pfeife.lowering.lower import Transfer, chain, insert_actions, lower
 from pfeife.lowering.predict import predict

@@ -425,16 +425,18 @@ def hugging_face_as_it_comes():
 
 @row()
 def constants_that_count_rows():
-    """Tensors made from a list in which one number is that of the rows."""
-    model = nn.Linear(3, 3)
+    """Tensors made from a list in which one number is that of the rows; also of complex ones."""
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for part in (1.0, 1j):
+        model = nn.Linear(3, 3)
 
-    def step(x):
-        return (model(x).sum(0) / torch.tensor([1.0 * len(x), 2.0 * len(x), 5.0])).sum()
+        def step(x, part=part, model=model):
+            counts = torch.tensor([part * len(x), part * 2 * len(x), part * 5])
+            return (model(x).sum(0) / counts.abs()).sum()
 
-    with said() as found:
-        pfeife.compile(step, microbatches=2)(x)
-    assert found, "a sum, and two means"
+        with said() as found:
+            pfeife.compile(lambda x, step=step: step(x), microbatches=2)(x)
+        assert found, "a sum, and two means"
 
 
 @row(ranks=(1, 2))

@@ -1,1 +1,5 @@
-"""How values depend on the rows of the batch, operation by operation."""
+"""How values depend on the rows of the batch, operation by operation.
+
+`follow` runs a graph by rules, `table` says which rule an operation has, `value` what is known of
+a value; read these in this order. The rules are in `elements`, `shapes` and `layers`.
+"""

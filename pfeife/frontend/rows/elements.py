@@ -34,16 +34,18 @@ def made(one: Operation) -> Rows:
 
 
 def constant(one: Operation) -> Rows:
+    """A tensor made from Python's numbers: any of them may count rows."""
     value, other = _attribute(one.node), one.twin and _attribute(one.twin)
     if not isinstance(value, torch.Tensor):
         return Rows(maybe=sizes(one.shape, one.rows))
     if isinstance(other, torch.Tensor):
-        if value.numel() == 1 == other.numel():
-            return Rows(power=growth(float(value), float(other)))
-        if not torch.equal(value, other):
+        if torch.equal(value, other):
+            return FIXED
+        if not value.numel() == 1 == other.numel() or value.is_complex():
             raise Stuck
-        return FIXED
-    numbers = [] if value.is_complex() else value.detach().unique().tolist()
+        return Rows(power=growth(float(value), float(other)))
+    real = torch.view_as_real(value) if value.is_complex() else value
+    numbers = real.detach().unique().tolist()
     powers = frozenset().union(*(counting(float(number), one.rows) for number in numbers))
     return Rows(maybe=powers if value.numel() == 1 else powers | sizes(one.shape, one.rows))
 

@@ -156,11 +156,8 @@ class LocalStep:
         divided: Sequence[Divisor],
     ):
         self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program, self.parts, self.divided = (
-            pipeline.program,
-            Parts(pipeline.runners[0].has_parts),
-            divided,
-        )
+        self.program, self.divided = pipeline.program, divided
+        self.parts = Parts(pipeline.runners[0].has_parts)
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, given))
             for replica, given in enumerate(inputs)
