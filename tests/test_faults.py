@@ -16,7 +16,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.runtime.distributed.diagnosis import Wait
-from pfeife.runtime.distributed.lifeline import ALL, OUTSIDE, Beat
+from pfeife.runtime.distributed.heartbeat import ALL, OUTSIDE, Heartbeat
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.testing import assert_same
 
@@ -58,9 +58,9 @@ STEP, BUILD = "action 0F1", "building: a step"
 
 def waiting(awaited, beats, before=None, size=3):
     """Rank 0 has waited 10 s for another one, or for all; `beats` has those of the others."""
-    given = {rank: Beat(8, *beat) for rank, beat in enumerate(beats, start=1)}
+    given = {rank: Heartbeat(8, *beat) for rank, beat in enumerate(beats, start=1)}
     early = {rank: attrs.evolve(beat, count=2) for rank, beat in given.items()} | (before or {})
-    return Wait(0, size, awaited, 10.0, 4.0, early, {0: Beat(1, STEP, 10.0, awaited), **given})
+    return Wait(0, size, awaited, 10.0, 4.0, early, {0: Heartbeat(1, STEP, 10.0, awaited), **given})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def waiting(awaited, beats, before=None, size=3):
         (waiting(1, [(STEP, 9.0, 2), (STEP, 5.0)]), 2),
         (waiting(ALL, [(STEP, 9.0, ALL), (STEP, 5.0)]), 2),
         # A dead one is blamed, also if another one is busy.
-        (waiting(1, [(OUTSIDE, 9.0), (STEP, 1.0)], {2: Beat(8, STEP, 1.0)}), 2),
+        (waiting(1, [(OUTSIDE, 9.0), (STEP, 1.0)], {2: Heartbeat(8, STEP, 1.0)}), 2),
         (waiting(2, [(OUTSIDE, 9.0)]), 2),
         # All wait: for one that waits for all, in a circle, or in other operations of all.
         (waiting(1, [(BUILD, 9.0, ALL), (STEP, 9.0, 0)]), 1),

@@ -26,7 +26,7 @@ from pfeife.frontend.capture import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.sched import policy

@@ -11,7 +11,7 @@ from rows import row, said
 from torch import nn
 
 import pfeife
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import Failure
 
 

@@ -18,16 +18,16 @@ from pfeife.ir.program import Port, Program, Reduction, Role, messages
 from pfeife.lowering.envelope import APART, Channel, Envelope, Layout, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
 from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.lifeline import Doing
-from pfeife.runtime.distributed.line import Line
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.sending import Sending
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal, describe
 from pfeife.runtime.interpret import RankRunner, Step, Watch, microbatch_inputs, owner
 from pfeife.runtime.parts import Parts
 
-End = tuple[Line, int]  # and the other rank as its group counts
+End = tuple[Connection, int]  # and the other rank as its group counts
 Works = Sequence[dist.Work | Sending]
 
 
@@ -73,14 +73,14 @@ class DistributedTransport:
         other.leaving, other.finished = {}, Counter()
         return other
 
-    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Line]:
+    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Connection]:
         """A process group for every set of ranks that reduces together, made in one order."""
         wanted: dict[tuple[int, ...], None] = {}
         for reduction in reductions:
             for replica in range(self.mesh.replicas):
                 wanted[self._members(reduction, replica)] = None
         several = [members for members in wanted if len(members) > 1]
-        return {members: self.world.line_of(members, "reduce") for members in several}
+        return {members: self.world.connection_of(members, "reduce") for members in several}
 
     def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
@@ -92,21 +92,22 @@ class DistributedTransport:
             offset = replica * self.mesh.ranks
             for source, destination in used:
                 pair = (offset + source, offset + destination)
-                line = self.world.line_of(sorted(pair), "down" if source < destination else "up")
+                way = "down" if source < destination else "up"
+                connection = self.world.connection_of(sorted(pair), way)
                 if pair[0] == self.world.rank:
-                    self.out[destination] = (line, line.index(pair[1]))
+                    self.out[destination] = (connection, connection.index(pair[1]))
                 elif pair[1] == self.world.rank:
-                    self.into[source] = (line, line.index(pair[0]))
+                    self.into[source] = (connection, connection.index(pair[0]))
                 if self.world.rank in pair and self.world.device.type == "cuda":
-                    self._first_message(line, pair)
+                    self._first_message(connection, pair)
 
-    def _first_message(self, line: Line, pair: tuple[int, int]) -> None:
+    def _first_message(self, connection: Connection, pair: tuple[int, int]) -> None:
         """NCCL connects with it, which both ends must wait for."""
         data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
         if pair[0] == self.world.rank:
-            line.group.send(data, line.index(pair[1]), 0).wait()
+            connection.group.send(data, connection.index(pair[1]), 0).wait()
         else:
-            line.group.recv(data, line.index(pair[0]), 0).wait()
+            connection.group.recv(data, connection.index(pair[0]), 0).wait()
 
     def expect(self, source: int, channel: Channel) -> None:
         self.inboxes[source] = _Inbox(channel)
@@ -114,11 +115,11 @@ class DistributedTransport:
         self._post(source)
 
     def _post(self, source: int) -> None:
-        waiting, (line, peer) = self.waiting[source], self.into[source]
+        waiting, (connection, peer) = self.waiting[source], self.into[source]
         for envelope in self.inboxes[source].due():
             values, buffers = envelope.empty(self.device, self.buffers.take)
             try:
-                works = [line.group.recv([one], peer, 0) for one in buffers]
+                works = [connection.group.recv([one], peer, 0) for one in buffers]
             except RuntimeError as error:
                 raise self.world.lost(self.offset + source, error) from error
             waiting.append((values, works))
@@ -132,13 +133,13 @@ class DistributedTransport:
         leaving.append((works, pieces))
 
     def _sent(self, destination: int, pieces: list[torch.Tensor], size: int) -> Works:
-        line, peer = self.out[destination]
-        if size >= APART and line.device.type == "cpu":
+        connection, peer = self.out[destination]
+        if size >= APART and connection.device.type == "cpu":
             self.apart.add(destination)  # from now on: messages must not overtake one another
         try:
             if destination in self.apart:
-                return self.world.sender.send(line, pieces, peer)
-            return [line.group.send([piece], peer, 0) for piece in pieces]
+                return self.world.sender.send(connection, pieces, peer)
+            return [connection.group.send([piece], peer, 0) for piece in pieces]
         except RuntimeError as error:
             raise self.world.lost(self.offset + destination, error) from error
 
@@ -168,10 +169,10 @@ class DistributedTransport:
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Sums by all-reduce (its order of additions is the backend's), then averages."""
-        line = self.groups.get(self._members(reduction, self.replica))
+        connection = self.groups.get(self._members(reduction, self.replica))
         total = part.clone(memory_format=torch.contiguous_format)
-        if line is not None:
-            self.world.wait(line.group.allreduce(total))
+        if connection is not None:
+            self.world.wait(connection.group.allreduce(total))
         return total / reduction.replicas if reduction.average else total
 
     def finish(self) -> None:
@@ -289,7 +290,7 @@ class DistributedStep:
             self.transport.finish()
 
     def _doing(self) -> Doing:
-        """Read by the lifeline's thread."""
+        """Read by the monitor's thread."""
         actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
         return Doing(where, *self.transport.awaited)
