@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, EQUAL_TO_EAGER, case
+from share import crossed, random_cases
 
 import pfeife
 from pfeife import sched
@@ -35,9 +36,9 @@ def lowered(plan: pfeife.Plan, program: pfeife.Program) -> pfeife.Schedule:
     return sched.verify_schedule(sched.lower(plan.schedule, program))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "policy", "stages"), crossed([*CASES], ["gpipe", "1f1b"], [1, 2, 3, 4])
+)
 def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
     one, program, state, microbatches = captured(name)
     flat = pfeife.evaluate(program, state, microbatches)
@@ -58,7 +59,7 @@ def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
         assert_same(flat, pipeline(state, microbatches), one.tied)
 
 
-@settings(max_examples=30)
+@random_cases(32)
 @given(st.data())
 def test_random_programs(data):
     net = data.draw(nets())

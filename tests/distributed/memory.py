@@ -59,4 +59,5 @@ def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Opti
 
 
 for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
-    add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,)))
+    _more = () if _name in ("GPT", "BatchNormNet") else (2,)
+    add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
