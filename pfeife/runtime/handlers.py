@@ -111,6 +111,8 @@ class Handlers:
             if one.stages[0] == bucket and self.rank in one.ranks
         ]
         self.reads.update(port.name for _, port in mine)
+        gradients = self.program.ports(Role.GRADIENT)
+        summed = {one.name: [p.name for p in gradients if p.fqn == one.name] for one, _ in mine}
 
         def part(step: Step, parameter: Port) -> torch.Tensor:
             found = local_gradient(self.program, parameter.fqn, step)
@@ -121,6 +123,8 @@ class Handlers:
         def reduce(step: Step, _: int) -> None:
             for one, parameter in mine:
                 step.gradients[one.name] = step.transport.reduce(one, part(step, parameter))
+                for name in summed[one.name]:
+                    step.sums.pop(name, None)
 
         return reduce
 

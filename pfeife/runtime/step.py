@@ -66,16 +66,3 @@ class Step:
 
 Observer = Callable[[Action], None]
 Watch = Callable[[int], Observer]  # an observer for a rank
-
-
-class Inbox:
-    """How far a channel's messages have been taken, and how far their receives are posted."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.taken = self.posted = 0
-
-    def due(self) -> Sequence[Envelope]:
-        """Those whose receives are to be posted now."""
-        begin, self.posted = self.posted, self.channel.ahead[self.taken]
-        return self.channel.envelopes[begin : self.posted]
