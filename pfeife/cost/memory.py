@@ -90,10 +90,11 @@ def _curve(
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages
     }
     runner = RankRunner(program, schedule, rank, bodies, known)
+    ports = [port for port in program.inputs if port.name in runner.handlers.reads]
     given: dict[str, Any]  # values instead of tensors
-    given = {port.name: Value(ledger, None, port.bytes) for port in program.inputs}
+    given = {port.name: Value(ledger, None, port.bytes) for port in ports}
     given |= {name: Value(ledger, None, one.nbytes) for name, one in runner.constants.items()}
-    state = {port.fqn: given[port.name] for port in program.ports(*STATE_ROLES)}
+    state = {port.fqn: given[port.name] for port in ports if port.role in STATE_ROLES}
     step = runner.start(state, Part(0, [given] * schedule.microbatches, ()), transport)
     points: list[MemoryPoint] = []
 

@@ -22,10 +22,17 @@ class Ledger:
         self.words: Counter[str] = Counter()
         self.at_peak: dict[str, int] = {}
 
+    def allocated(self, size: int, word: str) -> "Storage":
+        """A new storage of so many bytes, rounded up."""
+        size = rounded(size, self.rounding)
+        self.count(size, word)
+        self.note()
+        return Storage(self, size, word)
+
     def count(self, size: int, word: str) -> None:
+        """Bytes that storages are made of."""
         self.live += size
         self.words[word] += size
-        self.note()
 
     def note(self, more: int = 0, word: str = "temporaries") -> None:
         """Takes down a peak: what is live and `more` bytes beside it."""
@@ -37,15 +44,13 @@ class Ledger:
 
 
 class Storage:
-    """Bytes that count as long as a value looks at them: CPython frees what nobody refers to at
-    once, here as with the tensors of a real step."""
+    """Bytes that the ledger has counted, until no value looks at them: CPython frees what nobody
+    refers to at once, here as with the tensors of a real step."""
 
     __slots__ = ("bytes", "ledger", "word")
 
     def __init__(self, ledger: Ledger, size: int, word: str):
-        self.ledger, self.word = ledger, word
-        self.bytes = rounded(size, ledger.rounding)
-        ledger.count(self.bytes, word)
+        self.ledger, self.bytes, self.word = ledger, size, word
 
     def rename(self, word: str) -> None:
         """Says what they are from now on."""
@@ -92,7 +97,7 @@ class Value:
 
     def like(self, word: str) -> "Value":
         """A new one of the same size."""
-        return Value(self.ledger, Storage(self.ledger, self.bytes, word), self.bytes)
+        return Value(self.ledger, self.ledger.allocated(self.bytes, word), self.bytes)
 
     def clone(self) -> "Value":
         return self.like("outputs")  # a loss
@@ -122,6 +127,7 @@ class SizedBody:
         owners = list(dict.fromkeys(account.results))
         self.ledger, self.peak = ledger, account.peak
         self.owners = [(place.get(one), account.sizes.get(one, 0)) for one in owners]
+        self.new = sum(size for argument, size in self.owners if argument is None)
         self.results = [
             (owners.index(owner), node_bytes(node), value.stride() if value is not None else ())
             for node, owner in zip(returned(body), account.results, strict=True)
@@ -141,6 +147,7 @@ class SizedBody:
 
     def __call__(self, *arguments: Value) -> list[Value]:
         self.ledger.note(self.peak)
+        self.ledger.count(self.new, self.word)  # all at once, and part of what was noted
         storages = [
             Storage(self.ledger, size, self.word) if place is None else arguments[place].storage
             for place, size in self.owners
@@ -184,7 +191,7 @@ class SizedMessages(Buffered):
     def _buffer(self, envelope: Envelope, piece: tuple[int, ...]) -> Storage | ReceiveBuffer:
         size = envelope.piece_bytes(piece)
         if not envelope.layouts[piece[0]].large:
-            return Storage(self.ledger, size, "received")
+            return self.ledger.allocated(size, "received")
         buffer = ReceiveBuffer(self.used, size)
         self.most[size] = max(self.most[size], self.used[size])
         return buffer
@@ -197,7 +204,7 @@ class SizedMessages(Buffered):
         first = piece[0]
         if len(piece) == 1 and values[first].strides == envelope.layouts[first].strides:
             return values[first]
-        return Storage(self.ledger, envelope.piece_bytes(piece), "leaving")
+        return self.ledger.allocated(envelope.piece_bytes(piece), "leaving")
 
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         """Nothing is on its way."""

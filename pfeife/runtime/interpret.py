@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import attrs
 import torch
 
 from pfeife import _torch
@@ -76,13 +75,13 @@ class RankRunner:
         self.expected: dict[tuple[int, int], dict[int, Channel]] = {}
 
     def _bound(self, known: Mapping[int, Mapping[int, int]]) -> list[Instruction]:
-        table: dict[Action, Handler] = {}
+        table: dict[tuple[int, Do, int | None], Handler] = {}
         found = []
         drops = self.wiring.last_uses(self.actions)
         for index, action in enumerate(self.actions):
-            key = attrs.evolve(action, microbatch=None)
+            key = action.stage, action.do, action.peer
             if key not in table:
-                table[key] = self.handlers.of(key)
+                table[key] = self.handlers.of(action)
             microbatch = -1 if action.microbatch is None else action.microbatch
             arrived = tuple(known.get(index, {}).items())
             found.append(Instruction(table[key], microbatch, drops[index], arrived))
@@ -113,7 +112,7 @@ class RankRunner:
         return Step(
             transport=transport,
             part=part,
-            values=[held | dict(given) for given in part.inputs],
+            values=[{**held, **given} for given in part.inputs],
             buffers={name: held[name] for name in self.handlers.buffers if name in held},
             results=[{} for _ in part.inputs],
         )
