@@ -16,7 +16,8 @@ LAYERS = [
     "ir",
     "data",
     "frontend lowering compilers passes",
-    "runtime cost",
+    "runtime",
+    "cost",
     "sched report",
     "backend testing __main__",
 ]

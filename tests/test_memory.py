@@ -17,8 +17,10 @@ from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.cost.body import Body
 from pfeife.data.optimizers import optimizer_bytes
 from pfeife.data.schedule import Action, Do
+from pfeife.data.timeline import MemoryCurve
 from pfeife.lowering.envelope import AHEAD
 from pfeife.runtime.profile import LiveTensors
+from pfeife.sched.cutting.room import kept_within
 from pfeife.testing import nets, plans
 
 CPU_CORE = machine("cpu-core")
@@ -379,3 +381,37 @@ def test_the_peak_is_accounted_for(name, policy):
             assert all(size > 0 for size in curve.at_peak.values())
             assert tuple(point.action for point in curve.points) == schedule.ranks[curve.rank]
             assert all(point.peak >= point.after >= 0 for point in curve.points)
+
+
+def test_what_was_left_out_is_left_room_for():
+    """A planner whose figures leave out 50 bytes is asked once more, for 50 bytes less."""
+    asked = []
+
+    def make(room: int, tries: int) -> pfeife.Plan:
+        asked.append(room)
+        return pfeife.Plan((0,), sched.gpipe(1, room // 10))
+
+    def worst(plan: pfeife.Plan) -> MemoryCurve:
+        return MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())
+
+    def counted(plan: pfeife.Plan) -> tuple[int, ...]:
+        return (10 * plan.schedule.microbatches,)
+
+    plan = kept_within(108, "memory_limit=108", make, worst, counted)
+    assert asked == [108, 58] and plan.schedule.microbatches == 5
+
+
+@pytest.mark.parametrize("name", ["UNet", "WideNet"])
+@pytest.mark.parametrize("share", [0.98, 0.9])
+def test_other_cuts_are_found_below_a_limit(name, share):
+    """The planner's figures are far below the account's, and so is what it must be asked for."""
+    fused = annotated(name)
+
+    def planned(**limit) -> tuple[pfeife.Plan, int]:
+        plan = sched.plan(
+            fused, machine=CPU_CORE, microbatches=8, stages=2, schedule="1f1b", **limit
+        )
+        return plan, max(curve.peak for curve in memory_curves(*lowered(fused, plan)))
+
+    limit = int(share * planned()[1])
+    assert planned(memory_limit=limit)[1] <= limit

@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -220,6 +221,35 @@ def test_every_rank_makes_its_tensors_on_its_device():
     assert_same(expected, pipeline(state, microbatches))
     with pytest.raises(ValueError, match="give every rank a device"):
         pfeife.place(["cpu"])(sent)
+
+
+def test_bodies_are_placed_whatever_their_names():
+    """A body is found by what its call runs: other names than the nodes', or one for two ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def step(x):
+        h = pfeife.stage_boundary(model[0](x) * torch.arange(4.0))
+        return (model[1](h) * torch.arange(4.0)).square().mean()
+
+    microbatches = [(torch.randn(2, 4),)] * 2
+    program = pfeife.capture(step, *microbatches[0])
+    plan = pfeife.Plan((0, 1), sched.gpipe(2, 2))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(pfeife.fuse()(program))
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(sent.module.graph, {}))
+    bodies = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            bodies[f"body_of.{node.name}"] = sent.module.get_submodule(node.target)
+            node.target = f"body_of.{node.name}"
+    renamed = attrs.evolve(sent, module=torch.fx.GraphModule(bodies, graph))
+    pfeife.verify(renamed)
+    placed = pfeife.verify(pfeife.place(["cpu", "meta"])(renamed))
+    for call in placed.calls:
+        text = str(placed.body(call).graph)
+        assert ("device: meta" in text) == (call.rank == 1 and "aten.arange" in text), text
+    state = pfeife.state_of(program, model)
+    check_pass(pfeife.place(["cpu", "cpu"]), renamed, state, microbatches)
 
 
 def test_constants_are_on_the_rank_that_reads_them():

@@ -22,8 +22,8 @@ from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.gradients import is_ours
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.interpret import Observer, Watch
 from pfeife.runtime.local.pipeline import LocalPipeline
+from pfeife.runtime.step import Observer, Watch
 
 log = logging.getLogger("pfeife")
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports

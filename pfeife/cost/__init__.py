@@ -1,8 +1,8 @@
 """What things cost: seconds and bytes, estimated or measured, as plain data.
 
 `machine` has the profiles, `estimate` a roofline over them, `measure` runs every distinct body;
-read these first. `network` measures links, `memory` counts a schedule's bytes, `body` looks into
-one body, `cache` keeps what was measured.
+read these first. `network` measures links, `memory` counts a schedule's bytes by running the
+interpreter over what `sized` has, `body` looks into one body, `cache` keeps what was measured.
 """
 
 from pfeife.cost.body import StageMemory, stage_memory

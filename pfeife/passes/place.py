@@ -1,5 +1,6 @@
 """Devices: captured on one, run on others."""
 
+import operator
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -25,12 +26,17 @@ def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]
                 f"{len(places)} devices do not place {beyond or 'a flat program'}: partition the "
                 "program first and give every rank a device"
             )
-        module = fx.GraphModule(program.module, _copy(program.module.graph, {}))
-        for call in program.calls:
-            body = program.body(call)
-            graph = _copy(body.graph, {"device": places[call.rank or 0]})
-            setattr(module, call.node, fx.GraphModule(body, graph, call.node))
-        return attrs.evolve(program, module=module)
+        ranks = {call.node: call.rank or 0 for call in program.calls}
+        graph, held = _copy(program.module.graph, {}), {}
+        for node in graph.nodes:
+            if node.name in ranks:  # a body of its own, since calls of several ranks may share one
+                body = program.module.get_submodule(str(node.target))
+                placed = _copy(body.graph, {"device": places[ranks[node.name]]})  # type: ignore[arg-type]
+                node.target = node.name
+                held[node.name] = fx.GraphModule(body, placed, node.name)
+            elif node.op == "get_attr":
+                held[str(node.target)] = operator.attrgetter(str(node.target))(program.module)
+        return attrs.evolve(program, module=fx.GraphModule(held, graph))
 
     return run
 

@@ -1,11 +1,13 @@
 """Running a schedule: one interpreter, several transports.
 
-`interpret` is the loop and the table; read it first, then `local/` (a thread a rank) or
-`distributed/` (a process a rank). `parts` keeps forward and backward of a step in order, `failure`
-says what went wrong, `profile` measures a step.
+`interpret` is the loop and `handlers` its table; read these first, then `local/` (a thread a rank)
+or `distributed/` (a process a rank). `step` is what a rank knows meanwhile, `results` what comes
+out, `pipeline` how a step is begun, `buffered` which messages have memory when; `parts` keeps
+forward and backward of a step in order, `failure` says what went wrong, `profile` measures a step.
 """
 
-from pfeife.runtime.interpret import RankRunner, Transport
+from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.pipeline import LocalPipeline
+from pfeife.runtime.step import Transport
 
 __all__ = ["LocalPipeline", "RankRunner", "Transport"]

@@ -15,8 +15,8 @@ from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
 from pfeife.ir.evaluate import State
 from pfeife.ir.program import Role, holders
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.interpret import Observer
 from pfeife.runtime.local.pipeline import LocalPipeline
+from pfeife.runtime.step import Observer
 
 
 class Stopwatch:

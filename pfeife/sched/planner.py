@@ -18,6 +18,7 @@ from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
 from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked
 from pfeife.sched.cutting.layouts import Wishes
 from pfeife.sched.cutting.room import kept_within, worst_rank
@@ -69,10 +70,10 @@ def plan(
     The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
     torch.optim, or bytes for each element of a parameter, master weights among them),
-    activations and buffers; with `replicas` pipelines, what they reduce. A search that found too
-    much is made again, a quarter as long, up to five times. Raises ValueError if the wishes
-    contradict each other or the program, or no plan was found within the limit, with what the
-    worst rank of the best one needs.
+    activations and buffers; with `replicas` pipelines, what they reduce. A search whose plan needs
+    too much is made again, a quarter as long: most often once (see `kept_within`). Raises
+    ValueError if the wishes contradict each other or the program, or no plan was found within the
+    limit, with what the worst rank of the best one needs.
     """
     machine = network.seen_by(machine) if network else machine
     trained = bool(program.ports(Role.TANGENT))
@@ -108,12 +109,19 @@ def plan(
             progress=progress,
         )
 
+    def counted(plan: Plan) -> tuple[int, ...]:
+        work = workload_of(program, plan.duplicated)
+        if search:
+            return counted_by_search(work, plan, machine, wishes.state_factor)
+        return counted_by_cuts(work, plan, in_flight(plan.schedule), wishes.state_factor)
+
     of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
     return kept_within(
         wishes.memory_limit,
         of_machine if memory_limit is None else f"memory_limit={memory_limit}",
         make,
         lambda plan: worst_rank(program, plan, optimizer, replicas, homes),
+        counted,
     )
 
 

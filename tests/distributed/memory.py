@@ -17,9 +17,9 @@ from pfeife.runtime.profile import profile_memory
 CPU_CORE = machine("cpu-core")
 
 
-def memory_is_as_said(name: str) -> None:
+def memory_is_as_said(name: str, ranks: int = 2) -> None:
     """What every rank is said to hold, and does: all actions, all bytes."""
-    one = case(name)
+    one, replicas = case(name), 2 // ranks
     microbatches = [one.batch(4, seed) for seed in range(4)]
     program = pfeife.capture(one.step, *microbatches[0])
     state = pfeife.state_of(program, one.model)
@@ -27,13 +27,18 @@ def memory_is_as_said(name: str) -> None:
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
     for policy in ("gpipe", "1f1b"):
         plan = sched.plan(
-            fused, machine=CPU_CORE, microbatches=4, stages=4, ranks=2, schedule=policy
+            fused,
+            machine=CPU_CORE,
+            microbatches=4 // replicas,
+            stages=4,
+            ranks=ranks,
+            schedule=policy,
         )
         for passes in ([], [pfeife.split_backward()]):
             sent = pfeife.compose(pfeife.partition(plan), *passes, pfeife.insert_send_recv())(fused)
-            sent = pfeife.dp_wrap(pfeife.Mesh(2))(sent)
+            sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas))(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
-            optimizer = stepped(one.model, sent)
+            optimizer = stepped(one.model, sent, int(os.environ["RANK"]) % ranks)
             predicted = memory_curves(sent, schedule, optimizer=optimizer)
             pipeline = DistributedPipeline(sent, schedule)
             measured = profile_memory(pipeline, state, microbatches, optimizer=optimizer)
@@ -44,12 +49,10 @@ def memory_is_as_said(name: str) -> None:
                     assert point == other, f"{where}: {point} was predicted, {other} measured"
 
 
-def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Optimizer:
-    """An optimizer of this rank's parameters after a step."""
+def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch.optim.Optimizer:
+    """An optimizer of a rank's parameters after a step."""
     homes = holders(program)
-    names = [
-        n for n, calls in homes.items() if any(c.rank == int(os.environ["RANK"]) for c in calls)
-    ]
+    names = [n for n, calls in homes.items() if any(c.rank == rank for c in calls)]
     mine = [model.get_parameter(name).detach().clone() for name in names]
     for parameter in mine:
         parameter.grad = torch.zeros_like(parameter)
@@ -61,3 +64,6 @@ def stepped(model: torch.nn.Module, program: pfeife.Program) -> torch.optim.Opti
 for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
     _more = () if _name in ("GPT", "BatchNormNet") else (2,)
     add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
+for _name in ("TiedGPT", "BatchNormNet"):
+    _check = functools.partial(memory_is_as_said, _name, ranks=1)
+    add(globals(), Row(f"{_name}, two replicas", _check, ranks=(2,)))

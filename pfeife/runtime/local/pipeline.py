@@ -6,15 +6,20 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from pfeife.data.schedule import Action, Schedule
-from pfeife.ir.evaluate import Divisor, Result, State, add, averaged, loss_divisors, mean
+from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Program, Reduction
+from pfeife.lowering.clocks import released
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
-from pfeife.runtime.interpret import Observer, RankRunner, Step, Watch, microbatch_inputs
+from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
 from pfeife.runtime.parts import Parts
+from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
+from pfeife.runtime.results import result_of, trained_on
+from pfeife.runtime.step import Observer, Part, Step, Watch
 
 
 class Aborted(RuntimeError):
@@ -94,7 +99,7 @@ def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.
     return mean(sums) if reduction.average else add(sums)
 
 
-class LocalPipeline:
+class LocalPipeline(Pipeline["LocalStep"]):
     """A program and its lowered schedule, run by one thread a rank in this process.
 
     `devices` gives every rank a device; without them everything stays where it is. `bodies` has
@@ -111,74 +116,44 @@ class LocalPipeline:
         ranks = len(schedule.ranks)
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
-        self.program, self.schedule = program, schedule
+        super().__init__(program, schedule)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        self.runners = [RankRunner(program, schedule, rank, bodies) for rank in range(ranks)]
-        self.gradients = frozenset[str]().union(*(one.gradients for one in self.runners))
+        known = released(schedule)
+        self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
+        self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
 
-    def start(
-        self,
-        state: State,
-        microbatches: Sequence[Any],
-        *,
-        seed: int = 0,
-        tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
-    ) -> "LocalStep":
-        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
-        each = self.schedule.microbatches * self.program.replicas
-        if len(microbatches) != each:
-            raise ValueError(f"{len(microbatches)} microbatches, the schedule is for {each}")
-        divided = loss_divisors(self.program, microbatches)
-        inputs = [
-            microbatch_inputs(self.program, microbatches, seed, tangents, divided, replica)
-            for replica in range(self.program.replicas)
-        ]
-        return LocalStep(self, state, inputs, divided)
+    def _starting(self) -> contextlib.AbstractContextManager[range]:
+        return contextlib.nullcontext(range(self.program.replicas))
 
-    def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
-        """One step: the same arguments and result as `evaluate`."""
-        step = self.start(state, microbatches, **options)
-        step.run()
-        return step.result()
+    def _begun(self, state: State, parts: Sequence[Part]) -> "LocalStep":
+        return LocalStep(self, state, parts)
 
 
-class LocalStep:
+class LocalStep(PipelineStep):
     """One step of a `LocalPipeline`, which may be run in parts, each once.
 
     After a failure it has no results: to ask for them raises.
     """
 
-    def __init__(
-        self,
-        pipeline: LocalPipeline,
-        state: State,
-        inputs: list[list[dict]],
-        divided: Sequence[Divisor],
-    ):
-        self.world, self.replicas = LocalWorld(), len(inputs)
-        self.program, self.divided = pipeline.program, divided
+    def __init__(self, pipeline: LocalPipeline, state: State, parts: Sequence[Part]):
+        self.world, self.replicas = LocalWorld(), len(parts)
+        self.program = pipeline.program
         self.parts = Parts(pipeline.runners[0].has_parts)
         self.runners = [
-            (runner, self._start(runner, replica, pipeline, state, given))
-            for replica, given in enumerate(inputs)
+            (runner, self._start(runner, replica, pipeline, state, part))
+            for replica, part in enumerate(parts)
             for runner in pipeline.runners
         ]
+        self.steps = [step for _, step in self.runners]
 
     def _start(
-        self,
-        runner: RankRunner,
-        replica: int,
-        pipeline: LocalPipeline,
-        state: State,
-        given: list[dict[str, torch.Tensor]],
+        self, runner: RankRunner, replica: int, pipeline: LocalPipeline, state: State, part: Part
     ) -> Step:
         device = pipeline.devices[runner.rank]
         offset = replica * len(pipeline.runners)
         transport = LocalTransport(self.world, runner.rank, offset, device)
-        inputs = [_moved(values, device) for values in given]
-        first = replica * len(given)
-        divided = self.divided[first : first + len(given)]
-        return runner.start(_moved(state, device), inputs, divided, transport)
+        inputs = [moved(values, device) for values in part.inputs]
+        return runner.start(moved(state, device), attrs.evolve(part, inputs=inputs), transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
@@ -241,22 +216,8 @@ class LocalStep:
 
         return observe
 
-    def preparing(self) -> contextlib.AbstractContextManager[None]:
-        """While the backward is prepared."""
-        return contextlib.nullcontext()
-
-    def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]], *, values: bool) -> None:
+    def compare(self, tangents: Tangents, *, values: bool) -> None:
         """One process has nobody to compare with."""
-
-    def set_tangents(self, tangents: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """The gradients of the outputs, per microbatch by port name, before the backward."""
-        each = len(tangents) // self.replicas
-        ranks = len(self.runners) // self.replicas
-        for index, (_, step) in enumerate(self.runners):
-            start = index // ranks * each
-            assert isinstance(step.transport, LocalTransport)
-            for values, given in zip(step.values, tangents[start : start + each], strict=True):
-                values.update(_moved(given, step.transport.device))
 
     def result(self, *, outputs: bool = True) -> Result:
         """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
@@ -265,7 +226,8 @@ class LocalStep:
         ranks = len(self.runners) // self.replicas
         pipelines = []
         for start in range(0, len(self.runners), ranks):
-            parts = [runner.result(step) for runner, step in self.runners[start : start + ranks]]
+            mine = self.runners[start : start + ranks]
+            parts = [result_of(self.program, runner.rank, step) for runner, step in mine]
             pipelines.append(_joined(parts))
         if len(pipelines) == 1:
             return pipelines[0]
@@ -279,10 +241,6 @@ class LocalStep:
                 self.program, tuple(g for part in pipelines for g in part.batch_gradients)
             ),
         )
-
-
-def _moved(values: Mapping[str, torch.Tensor], device: torch.device | None) -> dict:
-    return dict(values) if device is None else {n: v.to(device) for n, v in values.items()}
 
 
 def _joined(parts: Sequence[Result]) -> Result:

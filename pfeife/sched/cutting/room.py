@@ -1,7 +1,7 @@
 """A limit of memory that a plan keeps to, by the account of every byte."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pfeife.cost.memory import memory_curves
 from pfeife.data.machine import Mesh
@@ -56,12 +56,16 @@ def kept_within(
     limited_by: str,
     make: Callable[[int, int], Plan],
     worst: Callable[[Plan], MemoryCurve],
+    counted: Callable[[Plan], Sequence[int]],
 ) -> Plan:
     """A plan whose `worst` rank needs no more than `limit` bytes.
 
-    `make(bytes, tries)` is a planner that counts roughly: it is asked for less after a plan that
-    needs too much, and for more where it saw no room at all. Raises ValueError with what the
-    best plan needs, if it is still too much.
+    `make(bytes, tries)` is a planner that counts in sums, and `counted` what it has counted for
+    each rank of a plan. A plan that needs too much is made again for the limit without what these
+    figures have left out of its worst rank, so that the next one fits where as much is left out
+    again. Where other cuts or another order leave out more there are further ones; so there are
+    where the planner sees no room at all, which may be wrong too (an evaluation has no gradients).
+    Raises ValueError with what the best plan needs, if it is too much after all.
     """
     asked, refused, over = limit, 0, 0
     first: NoRoom | None = None
@@ -79,13 +83,13 @@ def kept_within(
             continue
         if found and plan == found[-1][0]:
             break  # less memory changes nothing, as with cuts by hand
-        found.append((plan, worst(plan)))
-        peak = found[-1][1].peak
-        if peak <= limit:
+        curve = worst(plan)
+        if curve.peak <= limit:
             return plan
-        log.debug("a plan for %d bytes a rank would need %d", asked, peak)
-        over = asked
-        asked = int(asked * min(0.97, limit / peak))
+        found.append((plan, curve))
+        over = counted(plan)[curve.rank]
+        log.debug("a plan for %d bytes a rank needs %d, counted as %d", asked, curve.peak, over)
+        asked = over - (curve.peak - limit)
         asked = asked if asked > refused else (over + refused) // 2
     least = min((curve for _, curve in found), key=lambda curve: curve.peak)
     raise ValueError(_refusal(least, limited_by))

@@ -1,0 +1,213 @@
+"""What stands for tensors, bodies and messages where only their bytes count."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pfeife.cost.body import Body, rounded
+from pfeife.ir.program import Call, Kind, Reduction, Role, node_bytes, returned, value_of
+from pfeife.lowering.envelope import Envelope
+from pfeife.lowering.wiring import Wiring
+from pfeife.runtime.buffered import Buffered
+from pfeife.runtime.results import outputs_by_node
+
+
+class Ledger:
+    """The bytes that live, by what they are, and the most that did: `peak` since somebody last
+    looked, `at_peak` ever."""
+
+    def __init__(self, rounding: int):
+        self.rounding = rounding
+        self.live = self.peak = self.highest = 0
+        self.words: Counter[str] = Counter()
+        self.at_peak: dict[str, int] = {}
+
+    def allocated(self, size: int, word: str) -> "Storage":
+        """A new storage of so many bytes, rounded up."""
+        size = rounded(size, self.rounding)
+        self.count(size, word)
+        self.note()
+        return Storage(self, size, word)
+
+    def count(self, size: int, word: str) -> None:
+        """Bytes that storages are made of."""
+        self.live += size
+        self.words[word] += size
+
+    def note(self, more: int = 0, word: str = "temporaries") -> None:
+        """Takes down a peak: what is live and `more` bytes beside it."""
+        total = self.live + more
+        self.peak = max(self.peak, total)
+        if total > self.highest:
+            self.highest = total
+            self.at_peak = {**self.words, word: self.words[word] + more}
+
+
+class Storage:
+    """Bytes that the ledger has counted, until no value looks at them: CPython frees what nobody
+    refers to at once, here as with the tensors of a real step."""
+
+    __slots__ = ("bytes", "ledger", "word")
+
+    def __init__(self, ledger: Ledger, size: int, word: str):
+        self.ledger, self.bytes, self.word = ledger, size, word
+
+    def rename(self, word: str) -> None:
+        """Says what they are from now on."""
+        self.ledger.words[self.word] -= self.bytes
+        self.ledger.words[word] += self.bytes
+        self.word = word
+
+    def __del__(self) -> None:
+        self.ledger.live -= self.bytes
+        self.ledger.words[self.word] -= self.bytes
+
+
+class ReceiveBuffer:
+    """One of those that large values arrive in: it stays, and so does not count as live, and is
+    `used` as long as a value looks at it."""
+
+    __slots__ = ("size", "used")
+
+    def __init__(self, used: Counter[int], size: int):
+        self.used, self.size = used, size
+        used[size] += 1
+
+    def rename(self, word: str) -> None:
+        """A buffer stays one, whatever it holds."""
+
+    def __del__(self) -> None:
+        self.used[self.size] -= 1
+
+
+class Value:
+    """What stands for a tensor: `bytes` of its own in a storage (None: one that the rank holds all
+    the time), and what the interpreter itself does to tensors."""
+
+    __slots__ = ("bytes", "ledger", "storage", "strides")
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        storage: Storage | ReceiveBuffer | None,
+        size: int,
+        strides: tuple[int, ...] = (),
+    ):
+        self.ledger, self.storage, self.bytes, self.strides = ledger, storage, size, strides
+
+    def like(self, word: str) -> "Value":
+        """A new one of the same size."""
+        return Value(self.ledger, self.ledger.allocated(self.bytes, word), self.bytes)
+
+    def clone(self) -> "Value":
+        return self.like("outputs")  # a loss
+
+    def add_(self, other: "Value") -> "Value":
+        return self
+
+    def __add__(self, other: "Value") -> "Value":
+        return self.like("gradients")
+
+    def new_zeros(self, shape: Sequence[int]) -> "Value":
+        return self.like("gradients")
+
+
+class SizedBody:
+    """A call's body that only takes memory.
+
+    It notes what the body needs while it runs, and gives values of its results' sizes, which look
+    at an argument's storage where the results do.
+    """
+
+    def __init__(self, ledger: Ledger, wiring: Wiring, call: Call):
+        body = wiring.program.body(call)
+        account = Body.of(body, ledger.rounding)
+        nodes = [node for node in body.graph.nodes if node.op == "placeholder"]
+        place = {node: i for i, node in enumerate(nodes)}
+        owners = list(dict.fromkeys(account.results))
+        self.ledger, self.peak = ledger, account.peak
+        self.owners = [(place.get(one), account.sizes.get(one, 0)) for one in owners]
+        self.new = sum(size for argument, size in self.owners if argument is None)
+        self.results = [
+            (owners.index(owner), node_bytes(node), value.stride() if value is not None else ())
+            for node, owner in zip(returned(body), account.results, strict=True)
+            for value in [value_of(node)]
+        ]
+        self.word = "saved" if call.kind == Kind.FORWARD else "passed back"
+        self.kept, self.first = self._words(wiring, call)
+
+    def _words(self, wiring: Wiring, call: Call) -> tuple[list[tuple[int, str]], ...]:
+        """What results are that the program returns, always and after the first microbatch alone
+        (a gradient is kept, later ones are added to it)."""
+        outputs = outputs_by_node(wiring.program)
+        ports = [(i, port) for name, i in wiring.results(call) for port in outputs.get(name, ())]
+        summed, copied = Role.GRADIENT, Role.LOSS
+        always = [(i, "outputs") for i, port in ports if port.role not in (summed, copied)]
+        return always, [(i, "gradients") for i, port in ports if port.role == summed]
+
+    def __call__(self, *arguments: Value) -> list[Value]:
+        self.ledger.note(self.peak)
+        self.ledger.count(self.new, self.word)  # all at once, and part of what was noted
+        storages = [
+            Storage(self.ledger, size, self.word) if place is None else arguments[place].storage
+            for place, size in self.owners
+        ]
+        results = [
+            Value(self.ledger, storages[at], size, strides) for at, size, strides in self.results
+        ]
+        for index, word in self.kept + self.first:
+            storage = results[index].storage
+            if storage is not None:
+                storage.rename(word)
+        self.first = []
+        return results
+
+
+class SizedMessages(Buffered):
+    """A transport that sends nothing: its messages only take memory, as torch.distributed's do."""
+
+    device = None
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+        self.used: Counter[int] = Counter()  # receive buffers, by their size
+        self.most: Counter[int] = Counter()
+
+    @property
+    def bytes(self) -> int:
+        """Of the receive buffers, which stay."""
+        return sum(rounded(n, self.ledger.rounding) * most for n, most in self.most.items())
+
+    def _posted(self, source: int, envelope: Envelope) -> tuple[Any, tuple]:
+        values: dict[int, Value] = {}
+        for piece in envelope.pieces:
+            storage = self._buffer(envelope, piece)
+            for index in piece:
+                layout = envelope.layouts[index]
+                values[index] = Value(self.ledger, storage, layout.bytes, layout.strides)
+        return tuple(values[index] for index in range(len(envelope.layouts))), ()
+
+    def _buffer(self, envelope: Envelope, piece: tuple[int, ...]) -> Storage | ReceiveBuffer:
+        size = envelope.piece_bytes(piece)
+        if not envelope.layouts[piece[0]].large:
+            return self.ledger.allocated(size, "received")
+        buffer = ReceiveBuffer(self.used, size)
+        self.most[size] = max(self.most[size], self.used[size])
+        return buffer
+
+    def _sent(self, destination: int, values: Any, envelope: Envelope) -> tuple[tuple, list]:
+        return (), [self._packed(values, envelope, piece) for piece in envelope.pieces]
+
+    def _packed(self, values: Any, envelope: Envelope, piece: tuple[int, ...]) -> Any:
+        """A value itself if it travels alone and is dense, else the memory of a copy."""
+        first = piece[0]
+        if len(piece) == 1 and values[first].strides == envelope.layouts[first].strides:
+            return values[first]
+        return self.ledger.allocated(envelope.piece_bytes(piece), "leaving")
+
+    def _wait(self, peer: int, works: Sequence[Any]) -> None:
+        """Nothing is on its way."""
+
+    def reduce(self, reduction: Reduction, part: Any) -> Any:
+        return part.like("gradients")

@@ -1,0 +1,87 @@
+"""When messages have their memory: before they arrive, and until what was sent has arrived."""
+
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from pfeife.lowering.envelope import Channel, Envelope, Tensors
+
+
+class Buffered(ABC):
+    """The part of a transport that says which buffers live when; one for each step.
+
+        expect    the first receives of a channel are posted (see `posted_ahead`)
+        receive   the oldest of them is waited for; those that are due now are posted
+        send      what leaves is kept, with the works that send it
+        release   the oldest of what leaves is waited for, and let go
+
+    Works are what can be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.inboxes: dict[int, _Inbox] = {}
+        self.waiting: defaultdict[int, deque[tuple[Tensors, Sequence[Any]]]] = defaultdict(deque)
+        self.leaving: defaultdict[int, deque[tuple[Sequence[Any], Sequence[Any]]]]
+        self.leaving = defaultdict(deque)
+        self.finished: Counter[int] = Counter()
+
+    @abstractmethod
+    def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Sequence[Any]]:
+        """Memory for a message that will arrive, and the works that fill it."""
+
+    @abstractmethod
+    def _sent(
+        self, destination: int, values: Tensors, envelope: Envelope
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The works that send a message, and its pieces, which must live as long."""
+
+    @abstractmethod
+    def _wait(self, peer: int, works: Sequence[Any]) -> None:
+        """Until they are done."""
+
+    def expect(self, source: int, channel: Channel) -> None:
+        self.inboxes[source] = _Inbox(channel)
+        self._post(source)
+
+    def _post(self, source: int) -> None:
+        for envelope in self.inboxes[source].due():
+            self.waiting[source].append(self._posted(source, envelope))
+
+    def receive(self, source: int) -> Tensors:
+        values, works = self.waiting[source].popleft()
+        self._wait(source, works)
+        self.inboxes[source].taken += 1
+        self._post(source)
+        return values
+
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        self.leaving[destination].append(self._sent(destination, values, envelope))
+
+    def release(self, destination: int, count: int) -> None:
+        # Gloo's sends say that they are completed only when they have been waited for, so it
+        # matters to know without asking when that takes no time.
+        known = min(count, self.finished[destination])
+        self.finished[destination] -= known
+        for _ in range(count - known):
+            self._wait(destination, self.leaving[destination].popleft()[0])
+
+    def finish(self) -> None:
+        """Waits until all that this step has sent has arrived."""
+        for destination, leaving in self.leaving.items():
+            while leaving:
+                self._wait(destination, leaving.popleft()[0])
+                self.finished[destination] += 1
+
+
+class _Inbox:
+    """How far a channel's messages have been taken, and how far their receives are posted."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.taken = self.posted = 0
+
+    def due(self) -> Sequence[Envelope]:
+        """Those whose receives are to be posted now."""
+        begin, self.posted = self.posted, self.channel.ahead[self.taken]
+        return self.channel.envelopes[begin : self.posted]

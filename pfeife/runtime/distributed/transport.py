@@ -1,0 +1,134 @@
+"""Sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pfeife.data.machine import Mesh
+from pfeife.ir.program import Program, Reduction, messages
+from pfeife.lowering.envelope import APART, Envelope, Tensors
+from pfeife.runtime.buffered import Buffered
+from pfeife.runtime.distributed.buffers import Buffers
+from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.sending import Sending
+from pfeife.runtime.distributed.world import World
+
+End = tuple[Connection, int]  # and the other rank as its group counts
+Works = Sequence[dist.Work | Sending]
+
+
+class DistributedTransport(Buffered):
+    """One rank of one pipeline of a mesh.
+
+    Building one is collective: every rank of the world must do it with the same program. Every
+    direction between two ranks has a process group of its own. Under NCCL opposite ones overlap
+    only so. Under Gloo, who sends locks the connection; what then arrives on it keeps Gloo's
+    thread asking the system again and again, to the sender's cost if both share a core.
+    """
+
+    def __init__(self, world: World, mesh: Mesh, program: Program):
+        if mesh.size != world.size:
+            raise ValueError(
+                f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
+                f"{world.size} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
+            )
+        super().__init__()
+        self.world, self.mesh = world, mesh
+        self.device: torch.device | None = world.device
+        self.replica, self.rank = divmod(world.rank, mesh.ranks)
+        self.offset = self.replica * mesh.ranks
+        self.patience = world.patience
+        self.groups = self._groups(program.reductions)
+        self.out: dict[int, End] = {}
+        self.into: dict[int, End] = {}
+        self._connect(program)
+        self.buffers = Buffers(self.device)
+        self.apart = set[int]()  # ranks to which the world's sender sends
+        # The rank that this one waits for, and since when.
+        self.awaited: tuple[int, float] | tuple[None, None] = None, None
+
+    def for_step(self) -> "DistributedTransport":
+        """The same transport with messages of its own: steps may overlap, and each knows when
+        its own messages have arrived."""
+        self.buffers.forget_used()
+        other = copy.copy(self)
+        Buffered.__init__(other)
+        return other
+
+    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Connection]:
+        """A process group for every set of ranks that reduces together, made in one order."""
+        wanted: dict[tuple[int, ...], None] = {}
+        for reduction in reductions:
+            for replica in range(self.mesh.replicas):
+                wanted[self._members(reduction, replica)] = None
+        several = [members for members in wanted if len(members) > 1]
+        return {members: self.world.connection_of(members, "reduce") for members in several}
+
+    def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
+        replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
+        return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
+
+    def _connect(self, program: Program) -> None:
+        used = sorted({(m.source, m.destination) for m in messages(program)})
+        for replica in range(self.mesh.replicas):
+            offset = replica * self.mesh.ranks
+            for source, destination in used:
+                pair = (offset + source, offset + destination)
+                way = "down" if source < destination else "up"
+                connection = self.world.connection_of(sorted(pair), way)
+                if pair[0] == self.world.rank:
+                    self.out[destination] = (connection, connection.index(pair[1]))
+                elif pair[1] == self.world.rank:
+                    self.into[source] = (connection, connection.index(pair[0]))
+                if self.world.rank in pair and self.world.device.type == "cuda":
+                    self._first_message(connection, pair)
+
+    def _first_message(self, connection: Connection, pair: tuple[int, int]) -> None:
+        """NCCL connects with it, which both ends must wait for."""
+        data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
+        if pair[0] == self.world.rank:
+            connection.group.send(data, connection.index(pair[1]), 0).wait()
+        else:
+            connection.group.recv(data, connection.index(pair[0]), 0).wait()
+
+    def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
+        connection, peer = self.into[source]
+        values, buffers = envelope.empty(self.device, self.buffers.take)
+        try:
+            return values, [connection.group.recv([one], peer, 0) for one in buffers]
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + source, error) from error
+
+    def _sent(
+        self, destination: int, values: Tensors, envelope: Envelope
+    ) -> tuple[Works, list[torch.Tensor]]:
+        pieces = envelope.pack(values)
+        connection, peer = self.out[destination]
+        if envelope.bytes >= APART and connection.device.type == "cpu":
+            self.apart.add(destination)  # from now on: messages must not overtake one another
+        try:
+            if destination in self.apart:
+                return self.world.sender.send(connection, pieces, peer), pieces
+            return [connection.group.send([piece], peer, 0) for piece in pieces], pieces
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + destination, error) from error
+
+    def _wait(self, peer: int, works: Works) -> None:
+        self.awaited = self.offset + peer, time.monotonic()
+        try:
+            for work in works:
+                work.wait(*self.patience)
+            self.awaited = None, None
+        except RuntimeError as error:
+            raise self.world.lost(self.offset + peer, error) from error
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """Sums by all-reduce (its order of additions is the backend's), then averages."""
+        connection = self.groups.get(self._members(reduction, self.replica))
+        total = part.clone(memory_format=torch.contiguous_format)
+        if connection is not None:
+            self.world.wait(connection.group.allreduce(total))
+        return total.div_(reduction.replicas) if reduction.average else total

@@ -1,0 +1,157 @@
+"""The table: what each action of a schedule does to a rank's step.
+
+| action         | handler | reads                              | makes                         |
+|----------------|---------|------------------------------------|-------------------------------|
+| F, B, I, W     | compute | the arguments of its stage's calls | their results (see below)     |
+| SEND_F, SEND_B | send    | the values of a message            | a message to the transport    |
+| RECV_F, RECV_B | receive | the channel's next message         | its values, under fresh names |
+| REDUCE_GRAD    | reduce  | what the rank has summed up        | whole gradients, once a step  |
+
+A result of a call that is one of the program's too is kept as well: a gradient is added to its sum,
+a buffer's update is what the next forward reads, a loss or an output is noted for its microbatch.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from pfeife.data.schedule import SENDS, Action, Do
+from pfeife.ir.program import Call, Kind, Port, Role
+from pfeife.lowering.envelope import Envelope
+from pfeife.lowering.wiring import Wiring, summed_in_place
+from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
+from pfeife.runtime.step import Step
+
+Handler = Callable[[Step, int], None]  # the microbatch, which a reduction does not look at
+Keeper = Callable[[Step, int, torch.Tensor], None]
+
+
+class Handlers:
+    """The handlers of one rank's actions, each for any microbatch.
+
+    `bodies` has other functions for some calls than their graphs, by call nodes. `reads` are the
+    values, inputs of the step among them, that the handlers which were asked for read.
+    """
+
+    def __init__(self, wiring: Wiring, rank: int, bodies: Mapping[str, Callable]):
+        self.wiring, self.program = wiring, wiring.program
+        self.rank, self.bodies = rank, bodies
+        self.outputs = outputs_by_node(self.program)
+        self.buffers = updated_buffers(self.program)
+        self.envelopes: dict[str, Envelope] = {}
+        self.reads: set[str] = set()
+
+    def of(self, action: Action) -> Handler:
+        """The handler of an action, whose microbatch is not looked at."""
+        if action.do.kind:
+            return _in_turn([self._compute(call) for call in self.wiring.calls(action)])
+        if action.do == Do.REDUCE_GRAD:
+            return self._reduce(action.stage)
+        return self._transfer(action)
+
+    def _compute(self, call: Call) -> Handler:
+        body = self.bodies.get(call.node) or self.program.body(call).forward
+        reads, slots = self.wiring.arguments(call), self.wiring.results(call)
+        self.reads.update(reads)
+        summed = summed_in_place(self.program, call)
+        keep = [
+            (self._keeper(port, port.name in summed), name)
+            for name, _ in slots
+            for port in self.outputs.get(name, ())
+        ]
+        buffers = [n for n in reads if n in self.buffers] if call.kind == Kind.FORWARD else []
+
+        def compute(step: Step, microbatch: int) -> None:
+            values = step.values[microbatch]
+            for name in buffers:
+                values[name] = step.buffers[name]
+            results = body(*[values[name] for name in reads])
+            for name, index in slots:
+                values[name] = results[index]
+            for keeper, name in keep:
+                keeper(step, microbatch, values[name])
+
+        return compute
+
+    def _keeper(self, port: Port, in_place: bool) -> Keeper:
+        """What is done with a value that is a result of the program."""
+        name = port.name
+
+        def add(step: Step, _: int, value: torch.Tensor) -> None:
+            before = step.sums.get(name)
+            if before is None:
+                step.sums[name] = value
+            elif in_place:
+                before.add_(value)
+            else:
+                step.sums[name] = before + value
+
+        def update(step: Step, _: int, value: torch.Tensor) -> None:
+            step.buffers[slot] = value
+
+        def note(step: Step, microbatch: int, value: torch.Tensor) -> None:
+            step.results[microbatch][name] = value
+
+        def note_loss(step: Step, microbatch: int, value: torch.Tensor) -> None:
+            # Some kernels leave a scalar in a storage of many elements.
+            step.results[microbatch][name] = value.clone()
+
+        if port.role == Role.GRADIENT:
+            return add
+        if port.role == Role.BUFFER_UPDATE:
+            slot = next(slot for slot, fqn in self.buffers.items() if fqn == port.fqn)
+            return update
+        return note_loss if port.role == Role.LOSS else note
+
+    def _reduce(self, bucket: int) -> Handler:
+        ports = {port.fqn: port for port in self.program.ports(Role.PARAMETER)}
+        mine = [
+            (one, ports[one.name])
+            for one in self.program.reductions
+            if one.stages[0] == bucket and self.rank in one.ranks
+        ]
+        self.reads.update(port.name for _, port in mine)
+        gradients = self.program.ports(Role.GRADIENT)
+        summed = {one.name: [p.name for p in gradients if p.fqn == one.name] for one, _ in mine}
+
+        def part(step: Step, parameter: Port) -> torch.Tensor:
+            found = local_gradient(self.program, parameter.fqn, step)
+            if found is None:  # read here, but without influence on the loss
+                return step.values[0][parameter.name].new_zeros(parameter.shape)
+            return found
+
+        def reduce(step: Step, _: int) -> None:
+            for one, parameter in mine:
+                step.gradients[one.name] = step.transport.reduce(one, part(step, parameter))
+                for name in summed[one.name]:
+                    step.sums.pop(name, None)
+
+        return reduce
+
+    def _transfer(self, action: Action) -> Handler:
+        message = self.wiring.message(action)
+        envelope = self.wiring.envelope(message)
+        self.envelopes[message.node] = envelope
+        names, copies = message.values, message.copies
+        source, destination = message.source, message.destination
+
+        def send(step: Step, microbatch: int) -> None:
+            values = step.values[microbatch]
+            step.transport.send(destination, tuple([values[n] for n in names]), envelope)
+
+        def receive(step: Step, microbatch: int) -> None:
+            arrived = step.transport.receive(source)
+            step.values[microbatch].update(zip(copies, arrived, strict=True))
+
+        return send if action.do in SENDS else receive
+
+
+def _in_turn(handlers: list[Handler]) -> Handler:
+    if len(handlers) == 1:
+        return handlers[0]
+
+    def run(step: Step, microbatch: int) -> None:
+        for handler in handlers:
+            handler(step, microbatch)
+
+    return run

@@ -1,0 +1,126 @@
+"""What the runtimes have in common: how a step is begun, and how it is called."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from pfeife.data.schedule import Schedule
+from pfeife.ir.evaluate import (
+    Result,
+    State,
+    loss_divisors,
+    loss_tangents,
+    named_batch,
+    step_inputs,
+)
+from pfeife.ir.program import Program
+from pfeife.runtime.step import Part, Step, Watch
+
+Tangents = Sequence[Mapping[str, torch.Tensor]]  # of the outputs, per microbatch by port name
+
+
+class PipelineStep(ABC):
+    """One step of a pipeline, which may be run in parts; `steps` are those of its ranks here."""
+
+    steps: list[Step]
+
+    @abstractmethod
+    def run(
+        self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
+    ) -> None:
+        """Runs the forward actions, the backward actions, or all; `watch` sees them."""
+
+    @abstractmethod
+    def result(self, *, outputs: bool = True) -> Result:
+        """What the step gives, once it has run."""
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """While the backward is prepared."""
+        return nullcontext()
+
+    @abstractmethod
+    def compare(self, tangents: Tangents, *, values: bool) -> None:
+        """Raises Refusal on all ranks unless they are at a backward from the same outputs, with
+        `values` also unless they have the same gradients of these."""
+
+    def set_tangents(self, tangents: Tangents) -> None:
+        """The gradients of the outputs, before the backward."""
+        for step in self.steps:
+            mine = tangents[step.part.first : step.part.first + len(step.values)]
+            for values, given in zip(step.values, mine, strict=True):
+                values.update(moved(given, step.transport.device))
+
+
+S = TypeVar("S", bound=PipelineStep)
+
+
+class Pipeline(ABC, Generic[S]):
+    """A program and its lowered schedule, ready to run steps of `microbatches` microbatches."""
+
+    def __init__(self, program: Program, schedule: Schedule):
+        self.program, self.schedule = program, schedule
+        self.microbatches = schedule.microbatches * program.replicas
+
+    def start(
+        self,
+        state: State,
+        microbatches: Sequence[Any],
+        *,
+        seed: int = 0,
+        tangents: Tangents | None = None,
+    ) -> S:
+        """A step that has not run yet. Raises ValueError for inputs that do not fit."""
+        with self._starting() as replicas:
+            if len(microbatches) != self.microbatches:
+                raise ValueError(
+                    f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
+                )
+            return self._begun(state, _parts(self.program, microbatches, seed, tangents, replicas))
+
+    def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
+        """One step: the same arguments as `evaluate`."""
+        step = self.start(state, microbatches, **options)
+        step.run()
+        return step.result()
+
+    @abstractmethod
+    def _starting(self) -> AbstractContextManager[range]:
+        """While inputs are checked; says which replicas run here."""
+
+    @abstractmethod
+    def _begun(self, state: State, parts: Sequence[Part]) -> S:
+        """The step, of a part for each replica that runs here."""
+
+
+def _parts(
+    program: Program,
+    microbatches: Sequence[Any],
+    seed: int,
+    tangents: Tangents | None,
+    replicas: Iterable[int],
+) -> list[Part]:
+    """The checked inputs of some replicas, to which the microbatches are dealt in equal parts."""
+    each = len(microbatches) // program.replicas
+    divided = loss_divisors(program, microbatches)
+    arriving = loss_tangents(program, divided)
+
+    def inputs(index: int) -> dict[str, torch.Tensor]:
+        batch = named_batch(program, microbatches[index], index)
+        given = tangents[index] if tangents is not None else None
+        return arriving[index] | step_inputs(program, batch, index, seed, given)
+
+    ranges = [range(replica * each, (replica + 1) * each) for replica in replicas]
+    return [
+        Part(mine.start, [inputs(index) for index in mine], divided[mine.start : mine.stop])
+        for mine in ranges
+    ]
+
+
+def moved(
+    values: Mapping[str, torch.Tensor], device: torch.device | None
+) -> dict[str, torch.Tensor]:
+    """The values on a device, None for where they are."""
+    return dict(values) if device is None else {n: v.to(device) for n, v in values.items()}

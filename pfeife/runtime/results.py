@@ -1,0 +1,84 @@
+"""What comes out of a step: who makes it, and what one rank has of it."""
+
+import torch
+from torch import fx
+
+from pfeife.ir.evaluate import Result, combined
+from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.runtime.step import Step
+
+
+def owner(program: Program, port: Port) -> int:
+    """The rank that makes an output's value; rank 0 for one that is an input handed through."""
+    results = returned(program.module)
+    node = results[port.name]
+    calls = {call.node: call for call in program.calls}
+    while isinstance(node, fx.Node) and node.name not in calls and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    call = calls.get(node.name) if isinstance(node, fx.Node) else None
+    return call.rank or 0 if call else 0
+
+
+def trained_on(program: Program, rank: int) -> frozenset[str]:
+    """The names of the parameters whose gradients a rank has after a step."""
+    made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
+    return frozenset(made | {r.name for r in program.reductions if rank in r.ranks})
+
+
+def updated_buffers(program: Program) -> dict[str, str]:
+    """Buffer ports that a step updates, by port name, with their canonical names."""
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    return {port.name: port.fqn for port in program.ports(Role.BUFFER) if port.fqn in updated}
+
+
+def outputs_by_node(program: Program) -> dict[str, list[Port]]:
+    """The output ports of every node that is one, by its name."""
+    results = returned(program.module)
+    found: dict[str, list[Port]] = {}
+    for port in program.outputs:
+        found.setdefault(results[port.name].name, []).append(port)
+    return found
+
+
+def local_gradient(program: Program, name: str, step: Step) -> torch.Tensor | None:
+    """What a rank has summed up of a parameter's gradient, several ports in their order."""
+    parts = (step.sums.get(p.name) for p in program.ports(Role.GRADIENT) if p.fqn == name)
+    total: torch.Tensor | None = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _gradient(program: Program, name: str, step: Step) -> torch.Tensor | None:
+    if name in step.gradients:  # reduced
+        return step.gradients[name]
+    return local_gradient(program, name, step)
+
+
+def result_of(program: Program, rank: int, step: Step) -> Result:
+    """What a rank knows of the step's result once its schedule has run."""
+    losses = [
+        results[port.name]
+        for results in step.results
+        for port in program.ports(Role.LOSS)
+        if port.name in results
+    ]
+    gradients = {
+        name: found
+        for name in dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
+        if (found := _gradient(program, name, step)) is not None
+    }
+    mine = {p.fqn for p in program.ports(Role.BUFFER_UPDATE) if owner(program, p) == rank}
+    return Result(
+        loss=combined(losses, step.part.divided) if losses else None,
+        outputs=_by_name(program, step, Role.OUTPUT),
+        gradients=gradients,
+        buffers={n: step.buffers[s] for s, n in updated_buffers(program).items() if n in mine},
+        batch_gradients=_by_name(program, step, Role.BATCH_GRADIENT),
+    )
+
+
+def _by_name(program: Program, step: Step, role: Role) -> tuple[dict[str, torch.Tensor], ...]:
+    ports = program.ports(role)
+    return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)

@@ -1,0 +1,68 @@
+"""What one rank knows during a step, and what carries its values to the others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+
+from pfeife.data.schedule import Action
+from pfeife.ir.evaluate import Divisor
+from pfeife.ir.program import Reduction
+from pfeife.lowering.envelope import Channel, Envelope, Tensors
+
+
+class Transport(Protocol):
+    """What carries values between ranks. Ranks are those of one pipeline.
+
+    `device` is where received values shall be, None for where they come from.
+    """
+
+    device: torch.device | None
+
+    def expect(self, source: int, channel: Channel) -> None:
+        """Announces the messages that will be received from a rank."""
+
+    def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
+        """Sends one message; returns before it has arrived."""
+
+    def receive(self, source: int) -> Tensors:
+        """The next message of the channel."""
+
+    def release(self, destination: int, count: int) -> None:
+        """Says that the first `count` messages to a rank that still count as sent have arrived."""
+
+    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
+        """The reduced gradient, of this rank's part and the others'."""
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """The microbatches of a step that one pipeline runs, from the `first` on: their `inputs` by
+    port name, and by what their losses are `divided`."""
+
+    first: int
+    inputs: Sequence[Mapping[str, torch.Tensor]]
+    divided: Sequence[Divisor]
+
+
+@attrs.define(eq=False)
+class Step:
+    """What one rank knows during a step.
+
+    `values` has one mapping a microbatch; `at` is the index of the action under way, for those who
+    look on from other threads.
+    """
+
+    transport: Transport
+    part: Part
+    values: list[dict[str, torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+    sums: dict[str, torch.Tensor] = attrs.Factory(dict)
+    results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
+    gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
+    at: int = 0
+
+
+Observer = Callable[[Action], None]
+Watch = Callable[[int], Observer]  # an observer for a rank
