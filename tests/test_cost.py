@@ -23,7 +23,7 @@ import pfeife
 from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.cache import Measured
 from pfeife.cost.estimate import node_flops, node_seconds
-from pfeife.cost.measure import fingerprint
+from pfeife.cost.measure import fingerprint, processor
 from pfeife.cost.network import fit
 from pfeife.data import plain
 from pfeife.data.machine import Link, Machine, Network
@@ -272,6 +272,19 @@ def test_what_the_planner_knows_of_memory():
     assert sum(known.saved) >= whole.saved > 0
     assert len(known.crossing) == program.units and known.crossing[0] == 0
     assert sum(known.seconds) == pytest.approx(sum(estimate(program, CPU_CORE).seconds.values()))
+
+
+def test_the_cache_tells_processors_apart(tmp_path):
+    """Python knows no processor on Linux: a folder shared by machines mixed their times up."""
+    listed, arm = tmp_path / "cpuinfo", tmp_path / "arm"
+    listed.write_text("processor\t: 0\nmodel name\t: Fast 9000 @ 3GHz\nflags\t\t: fpu\n" * 2)
+    assert processor(listed) == "Fast 9000 @ 3GHz"
+    arm.write_text("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
+    assert processor(arm) == "0x41, 0xd0c"
+    assert processor(tmp_path / "none")
+    measure(small_program(), repeats=1, cache=tmp_path / "costs")
+    for path in (tmp_path / "costs").iterdir():
+        assert processor() in plain.load(Measured, path).key
 
 
 def test_the_cache_is_used_and_never_trusted(tmp_path):

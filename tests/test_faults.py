@@ -1,10 +1,12 @@
 """What becomes of a step when something fails: real processes, then threads of one process."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -152,6 +154,40 @@ def test_threads_at_every_action():
     assert_same(expected, pipeline(state, microbatches))
     for name, value in state.items():
         assert torch.equal(before[name], value), name
+
+
+def ours():
+    return {one for one in threading.enumerate() if one.name.startswith("pfeife rank")}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_threads_are_kept_between_steps():
+    """Each rank keeps its thread; steps at the same time do not wait for one another's messages;
+    in a fork there are new threads; they end with the pipeline."""
+    gc.collect()  # what other tests have left
+    before = ours()
+    pipeline, state, microbatches = pipelined("interleaved")
+    expected = pipeline(state, microbatches)
+    kept = ours() - before
+    assert len(kept) == 2
+    assert_same(expected, pipeline(state, microbatches))
+    assert ours() - before == kept
+
+    with ThreadPoolExecutor(4) as users:
+        for found in users.map(pipeline, [state] * 16, [microbatches] * 16):
+            assert_same(expected, found)
+
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends a child that waits for threads which only its parent has
+        os._exit(0 if torch.equal(pipeline(state, microbatches).loss, expected.loss) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+    ended = ours() - before
+    del pipeline
+    for thread in ended:
+        thread.join(20)
+    assert not ours() - before
 
 
 def test_the_line_of_the_model():

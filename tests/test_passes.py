@@ -13,6 +13,7 @@ from share import crossed, random_cases
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, measure
+from pfeife.ir.program import Port, Role
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass, eager_accumulation, nets, plans, tied_across
 
@@ -271,3 +272,29 @@ def test_constants_are_on_the_rank_that_reads_them():
     for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
         for values in begun.values:
             assert {values[name].device for name in constants} == {devices[runner.rank]}
+
+
+def test_a_parameter_that_is_used_a_thousand_times():
+    """The sum of its gradient's parts is deeper than Python calls may be."""
+    graph, vector = torch.fx.Graph(), torch.ones(3)
+    w, x, tangent = map(graph.placeholder, ("w", "x", "tangent"))
+    out = graph.call_function(torch.ops.aten.mul.Tensor, (w, x))
+    parts = [graph.call_function(torch.ops.aten.mul.Tensor, (tangent, x)) for _ in range(1200)]
+    total = functools.reduce(
+        lambda a, b: graph.call_function(torch.ops.aten.add.Tensor, (a, b)), parts
+    )
+    graph.output({"out": out, "gradient": total})
+
+    def port(name, role, fqn):
+        return Port(name, role, (fqn,), vector.shape, vector.dtype, vector.device)
+
+    inputs = port("w", Role.PARAMETER, "w"), port("x", Role.BATCH, "x")
+    flat = pfeife.Program(
+        torch.fx.GraphModule(torch.nn.Module(), graph),
+        (*inputs, port("tangent", Role.TANGENT, "out")),
+        (port("out", Role.OUTPUT, "out"), port("gradient", Role.GRADIENT, "w")),
+    )
+    staged = pfeife.partition(pfeife.Plan((0,), sched.POLICIES["gpipe"](1, 1)))(pfeife.fuse()(flat))
+    arguments = {"w": vector}, [(vector,)]
+    given = [{"out": torch.tensor([0.1, 0.2, 0.3])}]
+    assert_same(*(pfeife.evaluate(one, *arguments, tangents=given) for one in (flat, staged)))

@@ -1,5 +1,6 @@
 """Costs by running the bodies themselves on the target device."""
 
+import functools
 import logging
 import os
 import platform
@@ -18,7 +19,7 @@ from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
-from pfeife.ir.program import Call, Kind, Program, Role, find_node, node_bytes, returned
+from pfeife.ir.program import Call, Kind, Program, Role, node_bytes, returned
 
 log = logging.getLogger("pfeife")
 
@@ -105,7 +106,7 @@ def _measured_body(
     body = program.body(call)
     results = returned(program.module)
     ports = {results[port.name] for port in program.ports(Role.GRADIENT)}
-    node = find_node(program.module, call.node)
+    node = program.node(call.node)
     gradients = tuple(sorted(user.args[1] for user in node.users if user in ports))  # type: ignore[type-var]
     where = next((n.meta["val"].device for n in _inputs(body)), torch.device("cpu"))
     name = _name(compiler) if compiler else "eager"
@@ -202,11 +203,24 @@ def _key(body: fx.GraphModule, device: torch.device | None) -> str:
     """All that a body's time depends on."""
     devices = {str(device or node.meta["val"].device) for node in _inputs(body)}
     names = [
-        torch.cuda.get_device_name(name) if name.startswith("cuda") else platform.processor()
+        torch.cuda.get_device_name(name) if name.startswith("cuda") else processor()
         for name in sorted(devices)
     ]
     threads = torch.get_num_threads()
     return f"torch {torch.__version__}, {names}, {threads} threads\n{fingerprint(body)}"
+
+
+@functools.cache  # a big machine lists hundreds of cores, and every body asks
+def processor(listed: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of this machine's CPU: on Linux as `listed`, for there Python knows none."""
+    text = listed.read_text() if listed.exists() else ""
+    models = {
+        value.strip()
+        for line in text.splitlines()
+        for name, _, value in [line.partition(":")]
+        if name.strip() in ("model name", "CPU implementer", "CPU part")  # x86, then ARM
+    }
+    return ", ".join(sorted(models)) or platform.processor() or platform.machine()
 
 
 def _inputs(body: fx.GraphModule) -> list[fx.Node]:
