@@ -301,9 +301,17 @@ def test_in_flight_limit():
         verify_schedule(split, in_flight=1)
 
 
-def test_simulate_says_that_it_deadlocks():
-    with pytest.raises(ValueError, match="deadlocks"):
-        simulate(Schedule.from_csv(CHAIN.replace("0SEND_F0,", "")), unit)
+def test_a_deadlock_names_its_circle():
+    """Not the ranks that wait for one of it, and what has ended is said to have ended."""
+    late = "0F0,0RECV_B0,0B0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0,1B0,1SEND_B0\n2RECV_F0,2F0\n"
+    with pytest.raises(ValueError) as circle:
+        simulate(Schedule.from_csv(late), unit)
+    assert str(circle.value) == (
+        "the schedule deadlocks: rank 0 waits at 0F0 [0RECV_B0] 0B0 0SEND_F0; rank 1 waits at "
+        "[1RECV_F0] 1F0 1SEND_F0; each for the next, in a circle"
+    )
+    with pytest.raises(ValueError, match=r"at \[1RECV_F0\] 1F0 for rank 0, which has ended$"):
+        simulate(Schedule.from_csv("0F0\n1RECV_F0,1F0\n"), unit)
 
 
 @settings(max_examples=150)
