@@ -1,5 +1,6 @@
 """A scheduling problem in bare numbers, and the judge of its schedules."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -11,10 +12,21 @@ from pfeife.lowering.lower import Transfer
 
 
 def _check_numbers(instance: object, attribute: attrs.Attribute, value: float) -> None:
-    if not 0 <= value < float("inf"):
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} is a finite number from 0 on, not {value}"
+            f"{type(instance).__name__}.{attribute.name} is a finite number from 0 on, not "
+            f"{value!r}"
         )
+
+
+def _check_memory(
+    instance: object, attribute: attrs.Attribute, value: tuple[float, ...] | None
+) -> None:
+    for rank, limit in enumerate(value or ()):
+        if not isinstance(limit, int | float) or not limit >= 0:
+            raise ValueError(
+                f"Problem.memory[{rank}] is a number of bytes from 0 on, not {limit!r}"
+            )
 
 
 @attrs.frozen
@@ -81,14 +93,20 @@ class Problem:
     stage_ranks: tuple[int, ...]
     microbatches: int
     edges: tuple[Edge, ...]
-    memory: tuple[float, ...] | None = None
+    memory: tuple[float, ...] | None = attrs.field(default=None, validator=_check_memory)
 
     def __attrs_post_init__(self) -> None:
         count = len(self.stages)
+        if not all(type(rank) is int for rank in self.stage_ranks):
+            raise ValueError(f"Problem.stage_ranks: {self.stage_ranks} are no numbers of ranks")
         if not count or len(self.stage_ranks) != count or min(self.stage_ranks) < 0:
             raise ValueError(f"{count} stages on ranks {self.stage_ranks}")
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches}: there is at least one")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise ValueError(
+                f"Problem.microbatches={self.microbatches!r}: there is at least one, and none in "
+                "part"
+            )
+        self._check_sums()
         if self.memory is not None and len(self.memory) < self.ranks:
             raise ValueError(f"{len(self.memory)} memory limits for {self.ranks} ranks")
         for stage, costs in enumerate(self.stages):
@@ -100,6 +118,18 @@ class Problem:
         for source, destination in pairs:
             if not 0 <= source < destination < count:
                 raise ValueError(f"edge {source} -> {destination} of {count} stages")
+
+    def _check_sums(self) -> None:
+        """One after the other, all that there is takes finite seconds, and keeps finite bytes."""
+        seconds = sum(stage.seconds for stage in self.stages)
+        seconds += sum(edge.forward_seconds + edge.backward_seconds for edge in self.edges)
+        saved = sum(stage.saved for stage in self.stages)
+        for total, field in ((seconds, "seconds"), (saved, "saved bytes")):
+            if total * self.microbatches == math.inf:
+                raise ValueError(
+                    f"Problem.stages: the {field} of {self.microbatches} microbatches add up to "
+                    "more than a float holds"
+                )
 
     @property
     def ranks(self) -> int:
