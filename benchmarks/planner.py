@@ -24,7 +24,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.problem import Edge, Problem, StageCosts, fits, makespan, peak_memory
 from pfeife.sched.families.policies import POLICIES
-from pfeife.sched.search.search import Found, search_placements, search_schedule
+from pfeife.sched.search.run import Found
+from pfeife.sched.search.search import search_placements, search_schedule
 from pfeife.sched.search.seeds import fitting, fused
 
 

@@ -21,6 +21,7 @@ from pfeife.sched.cutting.workload import Flow, Workload, stage_problem, workloa
 from pfeife.sched.families.orders import folded, looped
 from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.joint import search_workload
+from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.seeds import fused as whole
 
 CORE = machine("cpu-core")
@@ -72,9 +73,9 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
                 possible |= all(one.smallest_memory(r) <= room[r] for r in range(ranks))
     if not possible:
         with pytest.raises(ValueError, match="bytes for one microbatch on its worst rank"):
-            search_workload(work, clusters(work), wishes, search_seconds=0.05)
+            search_workload(work, clusters(work), wishes, Budget.of(0.05, None))
         return
-    plan = search_workload(work, clusters(work), wishes, search_seconds=0.05)
+    plan = search_workload(work, clusters(work), wishes, Budget.of(0.05, None))
     home = plan.stage_ranks
     problem = stage_problem(
         work, plan.stage_of_cluster, home, count, machine=CORE, memory_limit=limit
@@ -88,7 +89,9 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
 @given(work=workloads(8), count=st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
 def test_no_family_is_better_on_its_cuts(work, count):
-    plan = search_workload(work, clusters(work), Wishes(CORE, count, 2, 10**9), search_seconds=0.3)
+    plan = search_workload(
+        work, clusters(work), Wishes(CORE, count, 2, 10**9), Budget.of(0.3, None)
+    )
     units = len(work.temporaries)
     even = tuple(unit * 2 // units for unit in range(units))
     problem = stage_problem(work, even, (0, 1), count, machine=CORE)

@@ -176,7 +176,8 @@ class Builder:
             memory_limit=options.memory_limit,
             optimizer=options.optimizer,
             network=self.network,
-            search_seconds=options.search_seconds,
+            search_seconds=None if options.search_work else options.search_seconds,
+            search_work=options.search_work,
             progress=progress,
         )
         plan = self._decided(make, world) if world else make()

@@ -105,7 +105,8 @@ class Options:
     microbatches: into how many equal parts the batch of a call is cut.
     stages: how many stages; one a rank unless given.
     schedule: the name of a family, such as "1f1b" or "zb-h1", or "search" for cuts, placement and
-        schedule that are searched together for `search_seconds`.
+        schedule that are searched together for `search_seconds`; or, if `search_work` is given,
+        until so many operations were looked at, which gives the same plan on any machine.
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     costs: "estimate", or "measure" by running every cluster on this machine.
@@ -141,6 +142,7 @@ class Options:
     stages: int | None = attrs.field(default=None, validator=_count)
     schedule: str = attrs.field(default="1f1b", validator=_of(str, "the name of a family"))
     search_seconds: float = attrs.field(default=20.0, validator=_seconds)
+    search_work: int | None = attrs.field(default=None, validator=_count)
     split_at: Mapping[str, str] | None = attrs.field(
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )

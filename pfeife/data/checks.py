@@ -16,13 +16,22 @@ def named(instance: object, attribute: attrs.Attribute) -> str:
     return f"{type(instance).__name__}.{attribute.name}"
 
 
+def number(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    if not isinstance(value, int | float):
+        raise ValueError(f"{named(instance, attribute)} must be a number, not {value!r}")
+
+
 def positive(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    number(instance, attribute, value)
     if not value > 0:
         raise ValueError(f"{named(instance, attribute)} must be positive, not {value}")
 
 
 def not_negative(instance: object, attribute: attrs.Attribute, value: float | None) -> None:
-    if value is not None and not value >= 0:
+    if value is None:
+        return
+    number(instance, attribute, value)
+    if not value >= 0:
         raise ValueError(f"{named(instance, attribute)} must not be negative, but is {value}")
 
 

@@ -52,7 +52,8 @@ class Plan:
     them instead of sent. `recompute` has an option for every stage, or is empty: then all that a
     backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
     `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
-    stages on these ranks takes less than `bound_seconds`. Raises ValueError if the schedule has
+    stages on these ranks takes less than `bound_seconds`. `interrupted` says that the clock cut
+    a search short, so that another one may find another plan. Raises ValueError if the schedule has
     fewer stages, or if there is not one entry for every stage.
     """
 
@@ -63,6 +64,7 @@ class Plan:
     step_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     recompute: tuple[RecomputeOption, ...] = ()
+    interrupted: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.stages > self.schedule.stages:

@@ -1,5 +1,6 @@
 """A scheduling problem in bare numbers, and the judge of its schedules."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -76,14 +77,22 @@ class Problem:
     stage_ranks: tuple[int, ...]
     microbatches: int
     edges: tuple[Edge, ...]
-    memory: tuple[float, ...] | None = None
+    memory: tuple[float, ...] | None = attrs.field(
+        default=None, validator=checks.each(checks.not_negative)
+    )
 
     def __attrs_post_init__(self) -> None:
         count = len(self.stages)
+        if not all(type(rank) is int for rank in self.stage_ranks):
+            raise ValueError(f"Problem.stage_ranks: {self.stage_ranks} are no numbers of ranks")
         if not count or len(self.stage_ranks) != count or min(self.stage_ranks) < 0:
             raise ValueError(f"{count} stages on ranks {self.stage_ranks}")
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches}: there is at least one")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise ValueError(
+                f"Problem.microbatches={self.microbatches!r}: there is at least one, and none in "
+                "part"
+            )
+        self._check_sums()
         if self.memory is not None and len(self.memory) < self.ranks:
             raise ValueError(f"{len(self.memory)} memory limits for {self.ranks} ranks")
         for stage, costs in enumerate(self.stages):
@@ -95,6 +104,18 @@ class Problem:
         for source, destination in pairs:
             if not 0 <= source < destination < count:
                 raise ValueError(f"edge {source} -> {destination} of {count} stages")
+
+    def _check_sums(self) -> None:
+        """One after the other, all that there is takes finite seconds, and keeps finite bytes."""
+        seconds = sum(stage.seconds for stage in self.stages)
+        seconds += sum(edge.forward_seconds + edge.backward_seconds for edge in self.edges)
+        saved = sum(stage.saved for stage in self.stages)
+        for total, field in ((seconds, "seconds"), (saved, "saved bytes")):
+            if total * self.microbatches == math.inf:
+                raise ValueError(
+                    f"Problem.stages: the {field} of {self.microbatches} microbatches add up to "
+                    "more than a float holds"
+                )
 
     @property
     def ranks(self) -> int:

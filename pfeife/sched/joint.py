@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
@@ -12,7 +12,7 @@ from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
-from pfeife.lowering.problem import Problem, fits, makespan
+from pfeife.lowering.problem import fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.cutting.layouts import (
@@ -29,52 +29,60 @@ from pfeife.sched.cutting.layouts import (
 from pfeife.sched.cutting.recompute import recompute_options
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload, workload_of
-from pfeife.sched.families.policies import POLICIES, policy
 from pfeife.sched.search.bound import lower_bound
-from pfeife.sched.search.search import Found, search_placements, search_schedule
-from pfeife.sched.search.seeds import fitting, fused
+from pfeife.sched.search.budget import WORK_PER_SECOND, Budget
+from pfeife.sched.search.search import search_within
+
+SEARCH_SECONDS = 20.0  # of a search without a budget
+_JUDGED = 20  # operations looked at, per operation of a schedule whose makespan is taken
 
 
 def search_plan(
     program: Program,
     wishes: Wishes,
     *,
-    search_seconds: float = 20.0,
+    search_seconds: float | None = None,
+    search_work: int | None = None,
     seed: int = 0,
+    jobs: int = 1,
     at_home: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan with the shortest simulated step that was found in `search_seconds`.
+    """The plan with the shortest simulated step that was found within a budget.
 
-    One, two and three stages a rank are tried, dealt in turn and folded (V), with cuts that
-    balance the ranks' loads; where memory is short also with as little recomputed as makes room;
-    every family of schedules that fits is a seed of the search; then
-    borders move under the schedule that was found, and it is searched once more. The
-    program is fused and annotated; if it is split into input- and weight-backwards, the schedules
-    are too. What is `at_home` on some ranks is read there alone. Raises NoRoom if nothing fits into
-    the memory, with the figures of what comes nearest.
+    The budget is that of `search_schedule`, `SEARCH_SECONDS` if none is given; with `search_work`
+    alone the plan is the same on every machine. One, two and three stages a rank are tried, dealt
+    in turn and folded (V), with cuts that balance the ranks' loads; where memory is short also with
+    as little recomputed as makes room. Then borders move under the schedule that was found, and it
+    is searched once more. `jobs` searches with seeds of their own run side by side. The program is
+    fused and annotated; if it is split into input- and weight-backwards, the schedules are too.
+    What is `at_home` on some ranks is read there alone. Raises NoRoom if nothing fits into the
+    memory, with the figures of what comes nearest.
     """
-    began = time.monotonic()
+    if search_seconds is None and search_work is None:
+        search_seconds = SEARCH_SECONDS
+    budget = Budget.of(search_seconds, search_work)
+    budget.tick = _ticks(budget, progress)
     duplicated = cheap_to_recompute(program, wishes.machine, at_home)
     work = workload_of(program, duplicated)
-    left = search_seconds - (time.monotonic() - began)
     found = search_workload(
         work,
         clusters_of(work),
         wishes,
-        search_seconds=left,
+        budget,
         seed=seed,
+        jobs=jobs,
         options=lambda: _options(program, wishes.machine, duplicated),
-        tick=_ticks(began, search_seconds, progress),
     )
     return attrs.evolve(found, duplicated=duplicated)
 
 
-def _ticks(began: float, seconds: float, progress: Progress | None) -> Callable[[], None]:
-    """What tells `progress` the seconds since `began`, of how many."""
+def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
+    """What tells `progress` how many seconds are over, of how many the budget is likely to last."""
     if progress is None:
         return lambda: None
-    total = math.ceil(seconds)
+    began = time.monotonic()
+    total = math.ceil(min(budget.seconds_left, budget.work / WORK_PER_SECOND))
     return lambda: progress(min(int(time.monotonic() - began), total), total)
 
 
@@ -89,37 +97,40 @@ def search_workload(
     work: Workload,
     clusters: Clusters,
     wishes: Wishes,
+    budget: Budget,
     *,
-    search_seconds: float = 20.0,
     seed: int = 0,
+    jobs: int = 1,
     options: Callable[[], Sequence[Sequence[RecomputeOption]]] | None = None,
-    tick: Callable[[], None] = lambda: None,
 ) -> Plan:
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
-    fastest option to the one that keeps least) where memory is short. `tick` is called often."""
-    deadline = time.monotonic() + search_seconds
+    fastest option to the one that keeps least) where memory is short."""
     layouts = layouts_for(work, clusters, wishes)
     if options is not None and any(short_of_memory(layout, wishes) for layout in layouts):
         layouts += lighter(layouts, wishes, options())
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
         raise NoRoom(_refusal(layouts, wishes))
-    layout, found = _searched(fitting_ones, deadline, seed, tick)
-    layout, schedule = _moved(clusters, wishes, layout, found.schedule, deadline)
-    left = deadline - time.monotonic()
-    if left > 0.02 * search_seconds and found.gap > 1e-6:
-        again = search_schedule(
-            layout.problem, seconds=left, seed=seed + 2, seeds=[schedule], tick=tick
+    # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
+    problems = [layout.problem for layout in fitting_ones]
+    at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
+    layout, schedule = _moved(clusters, wishes, fitting_ones[at], found.schedule, budget.part(0.5))
+    interrupted, bound = found.interrupted, None
+    if found.gap > 1e-6 and not budget.over():
+        _, again = search_within(
+            [layout.problem], budget.part(1.0), seed=seed + jobs, jobs=jobs, seeds=[[schedule]]
         )
-        schedule = again.schedule
+        schedule, bound = again.schedule, again.bound
+        interrupted = interrupted or again.interrupted
     seconds = makespan(layout.problem, schedule)
     return Plan(
         layout.stage_of,
         schedule,
         stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
         step_seconds=seconds,
-        bound_seconds=min(lower_bound(layout.problem), seconds),
+        bound_seconds=min(lower_bound(layout.problem) if bound is None else bound, seconds),
         recompute=_recompute(layout),
+        interrupted=interrupted,
     )
 
 
@@ -136,40 +147,24 @@ def _recompute(layout: Layout) -> tuple[RecomputeOption, ...]:
     return tuple(found)
 
 
-def _searched(
-    layouts: Sequence[Layout], deadline: float, seed: int, tick: Callable[[], None]
-) -> tuple[Layout, Found]:
-    """The best schedule of all layouts, in two thirds of the time."""
-    left = deadline - time.monotonic()
-    problems = [layout.problem for layout in layouts]
-    seeds = [list(_seeds(problem, 0.2 * left / len(problems))) for problem in problems]
-    share = max(0.65 * (deadline - time.monotonic()), 0.05)
-    at, found = search_placements(problems, seconds=share, seed=seed, seeds=seeds, tick=tick)
-    return layouts[at], found
-
-
 def _moved(
-    clusters: Clusters,
-    wishes: Wishes,
-    layout: Layout,
-    schedule: Schedule,
-    deadline: float,
+    clusters: Clusters, wishes: Wishes, layout: Layout, schedule: Schedule, budget: Budget
 ) -> tuple[Layout, Schedule]:
-    """Cuts moved border by border as long as the same schedule becomes shorter by it, in half of
-    the time that is left."""
-    until = time.monotonic() + 0.5 * (deadline - time.monotonic())
+    """Cuts moved border by border as long as the same schedule becomes shorter by it."""
     best, units = makespan(layout.problem, schedule), len(clusters.seconds)
     starts = [unit for unit in range(1, units) if begins(layout.stage_of, unit)]
     loads = Loads(clusters, layout.problem.stage_ranks, wishes.machine)
+    each = _JUDGED * sum(map(len, schedule.ranks))
     moved = wishes.cuts is None
     while moved:
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -2, 2)):
-            if time.monotonic() > until:
+            if budget.left < each or budget.over(each):
                 return layout, schedule
             tried = [s + step if index == at else s for index, s in enumerate(starts)]
             if not loads.allowed(tried):
                 continue
+            budget.spend(each)
             other = layout_of(
                 layout.work, wishes, stages_from(tried, units), layout.problem.stage_ranks
             )
@@ -178,24 +173,6 @@ def _moved(
                 if seconds < best * (1 - 1e-9):
                     layout, best, starts, moved = other, seconds, tried, True
     return layout, schedule
-
-
-_FAMILIES = tuple(name for name in POLICIES if name not in ("naive", "breadth-first", "loops"))
-
-
-def _seeds(problem: Problem, seconds: float) -> Iterator[Schedule]:
-    """What the families make of a problem, as long as the time lasts."""
-    deadline = time.monotonic() + seconds
-    whole = not all(stage.splittable for stage in problem.stages)
-    for name in _FAMILIES:
-        if time.monotonic() > deadline:
-            return
-        try:
-            order = policy(name)(len(problem.stages), problem.microbatches, problem.stage_ranks)
-        except ValueError:
-            continue  # not for this placement
-        order = fused(order) if whole else order
-        yield from fitting(problem, order)
 
 
 def _refusal(layouts: Sequence[Layout], wishes: Wishes) -> str:

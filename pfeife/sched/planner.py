@@ -27,7 +27,7 @@ from pfeife.sched.families.orders import looped
 from pfeife.sched.families.policies import forward_only, policy
 from pfeife.sched.families.policies import placement as placement_of
 from pfeife.sched.following import follow
-from pfeife.sched.joint import search_plan
+from pfeife.sched.joint import SEARCH_SECONDS, search_plan
 from pfeife.sched.search.bound import lower_bound
 
 log = logging.getLogger("pfeife")
@@ -46,7 +46,9 @@ def plan(
     network: Network | None = None,
     optimizer: Optimizer | None = None,
     replicas: int = 1,
-    search_seconds: float = 20.0,
+    search_seconds: float | None = None,
+    search_work: int | None = None,
+    jobs: int = 1,
     seed: int = 0,
     placement: Sequence[int] | None = None,
     homes: Mapping[str, frozenset[int]] | None = None,
@@ -56,7 +58,9 @@ def plan(
     schedule shall be; no rank of it needs more than `memory_limit` bytes.
 
     `schedule` is the name of a family, or "search": then cuts, placement, stages a rank and
-    schedule are searched together for `search_seconds` (see `search_plan`).
+    schedule are searched together for `search_seconds` (20 unless given), or until `search_work`
+    operations were looked at: then the same program and seed have the same plan on any machine,
+    where else the plan says if the clock cut it short. `jobs` searches run side by side.
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
@@ -99,12 +103,14 @@ def plan(
         less = attrs.evolve(wishes, memory_limit=room)
         if not search:
             return _of_family(program, schedule, less, homes or ())
-        seconds = search_seconds / 4 if tries else search_seconds
+        part = 4 if tries else 1
         return search_plan(
             program,
             less,
-            search_seconds=seconds,
+            search_seconds=search_seconds and search_seconds / part,
+            search_work=search_work and max(1, search_work // part),
             seed=seed,
+            jobs=jobs,
             at_home=homes or (),
             progress=progress,
         )
@@ -162,21 +168,31 @@ def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collect
 
 
 def choose_microbatches(
-    programs: Mapping[int, Program], *, search_seconds: float = 20.0, **wishes: Any
+    programs: Mapping[int, Program],
+    *,
+    search_seconds: float | None = None,
+    search_work: int | None = None,
+    **wishes: Any,
 ) -> tuple[int, Plan]:
     """The number of microbatches with the shortest step, and its plan.
 
     `programs` has the same step, fused and annotated, captured with a microbatch of as many rows
-    as that number leaves of the batch; the other arguments are those of `plan`, and the time for
+    as that number leaves of the batch; the other arguments are those of `plan`, and the budget of
     a search is shared. Raises ValueError if none of them can be planned, for the first one's
     reason.
     """
     found: dict[int, Plan] = {}
     refused: list[ValueError] = []
+    if search_seconds is None and search_work is None:
+        search_seconds = SEARCH_SECONDS
+    count = max(1, len(programs))
+    share: dict[str, Any] = {
+        "search_seconds": search_seconds and search_seconds / count,
+        "search_work": search_work and max(1, search_work // count),
+    }
     for count, program in programs.items():
-        share = search_seconds / len(programs)
         try:
-            found[count] = plan(program, microbatches=count, search_seconds=share, **wishes)
+            found[count] = plan(program, microbatches=count, **share, **wishes)
         except ValueError as error:
             refused.append(error)
     if not found:

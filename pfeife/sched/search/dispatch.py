@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+import attrs
+
 from pfeife.sched.search.shop import Orders, Shop
 
 NEVER = math.inf
@@ -51,8 +53,21 @@ class Floor:
 Chooser = Callable[[int, float], tuple[int, float]]
 
 
-def dispatch(floor: Floor, choose: Chooser) -> tuple[float, Orders] | None:
-    """Seconds and orders that come of a chooser; None if it leaves something undone."""
+@attrs.frozen
+class Dispatched:
+    """What came of a chooser. `left` operations never began: ranks waited for one another."""
+
+    seconds: float
+    orders: Orders
+    left: int
+
+
+def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
+    """Seconds and orders that come of a chooser; a channel carries one transfer at a time.
+
+    Ranks are asked in the order of time. One that has nothing to do sleeps until `wake`: when its
+    chooser wants to be asked again, or something arrives before that.
+    """
     shop = floor.shop
     m, seconds, readers, home = shop.microbatches, shop.seconds, shop.readers, shop.home
     change = [a - b for a, b in zip(shop.takes, shop.frees, strict=True)]
@@ -61,6 +76,7 @@ def dispatch(floor: Floor, choose: Chooser) -> tuple[float, Orders] | None:
     latest = [[0.0] * m for t in range(2 * shop.stages)]
     orders: Orders = [[] for _ in range(shop.ranks)]
     clock, wake = [0.0] * shop.ranks, [0.0] * shop.ranks
+    free = [[0.0] * shop.ranks for _ in range(shop.ranks)]
     heap = [(0.0, rank) for rank in range(shop.ranks) if floor.stages[rank]]
     while heap:
         now, rank = heappop(heap)
@@ -79,20 +95,20 @@ def dispatch(floor: Floor, choose: Chooser) -> tuple[float, Orders] | None:
         held[rank] += change[token]
         clock[rank] = wake[rank] = end
         heappush(heap, (end, rank))
+        channels = free[rank]
         for reader, lag in readers[token]:
-            arrives = end + lag
+            arrives, other = end, home[reader]
+            if other != rank:
+                arrives = (end if end > channels[other] else channels[other]) + lag
+                channels[other] = arrives
             if arrives > latest[reader][k]:
                 latest[reader][k] = arrives
             missing[reader][k] -= 1
-            if not missing[reader][k]:
-                ready[reader][k] = arrives = latest[reader][k]
-                other = home[reader]
-                if arrives < wake[other] and other != rank:
-                    free = clock[other]
-                    arrives = arrives if arrives > free else free
-                    if arrives < wake[other]:
-                        wake[other] = arrives
-                        heappush(heap, (arrives, other))
-    if sum(map(len, orders)) < shop.operations:
-        return None
-    return max(clock), orders
+            if missing[reader][k]:
+                continue
+            arrives = ready[reader][k] = latest[reader][k]
+            arrives = arrives if arrives > clock[other] else clock[other]
+            if arrives < wake[other]:  # never of the rank itself, which is free at `end`
+                wake[other] = arrives
+                heappush(heap, (arrives, other))
+    return Dispatched(max(clock), orders, shop.operations - sum(map(len, orders)))

@@ -1,12 +1,12 @@
 """List scheduling by a rule: input-backwards, then forwards, then weight-backwards."""
 
-from pfeife.sched.search.dispatch import NEVER, Chooser, Floor, dispatch
+from pfeife.sched.search.dispatch import NEVER, Chooser, Dispatched, Floor, dispatch
 from pfeife.sched.search.rules import Rule
-from pfeife.sched.search.shop import Orders, Shop
+from pfeife.sched.search.shop import Shop
 
 
-def list_schedule(shop: Shop, rule: Rule) -> tuple[float, Orders] | None:
-    """Seconds and orders that a rule gives; None if one microbatch alone is too big somewhere."""
+def list_schedule(shop: Shop, rule: Rule) -> Dispatched | None:
+    """What a rule gives, nothing left; None if one microbatch alone is too big somewhere."""
     floor = Floor(shop)
     memory = rule.memory or shop.memory
     if any(need > limit for need, limit in zip(floor.alone, memory, strict=True)):

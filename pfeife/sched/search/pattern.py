@@ -11,8 +11,8 @@ from random import Random
 
 import attrs
 
-from pfeife.sched.search.dispatch import NEVER, Chooser, Floor, dispatch
-from pfeife.sched.search.shop import Orders, Shop
+from pfeife.sched.search.dispatch import NEVER, Chooser, Dispatched, Floor, dispatch
+from pfeife.sched.search.shop import Shop
 
 
 @attrs.frozen
@@ -78,8 +78,8 @@ def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
     return attrs.evolve(pattern, slots=tuple(slots))
 
 
-def pattern_schedule(shop: Shop, pattern: Pattern) -> tuple[float, Orders] | None:
-    """Seconds and orders of a pattern; None if ranks wait for one another for ever."""
+def pattern_schedule(shop: Shop, pattern: Pattern) -> Dispatched:
+    """What a pattern gives, up to where ranks wait for one another for ever."""
     floor = Floor(shop)
     return dispatch(floor, _chooser(floor, pattern))
 

@@ -1,10 +1,60 @@
-"""Schedules made elsewhere, brought to fit a problem."""
+"""Schedules made elsewhere, brought to fit a problem, and the patterns that families repeat."""
 
 from collections import deque
 from collections.abc import Iterator
 
+import attrs
+
 from pfeife.data.schedule import Action, Do, Schedule
-from pfeife.lowering.problem import Problem, fits
+from pfeife.lowering.problem import Problem, StageCosts, chain_edges, fits
+from pfeife.sched.families.policies import policy
+from pfeife.sched.search.pattern import Pattern, pattern_of
+from pfeife.sched.search.shop import compile_problem, orders_of, starts_of
+
+# The best ones first: what a search has time for depends on its budget.
+_FAMILIES = (
+    *("zb-v", "zb-h1", "v-half", "v-min", "interleaved"),
+    *("dualpipe-v", "1f1b", "zb-h2", "eager-1f1b", "gpipe"),
+)
+_REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")
+
+
+def families(problem: Problem) -> Iterator[list[Schedule]]:
+    """What each family makes of a problem, as it is or with forwards that wait for memory."""
+    whole = not all(stage.splittable for stage in problem.stages)
+    for name in _FAMILIES:
+        schedule = _made(name, problem)
+        if schedule is not None:
+            yield list(fitting(problem, fused(schedule) if whole else schedule))
+
+
+def patterns(problem: Problem) -> Iterator[Pattern]:
+    """The patterns that families repeat at unit times, once each, with as many microbatches as
+    bring them into their stride."""
+    count = len(problem.stages)
+    unit = attrs.evolve(
+        problem,
+        stages=(StageCosts(1.0, 1.0, 1.0),) * count,
+        microbatches=6 * problem.ranks,
+        edges=chain_edges(count),
+        memory=None,
+    )
+    shop, seen = compile_problem(unit), set()
+    for name in _REPEATING:
+        schedule = _made(name, unit)
+        starts = None if schedule is None else starts_of(shop, orders_of(shop, schedule))
+        found = None if starts is None else pattern_of(shop, starts)
+        if found is not None and found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _made(name: str, problem: Problem) -> Schedule | None:
+    """A family's schedule, None if it is not for this placement."""
+    try:
+        return policy(name)(len(problem.stages), problem.microbatches, problem.stage_ranks)
+    except ValueError:
+        return None
 
 
 def fused(schedule: Schedule) -> Schedule:

@@ -21,7 +21,8 @@ Orders = list[list[int]]
 @attrs.frozen
 class Shop:
     """A compiled problem. `readers[token]` has (token, seconds) of what waits for a token's end
-    on whichever rank; `sources[token]` the same seen from the other end."""
+    on whichever rank, in the order in which it is sent; `sources[token]` the same seen from the
+    other end."""
 
     problem: Problem
     microbatches: int
@@ -35,6 +36,7 @@ class Shop:
     readers: tuple[tuple[tuple[int, float], ...], ...]
     sources: tuple[tuple[tuple[int, float], ...], ...]
     memory: tuple[float, ...]  # of a rank, a millionth more than asked for
+    contended: bool  # whether a transfer may have to wait for another one on its channel
 
     @property
     def operations(self) -> int:
@@ -52,10 +54,11 @@ class Shop:
 def compile_problem(problem: Problem) -> Shop:
     """Numbers for the inner loops."""
     stages, count = problem.stages, len(problem.stages)
-    home = problem.stage_ranks
+    home = problem.stage_ranks * 3
     whole = tuple(not s.splittable or s.weight_backward == 0 for s in stages)
     back = [s.backward if w else s.input_backward for s, w in zip(stages, whole, strict=True)]
     kept = [0.0 if w else s.kept for s, w in zip(stages, whole, strict=True)]
+    seconds = (*(s.forward for s in stages), *back, *(s.weight_backward for s in stages))
     readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
     sources: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
     for e in problem.edges:
@@ -72,15 +75,33 @@ def compile_problem(problem: Problem) -> Shop:
         microbatches=problem.microbatches,
         stages=count,
         ranks=problem.ranks,
-        home=home * 3,
-        seconds=(*(s.forward for s in stages), *back, *(s.weight_backward for s in stages)),
+        home=home,
+        seconds=seconds,
         takes=(*(s.saved for s in stages), *(0.0,) * (2 * count)),
         frees=(*(0.0,) * count, *(s.saved - k for s, k in zip(stages, kept, strict=True)), *kept),
         whole=whole,
         readers=tuple(map(tuple, readers)),
         sources=tuple(map(tuple, sources)),
         memory=tuple(limit * (1 + 1e-6) for limit in limits[: problem.ranks]),
+        contended=_contended(home, seconds, readers),
     )
+
+
+def _contended(
+    home: Sequence[int], seconds: Sequence[float], readers: list[list[tuple[int, float]]]
+) -> bool:
+    """Whether some channel's longest transfer takes longer than the least time between two."""
+    between: dict[tuple[int, int], float] = {}
+    longest: dict[tuple[int, int], float] = {}
+    for token, found in enumerate(readers):
+        for at, (reader, lag) in enumerate(found):
+            channel = (home[token], home[reader])
+            if channel[0] != channel[1]:
+                again = any(home[other] == home[reader] for other, _ in found[:at])
+                gap = 0.0 if again else seconds[token]
+                between[channel] = min(between.get(channel, gap), gap)
+                longest[channel] = max(longest.get(channel, 0.0), lag)
+    return any(longest[channel] > between[channel] for channel in longest)
 
 
 def orders_of(shop: Shop, schedule: Schedule) -> Orders:
@@ -114,41 +135,51 @@ def orders_of(shop: Shop, schedule: Schedule) -> Orders:
 def starts_of(shop: Shop, orders: Orders) -> list[float] | None:
     """When every operation starts (by number), each as early as it can; None for a deadlock.
 
-    Transfers take their time, but do not wait for one another.
+    A channel (pair of ranks, one direction) carries one transfer at a time.
     """
-    m, seconds, sources = shop.microbatches, shop.seconds, shop.sources
-    end: list[float] = [-1.0] * (3 * shop.stages * m)
-    starts = [0.0] * len(end)
+    timed = in_time(shop, orders)
+    return None if timed is None else timed[0]
+
+
+def in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]] | None:
+    """`starts_of`, and all operations in an order in which each comes after what it waits for.
+
+    A rank runs until it misses something; the operation that makes it there wakes the rank.
+    """
+    m, seconds, readers, home = shop.microbatches, shop.seconds, shop.readers, shop.home
+    size = 3 * shop.stages * m
+    missing = [len(found) for found in shop.sources for _ in range(m)]
+    arrived, starts = [0.0] * size, [0.0] * size
     clock, at = [0.0] * shop.ranks, [0] * shop.ranks
-    waiting = list(range(shop.ranks))
-    blocked: dict[int, int] = {}
-    while waiting:
-        rank = waiting.pop()
-        order, now, index = orders[rank], clock[rank], 0
+    free = [[0.0] * shop.ranks for _ in range(shop.ranks)]
+    sleeping: dict[int, int] = {}
+    awake, result = list(range(shop.ranks)), []
+    while awake:
+        rank = awake.pop()
+        order, now, channels = orders[rank], clock[rank], free[rank]
         for index in range(at[rank], len(order)):
             operation = order[index]
-            token, k = divmod(operation, m)
-            missing = -1
-            for source, lag in sources[token]:
-                arrives = end[source * m + k]
-                if arrives < 0:
-                    missing = source * m + k
-                    break
-                if arrives + lag > now:
-                    now = arrives + lag
-            if missing >= 0:
-                blocked[rank] = missing
+            if missing[operation]:
+                sleeping[operation], at[rank] = rank, index
                 break
+            if arrived[operation] > now:
+                now = arrived[operation]
             starts[operation] = now
+            result.append(operation)
+            token, k = divmod(operation, m)
             now += seconds[token]
-            end[operation] = now
-        else:
-            index = len(order)
-        clock[rank], at[rank] = now, index
-        for other in [o for o, what in blocked.items() if end[what] >= 0]:
-            del blocked[other]
-            waiting.append(other)
-    return None if blocked else starts
+            for reader, lag in readers[token]:
+                other, arrives, to = reader * m + k, now, home[reader]
+                if to != rank:
+                    arrives = (now if now > channels[to] else channels[to]) + lag
+                    channels[to] = arrives
+                if arrives > arrived[other]:
+                    arrived[other] = arrives
+                missing[other] -= 1
+                if not missing[other] and other in sleeping:
+                    awake.append(sleeping.pop(other))
+        clock[rank] = now
+    return None if sleeping else (starts, result)
 
 
 def length_of(shop: Shop, starts: Sequence[float], orders: Orders) -> float:
@@ -174,17 +205,17 @@ def respects(shop: Shop, orders: Orders) -> bool:
     return True
 
 
-def schedule_of(shop: Shop, orders: Orders) -> Schedule:
-    """Actions of the orders; an I with its W right behind becomes a B where no rank ends later.
+def schedule_of(shop: Shop, orders: Orders, *, whole: bool = True) -> Schedule:
+    """Actions of the orders; if `whole`, an I with its W right behind becomes a B where no rank
+    ends later (were transfers not to wait for one another).
 
     Raises ValueError if the orders deadlock.
     """
     m, count = shop.microbatches, shop.stages
-    late = _latest(shop, orders)
     names = [Do.FORWARD] * count
     names += [Do.BACKWARD if whole else Do.INPUT_BACKWARD for whole in shop.whole]
     names += [Do.WEIGHT_BACKWARD] * count
-    merged = _merged(shop, orders, late)
+    merged = _merged(shop, orders) if whole else set()
     ranks = []
     for order in orders:
         actions = []
@@ -192,68 +223,62 @@ def schedule_of(shop: Shop, orders: Orders) -> Schedule:
             token, k = divmod(operation, m)
             if operation in merged:
                 actions.append(Action(token % count, Do.BACKWARD, k))
-            elif operation - count * m not in merged or token < 2 * count:
+            elif token < 2 * count or operation - count * m not in merged:
                 actions.append(Action(token % count, names[token], k))
         ranks.append(tuple(actions))
     return Schedule(tuple(ranks))
 
 
-def _in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]]:
-    """Starts, and all operations in an order in which each comes after what it waits for."""
-    starts = starts_of(shop, orders)
-    if starts is None:
-        raise ValueError("the orders deadlock")
-    place = {o: index for order in orders for index, o in enumerate(order)}
-    m = shop.microbatches
-    waits = {o: len(shop.sources[o // m]) + (place[o] > 0) for o in place}
-    ready = [o for o in place if not waits[o]]
-    result = []
-    while ready:
-        operation = ready.pop()
-        result.append(operation)
-        token, k = divmod(operation, m)
-        after = [reader * m + k for reader, _ in shop.readers[token]]
-        order = orders[shop.home[token]]
-        after += order[place[operation] + 1 : place[operation] + 2]
-        for other in after:
-            waits[other] -= 1
-            if not waits[other]:
-                ready.append(other)
-    assert len(result) == len(place)
-    return starts, result
-
-
-def _latest(shop: Shop, orders: Orders) -> dict[int, float]:
+def _latest(
+    shop: Shop, orders: Orders, starts: Sequence[float], sequence: Sequence[int]
+) -> list[float]:
     """When every operation must start at the latest for the step to end when it does."""
-    starts, sorted_ = _in_time(shop, orders)
-    m, end = shop.microbatches, length_of(shop, starts, orders)
-    following = {a: b for order in orders for a, b in pairwise(order)}
-    late: dict[int, float] = {}
-    for operation in reversed(sorted_):
+    m = shop.microbatches
+    late = [length_of(shop, starts, orders)] * (len(starts) + 1)
+    following = _neighbours(orders, len(starts), 1)
+    for operation in reversed(sequence):
         token, k = divmod(operation, m)
-        limit = late[following[operation]] if operation in following else end
+        limit = late[following[operation]]
         for reader, lag in shop.readers[token]:
             limit = min(limit, late[reader * m + k] - lag)
         late[operation] = limit - shop.seconds[token]
     return late
 
 
-def _merged(shop: Shop, orders: Orders, late: dict[int, float]) -> set[int]:
-    """The I that may run together with the W behind them."""
+def _neighbours(orders: Orders, none: int, step: int) -> list[int]:
+    """What comes right behind (or, for -1, before) every operation on its rank, else `none`."""
+    found = [none] * (none + 1)
+    for order in orders:
+        for a, b in pairwise(order):
+            if step > 0:
+                found[a] = b
+            else:
+                found[b] = a
+    return found
+
+
+def _merged(shop: Shop, orders: Orders) -> set[int]:
+    """The I that may run together with the W behind them: what is sent later for it is still
+    there in time."""
+    timed = in_time(shop, orders)
+    if timed is None:
+        raise ValueError("the orders deadlock")
     m, count = shop.microbatches, shop.stages
-    _, sorted_ = _in_time(shop, orders)
-    following = {a: b for order in orders for a, b in pairwise(order)}
-    before = {b: a for a, b in following.items()}
-    sent: dict[int, float] = {}  # when the readers get it
-    free: dict[int, float] = {}
+    late = _latest(shop, orders, *timed)
+    none = len(timed[0])
+    following, before = _neighbours(orders, none, 1), _neighbours(orders, none, -1)
+    sent, free = (
+        [0.0] * (none + 1),
+        [0.0] * (none + 1),
+    )  # when readers get it; when its rank is free
     merged: set[int] = set()
-    for operation in sorted_:
+    for operation in timed[1]:
         token, k = divmod(operation, m)
-        start = free[before[operation]] if operation in before else 0.0
+        start = free[before[operation]]
         for source, lag in shop.sources[token]:
             start = max(start, sent[source * m + k] + lag)
         free[operation] = sent[operation] = start + shop.seconds[token]
-        if token // count == 1 and following.get(operation) == operation + count * m:
+        if count <= token < 2 * count and following[operation] == operation + count * m:
             whole = free[operation] + shop.seconds[token + count]
             slack = 1e-9 * whole
             if all(whole + lag <= late[r * m + k] + slack for r, lag in shop.readers[token]):

@@ -1,0 +1,136 @@
+"""The same search with other seeds in processes of their own, started anew: nothing is forked, and
+the caller's script does not run again. They are asked and answer in JSON, by files."""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+
+from pfeife.data import plain
+from pfeife.data.schedule import Schedule
+from pfeife.lowering.problem import Problem
+from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.placements import search_each
+from pfeife.sched.search.run import Found
+
+
+@attrs.frozen
+class _Task:
+    """What a process searches; schedules as CSV. The clock is the machine's monotonic one."""
+
+    problems: tuple[Problem, ...]
+    seeds: tuple[tuple[str, ...], ...]
+    seed: int
+    work: int
+    deadline: float | None
+
+
+@attrs.frozen
+class _Answer:
+    """Which problem has the best schedule, and the fields of `Found`."""
+
+    at: int
+    schedule: str
+    seconds: float
+    bound: float
+    memory: tuple[float, ...]
+    evaluations: int
+    interrupted: bool
+
+
+def search_side_by_side(
+    problems: Sequence[Problem],
+    budget: Budget,
+    seed: int,
+    seeds: Sequence[Sequence[Schedule]],
+    jobs: int,
+) -> tuple[int, Found]:
+    """The best of `jobs` searches with the seeds from `seed` on, each with the whole budget; of
+    equals the one of the first seed. This process does the first one."""
+    others = [
+        _Task(
+            tuple(_finite(problem) for problem in problems),
+            tuple(tuple(schedule.to_csv() for schedule in given) for given in seeds),
+            seed + index,
+            budget.left,
+            None if math.isinf(budget.deadline) else budget.deadline,
+        )
+        for index in range(1, jobs)
+    ]
+    with _running(others) as answers:
+        found = [search_each(problems, budget, seed, seeds), *answers()]
+    at, best = min(found, key=lambda pair: pair[1].seconds)
+    return at, attrs.evolve(
+        best,
+        evaluations=sum(one.evaluations for _, one in found),
+        interrupted=any(one.interrupted for _, one in found),
+    )
+
+
+def _finite(problem: Problem) -> Problem:
+    """JSON has no infinite numbers; no rank needs as many bytes as this either."""
+    if problem.memory is None:
+        return problem
+    memory = tuple(min(limit, sys.float_info.max / 2) for limit in problem.memory)
+    return attrs.evolve(problem, memory=memory)
+
+
+@contextmanager
+def _running(tasks: Sequence[_Task]) -> Iterator:
+    """A process for every task, ended if they are no longer wanted; what waits for the answers."""
+    root = str(Path(__file__).parents[3])
+    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as name:
+        folder, processes = Path(name), []
+        for index, task in enumerate(tasks):
+            asked = folder / f"{index}.json"
+            asked.write_text(plain.to_json(task))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(asked), str(folder / f"{index}.out")],
+                    env={**os.environ, "PYTHONPATH": paths},
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                )
+            )
+
+        def answers() -> list[tuple[int, Found]]:
+            return [_answer(p, folder / f"{i}.out") for i, p in enumerate(processes)]
+
+        try:
+            yield answers
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+
+
+def _answer(process: subprocess.Popen, path: Path) -> tuple[int, Found]:
+    _, trouble = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"a process of the search ended: {trouble.decode(errors='replace')}")
+    found = plain.from_json(_Answer, path.read_text())
+    fields = attrs.asdict(found, filter=lambda field, _: field.name not in ("at", "schedule"))
+    return found.at, Found(schedule=Schedule.from_csv(found.schedule), **fields)
+
+
+def main(asked: str, answered: str) -> None:
+    """Does what a file asks for, and writes the answer to another one."""
+    task = plain.from_json(_Task, Path(asked).read_text())
+    deadline = math.inf if task.deadline is None else task.deadline
+    seeds = [[Schedule.from_csv(text) for text in given] for given in task.seeds]
+    budget = Budget(task.work, deadline)
+    at, found = search_each(task.problems, budget, task.seed, seeds)
+    fields = {**attrs.asdict(found, recurse=False), "schedule": found.schedule.to_csv()}
+    Path(answered).write_text(plain.to_json(_Answer(at, **fields)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Several placements searched with one budget, in this process."""
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from pfeife.data.schedule import Schedule
+from pfeife.lowering.problem import Problem
+from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.run import Found, Search
+
+_ALIKE = 0.35  # of the budget goes to all placements alike
+_BEHIND = (
+    0.02  # of the best makespan: so far behind, a placement has a third of the best one's time
+)
+
+
+def search_each(
+    problems: Sequence[Problem],
+    budget: Budget,
+    seed: int,
+    seeds: Sequence[Sequence[Schedule]],
+) -> tuple[int, Found]:
+    """The best of all problems, and which it is, within what is left of a budget.
+
+    A third of it goes to all of them alike. With the rest those searches go on that may still win,
+    with all that they have learnt, the less the further they are behind; that is looked at twice.
+    Raises ValueError if one microbatch alone fits nowhere.
+    """
+    searches: dict[int, Search] = {}
+    each = (_ALIKE if len(problems) > 1 else 1.0) * budget.left / len(problems)
+    for at, problem in enumerate(problems):
+        if searches and budget.over(max(search.ahead for search in searches.values())):
+            break
+        searches[at] = Search(problem, budget, seed)
+        searches[at].seed(seeds[at])
+        searches[at].run(max(1, int(each)))
+    for share in (0.4, 1.0):
+        work = int(share * budget.left)
+        for search, part in _shares(list(searches.values())):
+            search.run(max(1, int(part * work)))
+    return _best(searches)
+
+
+def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:
+    """Those that may still win, with their parts of the time, the best first."""
+    best = min(search.best for search in searches)
+    if len(searches) < 2 or math.isinf(best):
+        return []
+    open_ = [s for s in searches if s.bound < best * (1 - 1e-9) and s.best < math.inf]
+    weights = {s: 3 ** -((s.best / best - 1) / _BEHIND) for s in open_}
+    enough = {s: w for s, w in weights.items() if w > 0.05 * sum(weights.values())}
+    ordered = sorted(enough, key=lambda s: s.best)
+    return [(s, enough[s] / sum(enough.values())) for s in ordered]
+
+
+def _best(searches: dict[int, Search]) -> tuple[int, Found]:
+    """The shortest that the judge finds among the searches that found something."""
+    best = min(search.best for search in searches.values())
+    if math.isinf(best):
+        next(iter(searches.values())).result()  # says why
+    near = [at for at, search in searches.items() if search.best <= best * 1.001]
+    found = {at: searches[at].result() for at in near}
+    at = min(found, key=lambda at: found[at].seconds)
+    return at, attrs.evolve(
+        found[at],
+        bound=min(search.bound for search in searches.values()),
+        evaluations=sum(search.evaluations for search in searches.values()),
+    )

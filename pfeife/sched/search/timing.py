@@ -1,0 +1,350 @@
+"""Orders with heads and tails that follow every move.
+
+    begin of the step                                   end of the step
+    |------------ head ------------|## X ##|----------- tail -----------|
+                                   start   end
+
+The longest path through X is the sum of the three, and the longest of all paths is the makespan.
+X starts when the one before it on its rank has ended and what it reads from other ranks is there;
+seen from the end, the same holds of the one behind it and of what reads it there:
+
+    end[X]  = seconds[X] + max(end[before[X]],  ready[X])     ready: of all sources, end + lag
+    tail[X] = seconds[X] + max(tail[behind[X]], after[X])     after: of all readers, tail + lag
+
+Where transfers may have to wait for one another (`Shop.contended`), a lag has the wait in it.
+"""
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from random import Random
+
+import attrs
+
+from pfeife.sched.search.shop import Orders, Shop, starts_of
+
+_Links = list[tuple[tuple[int, float], ...]]
+
+
+@attrs.frozen(eq=False)
+class _Way:
+    """One direction of time. Towards the end of the step `near` is before, `far` is behind and
+    `links` are sources; from the end on it is the other way round. With one link or none each,
+    `link`, `lag` and `other` (that of the opposite direction) have them flat."""
+
+    sign: int
+    times: list[float]
+    ready: list[float]
+    near: list[int]
+    far: list[int]
+    links: _Links
+    link: list[int]
+    lag: list[float]
+    other: list[int]
+
+
+class Timing:
+    """Orders, their heads and tails, and the bytes that every operation finds.
+
+    Arrays go by operation; the last entry stands for none. `end` counts from the begin of the
+    step, `tail` (the operation in it) to its end. `level` is what a rank holds while the operation
+    runs. `topological` has all operations so that each comes after what it waits for.
+    """
+
+    def __init__(self, shop: Shop, orders: Orders):
+        m, count = shop.microbatches, shop.stages
+        self.shop, self.sequences = shop, [list(order) for order in orders]
+        size = self.none = 3 * count * m
+        tokens = [o // m for o in range(size)]
+        self.home = [shop.home[t] for t in tokens]
+        present = {o for order in orders for o in order}
+        self.seconds = [shop.seconds[t] if o in present else 0.0 for o, t in enumerate(tokens)]
+        self.takes = [shop.takes[t] for t in tokens]
+        self.change = [shop.takes[t] - shop.frees[t] for t in tokens]
+        self.sources: _Links = [self._elsewhere(o, shop.sources) for o in range(size)] + [()]
+        self.readers: _Links = [self._elsewhere(o, shop.readers) for o in range(size)] + [()]
+        self.then = [self._then(o) for o in range(size)]
+        self.position = [0] * size
+        self.before, self.behind = [size] * (size + 1), [size] * (size + 1)
+        self.level = [0.0] * size
+        for order in self.sequences:
+            self._relink(order, 0, len(order))
+        self._sort(orders)
+        self.end, self.tail = [0.0] * (size + 1), [0.0] * (size + 1)
+        self.ready, self.after = [0.0] * (size + 1), [0.0] * (size + 1)
+        self.simple = all(len(s) <= 1 for s in (*self.sources, *self.readers))
+        self._ways = self._directions()
+        self.length = 0.0
+        self._time(0, len(self.topological))
+
+    def copy(self) -> Orders:
+        return [list(order) for order in self.sequences]
+
+    def _elsewhere(self, operation: int, links) -> tuple[tuple[int, float], ...]:
+        token, k = divmod(operation, self.shop.microbatches)
+        m, home = self.shop.microbatches, self.shop.home
+        return tuple((t * m + k, lag) for t, lag in links[token] if home[t] != home[token])
+
+    def _then(self, operation: int) -> tuple[int, ...]:
+        """What comes after an operation on its own rank in any case (the direct ones)."""
+        m, count, home = self.shop.microbatches, self.shop.stages, self.shop.home
+        token, k = divmod(operation, m)
+        found = [t * m + k for t, _ in self.shop.readers[token] if home[t] == home[token]]
+        found += [operation + 1] if k + 1 < m else []
+        found += [operation + count * m] if token < 2 * count else []
+        return tuple(found)
+
+    def _directions(self) -> tuple[_Way, _Way]:
+        one = ((self.none, 0.0),)
+        source, reader = (
+            [(found or one)[0] for found in links] for links in (self.sources, self.readers)
+        )
+        froms, tos = [s[0] for s in source], [r[0] for r in reader]
+        there = _Way(
+            *(1, self.end, self.ready, self.before, self.behind, self.sources),
+            *(froms, [s[1] for s in source], tos),
+        )
+        back = _Way(
+            *(-1, self.tail, self.after, self.behind, self.before, self.readers),
+            *(tos, [r[1] for r in reader], froms),
+        )
+        return there, back
+
+    def _sort(self, orders: Orders) -> None:
+        """Operations of no seconds begin together: those of one rank in their order. An operation
+        of another rank may wait for one of no seconds only over a transfer or a later stage."""
+        starts = starts_of(self.shop, orders)
+        assert starts is not None
+        place = self.position
+        present = sorted(o for order in orders for o in order)
+        near = sorted(present, key=lambda o: (starts[o], place[o]))
+        self.topological = _topological(self.before, self.sources, near)
+        self.rank_in = [0] * self.none
+        for index, operation in enumerate(self.topological):
+            self.rank_in[operation] = index
+
+    def _relink(self, order: list[int], first: int, last: int) -> None:
+        """Neighbours, positions and memory of a part of a rank's order."""
+        none = self.none
+        before = order[first - 1] if first else none
+        held = self.level[before] - self.takes[before] + self.change[before] if first else 0.0
+        for index in range(first, last):
+            operation = order[index]
+            self.position[operation] = index
+            self.before[operation] = before
+            self.behind[before] = operation
+            self.level[operation] = held + self.takes[operation]
+            held += self.change[operation]
+            before = operation
+        after = order[last] if last < len(order) else none
+        self.behind[before] = after
+        self.before[after] = before
+        self.before[none] = self.behind[none] = none
+
+    # --- heads and tails ---------------------------------------------------------------------
+
+    def _time(
+        self, first: int, last: int, behind_it: Sequence[int] = (), before_it: Sequence[int] = ()
+    ) -> int:
+        """Heads and tails after a change between two places of the topological order, the work.
+
+        What follows is timed again as far as it changes; all of it if much does. `behind_it` and
+        `before_it` are places outside that have other neighbours than before.
+        """
+        there, back = self._ways
+        order = self.topological
+        if self.shop.contended:
+            self._with_channels()
+            work = 2 * len(order)
+        elif self.simple and last - first < len(order) // 12:
+            work = self._follow(there, {*range(first, last), *behind_it})
+            work += self._follow(back, {*range(1 - last, 1 - first), *(-at for at in before_it)})
+        else:
+            self._run(there, order[first:])
+            self._run(back, order[last - 1 :: -1] if last else ())
+            work = len(order) - first + last
+        end = self.end
+        self.length = max(end[sequence[-1]] for sequence in self.sequences if sequence)
+        return work
+
+    def _follow(self, way: _Way, changed: set[int]) -> int:
+        """Times of what is at the changed places, and of what that changes: the work.
+
+        Places count in the direction (from the end on they are negative), so what waits for
+        something has a higher one, and is looked at once.
+        """
+        order, place, sign, none = self.topological, self.rank_in, way.sign, self.none
+        times, ready, near, far = way.times, way.ready, way.near, way.far
+        link, lag, other, seconds = way.link, way.lag, way.other, self.seconds
+        heap, work, many = sorted(changed), 0, len(order) // 12
+        while heap and work < many:
+            o = order[sign * heappop(heap)]
+            work += 1
+            a = times[near[o]]
+            b = ready[o] = times[link[o]] + lag[o]
+            a = (a if a > b else b) + seconds[o]
+            if a == times[o]:
+                continue
+            times[o] = a
+            for one in (far[o], other[o]):
+                if one != none and (at := sign * place[one]) not in changed:
+                    changed.add(at)
+                    heappush(heap, at)
+        if heap:
+            at = sign * heap[0]
+            rest = order[at:] if sign > 0 else order[at::-1]
+            self._run(way, rest)
+            return 8 * work + len(rest)
+        return 8 * work
+
+    def _run(self, way: _Way, order: Iterable[int]) -> None:
+        """Times of operations that come in the direction."""
+        times, ready, near, seconds = way.times, way.ready, way.near, self.seconds
+        if self.simple:
+            link, lag = way.link, way.lag
+            for o in order:
+                a = times[near[o]]
+                b = ready[o] = times[link[o]] + lag[o]
+                times[o] = (a if a > b else b) + seconds[o]
+            return
+        for o in order:
+            ready[o] = b = max((times[s] + lag for s, lag in way.links[o]), default=0.0)
+            a = times[near[o]]
+            times[o] = (a if a > b else b) + seconds[o]
+
+    def _with_channels(self) -> None:
+        """All heads and tails, where a channel carries one transfer at a time.
+
+        What a rank sends over a channel goes in the rank's own order, so heads come in one pass.
+        For the tails a wait on a channel stays as long as it is, which a move may change.
+        """
+        home, seconds, before, behind = self.home, self.seconds, self.before, self.behind
+        end, ready, tail, after = self.end, self.ready, self.tail, self.after
+        free = [[0.0] * self.shop.ranks for _ in range(self.shop.ranks)]
+        waits: dict[tuple[int, int], float] = {}
+        ready[:] = [0.0] * len(ready)
+        for o in self.topological:
+            now = end[o] = max(end[before[o]], ready[o]) + seconds[o]
+            channels = free[home[o]]
+            for reader, lag in self.readers[o]:
+                arrives = channels[home[reader]] = max(now, channels[home[reader]]) + lag
+                waits[o, reader] = arrives - now
+                ready[reader] = max(ready[reader], arrives)
+        for o in reversed(self.topological):
+            after[o] = max((tail[r] + waits[o, r] for r, _ in self.readers[o]), default=0.0)
+            tail[o] = max(tail[behind[o]], after[o]) + seconds[o]
+        self._waits = waits
+
+    def critical(self, random: Random) -> list[int]:
+        """The operations of a longest path, from its end to its begin."""
+        end, ready, before, none = self.end, self.ready, self.before, self.none
+        last = [s[-1] for s in self.sequences if s and end[s[-1]] >= self.length]
+        operation = last[int(random.random() * len(last))]
+        path = [operation]
+        while True:
+            a, b = end[before[operation]], ready[operation]
+            if a > b or (a == b and random.random() < 0.5 and before[operation] != none):
+                operation = before[operation]
+            else:
+                operation = self._awaited(operation)
+            if operation == none:
+                return path
+            path.append(operation)
+
+    def _awaited(self, operation: int) -> int:
+        """The operation of another rank whose result comes last."""
+        sources, end = self.sources[operation], self.end
+        if len(sources) == 1:
+            return sources[0][0]
+        if self.shop.contended:
+            came = {s: end[s] + self._waits[s, operation] for s, _ in sources}
+        else:
+            came = {s: end[s] + lag for s, lag in sources}
+        return max(came, key=lambda s: came[s]) if came else self.none
+
+    # --- moves -------------------------------------------------------------------------------
+
+    def move(self, at: int, to: int, rank: int) -> int:
+        """Moves the operation at a place of a rank; 0 if that closes a circle, else the work."""
+        order, topological, place = self.sequences[rank], self.topological, self.rank_in
+        operation = order[at]
+        if to > at:
+            first, last = place[operation], place[order[to]]
+            found, rest = self._reached(operation, order[to], topological[first : last + 1])
+            window = [*rest, *found]
+        else:
+            first, last = place[order[to]], place[operation]
+            found, rest = self._reaching(operation, order[to], topological[first : last + 1])
+            window = [*reversed(found), *reversed(rest)]
+        if not found:
+            return 0
+        topological[first : last + 1] = window
+        for index, other in enumerate(window, first):
+            place[other] = index
+        order.insert(to, order.pop(at))
+        low, high = min(at, to), max(at, to)
+        self._relink(order, low, high + 1)
+        # The neighbours of what moved have others before or behind them now.
+        after, before = self.behind[order[high]], self.before[order[low]]
+        return self._time(
+            first,
+            last + 1,
+            () if after == self.none else (place[after],),
+            () if before == self.none else (place[before],),
+        )
+
+    def _reached(self, operation: int, last: int, window: list[int]) -> tuple[list[int], list[int]]:
+        """The part of a window that waits for an operation once it is behind `last`, the rest.
+        Nothing if `last` itself waits for it."""
+        found, reached, rest = [operation], {operation}, []
+        behind = self.behind[operation]  # no longer waits for the operation itself
+        for other in window[1:]:
+            before = self.before[other]
+            if (before in reached and other != behind) or any(
+                source in reached for source, _ in self.sources[other]
+            ):
+                if other == last:
+                    return [], []
+                found.append(other)
+                reached.add(other)
+            else:
+                rest.append(other)
+        return found, rest
+
+    def _reaching(
+        self, operation: int, first: int, window: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """The part of a window that an operation waits for once it is before `first`, the rest,
+        both from the end on. Nothing if it waits for `first` itself."""
+        found, reaching, rest = [operation], {operation}, []
+        before = self.before[operation]
+        for other in reversed(window[:-1]):
+            behind = self.behind[other]
+            if (behind in reaching and other != before) or any(
+                reader in reaching for reader, _ in self.readers[other]
+            ):
+                if other == first:
+                    return [], []
+                found.append(other)
+                reaching.add(other)
+            else:
+                rest.append(other)
+        return found, rest
+
+
+def _topological(before: Sequence[int], sources: _Links, candidates: Sequence[int]) -> list[int]:
+    """Operations so that each comes after what it waits for, near the given order."""
+    none = len(before) - 1
+    done = bytearray(none + 1)
+    done[none] = 1
+    result: list[int] = []
+    for root in candidates:
+        stack = [root]
+        while stack:
+            operation = stack[-1]
+            waits = (before[operation], *(s for s, _ in sources[operation]))
+            missing = [o for o in waits if not done[o]]
+            stack += missing
+            if not missing and not done[stack.pop()]:
+                done[operation] = 1
+                result.append(operation)
+    return result
