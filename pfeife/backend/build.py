@@ -21,7 +21,7 @@ from pfeife.data import plain
 from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.progress import Progress, Shown
-from pfeife.frontend.capture import Captured
+from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.ir.program import Program, Role
 from pfeife.lowering.lower import lower

@@ -14,7 +14,7 @@ from pfeife.backend.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
 from pfeife.data.schedule import Schedule
-from pfeife.frontend.capture import Captured
+from pfeife.frontend.captured import Captured
 from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, divisors
 from pfeife.ir.outline import read_by_backwards

@@ -22,7 +22,7 @@ from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.machine import Machine, Network
 from pfeife.data.progress import shown
-from pfeife.frontend.capture import compiled_too_often
+from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of

@@ -12,7 +12,9 @@ from torch import fx
 from pfeife import _torch
 from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Given, Inputs, describe, fake_like
-from pfeife.frontend.capture import Captured, trace, with_reductions
+from pfeife.frontend.capture import with_reductions
+from pfeife.frontend.captured import Captured
+from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
 from pfeife.frontend.results import Key, Loss, label, leaves_of
 from pfeife.ir.program import Role, returned, source_line

@@ -1,4 +1,8 @@
-"""Frozen attrs data to JSON and back, exactly and strictly."""
+"""Frozen attrs data to JSON and back, exactly and strictly.
+
+cattrs could take the place of `_plain` and `_typed`, but the core must read plans without it, and
+unless it is told for each type, it makes an int of 3.7 and of "3".
+"""
 
 import functools
 import hashlib

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.frontend.capture import Captured
+from pfeife.frontend.captured import Captured
 from pfeife.ir.program import Port, Program, Role, returned
 from pfeife.ir.seeding import is_random
 

@@ -6,7 +6,8 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.frontend.capture import Captured, as_last
+from pfeife.frontend.capture import as_last
+from pfeife.frontend.captured import Captured
 from pfeife.frontend.results import Key, index_of
 from pfeife.ir.evaluate import Divisor, add, combined, over
 from pfeife.ir.program import Port, Role

@@ -122,6 +122,10 @@ def outline(
 ) -> Program:
     """Gathers the nodes of each group into one body and calls it.
 
+        flat:      x, w -> a1 -> a2 -> b1 -> loss    with a1, a2 in group A and b1 in group B
+        outlined:  A(x, w) -> (a2,)    B(a2) -> (loss,)
+
+    A body's arguments are what its nodes read from elsewhere, its results what others read.
     `groups` names the group of every computing node. The nodes named in `duplicates` get no
     home: every body that reads one computes it for itself. Raises ValueError when a group reads
     what a later one computes (forwards run in ascending, backwards in descending order).
@@ -136,6 +140,7 @@ class _Outliner:
         self.flat, self.word = flat, word
         self.nodes = [node for node in flat.module.graph.nodes if node.op != "output"]
         self.results = returned(flat.module)
+        # Somebody has to own what the program returns, so that one rank hands it out.
         exported = {node.name for node in self.results.values()}
         self.free = {
             node
@@ -147,6 +152,7 @@ class _Outliner:
             for node in self.free
             if node.target is operator.getitem and node.all_input_nodes[0] not in self.free
         }
+        # Graphs that operations such as a checkpoint call cannot travel: each body has its own.
         self.subgraphs = {
             node
             for node in self.nodes
@@ -169,7 +175,8 @@ class _Outliner:
                 self._need(self.group[node], node)
 
     def _need(self, group: Group, node: fx.Node) -> None:
-        """Puts a node into a group's body, and what it reads from elsewhere into the reads."""
+        """Puts a node into a group's body, and what it reads from elsewhere into the reads. What
+        nobody owns comes along, first, so that the members stay in an order in which they run."""
         members = self.members.setdefault(group, {})
         reads = self.reads.setdefault(group, {})
         for source in node.all_input_nodes:
@@ -195,6 +202,7 @@ class _Outliner:
         calls = []
         for group in self._ordered():
             results = [node for node in self.members[group] if node in wanted]
+            # A duplicate is a member of several bodies and the result of none.
             results = [node for node in results if self.group.get(node) == group]
             if not results:
                 continue  # nothing reads it

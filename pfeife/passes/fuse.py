@@ -149,7 +149,13 @@ def _module_border(forward: list[fx.Node], path: str, side: Side) -> int:
 def _backward_clusters(
     backward: list[fx.Node], clusters: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
-    """The cluster of every backward node, never later than those whose gradients it reads."""
+    """The cluster of every backward node, never later than those whose gradients it reads.
+
+    Autograd numbers operations as it records them, and a backward node has the number (`seq_nr`) of
+    the operation that it differentiates. What has none (sums of gradients, casts) goes where it is
+    read, which the first sweep, from the end, knows. Backwards run from the last cluster to the
+    first, so the second sweep moves each node down to the lowest cluster that it reads from.
+    """
     origin: dict[int, int] = {}
     for node, unit in clusters.items():
         origin.setdefault(node.meta.get("seq_nr", -1), unit)

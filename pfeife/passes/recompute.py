@@ -57,7 +57,14 @@ def _named(flat: Program, groups: Mapping[str, Group], plan: Plan) -> set[fx.Nod
 
 
 class _Again:
-    """A new graph, copied node by node."""
+    """A new graph, copied node by node; a copy of what is recomputed stands where it is read first.
+
+        before:  a -> b -> c | dc -> db(b) -> da(a)          b is recomputed by this stage
+        after:   a -> b -> c | dc, b_again(a) -> db(b_again) -> da(a)
+
+    Chains of copies are as long as a stage's forward, so they are followed by a list of what is
+    pending rather than by calls, of which Python allows a thousand.
+    """
 
     def __init__(self, flat: Program, groups: Mapping[str, Group], named: set[fx.Node]):
         self.named, self.groups = named, dict(groups)

@@ -44,11 +44,22 @@ def insert_send_recv(
 
 
 class _Sender:
+    """A new graph, node by node, in which a value has a node of its own on each rank.
+
+        before:  a = A(x)                b = B(a, c)        with A on rank 0 and B on rank 1
+        after:   a = A(x), send (a,)     receive -> a_on_1, b = B(a_on_1, c)
+
+    A message is sent right after what it carries is there, so that it travels while others compute,
+    and received right before its first reader, so that no rank waits or holds memory early.
+    """
+
     def __init__(self, program: Program):
         self.program = program
         self.calls = {call.node: call for call in program.calls}
         self.new = fx.Graph()
+        # The node of an old value on a rank; of inputs, which are everywhere, on None.
         self.here: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        # What was sent and not received yet, by the call that made it and the rank that reads it.
         self.waiting: dict[tuple[str, int], tuple[fx.Node, list[fx.Node]]] = {}
 
     def graph(self) -> fx.Graph:
@@ -64,6 +75,7 @@ class _Sender:
                 if maker is not None and maker.rank != reader.rank:
                     values = crossing.setdefault(call_of(value), {}).setdefault(reader.rank, [])
                     values.extend([value] if value not in values else [])
+        # The sends of a call stand behind the last of its results, which follow the call.
         for index, node in enumerate(nodes):
             if node.op == "output":
                 results = {n: self._at(v, home[v]) for n, v in node.args[0].items()}

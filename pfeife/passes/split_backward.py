@@ -56,7 +56,15 @@ def _part(early: bool) -> Kind:
 
 
 def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
-    """Names of backward nodes that belong into the input-backward of their stage."""
+    """Names of backward nodes that belong into the input-backward of their stage.
+
+    Within a stage a node is early if another stage, or the caller, waits for what it leads to:
+
+        arriving gradient -> through the activation -+-> gradient of the input    early
+                                                     +-> gradient of a weight     late
+
+    Both sweeps go from the readers to what they read, so each node is looked at once.
+    """
     gradients = {port.name for port in flat.ports(Role.GRADIENT)}
     waited_for: set[fx.Node] = set()
     made: dict[fx.Node, set[str]] = {}
@@ -79,6 +87,9 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
         if outside or node in waited_for or not early.isdisjoint(inside[node]):
             early.add(node)
         feeds[node] = made.get(node, set()).union(*(feeds[user] for user in inside[node]))
+    # Nobody waits for the first stage's backward, so by the rule above all of it would be late. Its
+    # weights' gradients wait for the chain through its activations, though, so that is early: what
+    # leads to more than one gradient.
     ahead = {unit[node] for node in early}
     arriving = _of_gradients(flat, unit)
     for node in reversed(backward):  # where nobody waits

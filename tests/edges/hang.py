@@ -26,7 +26,8 @@ from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.build import Builder
 from pfeife.backend.options import Options
 from pfeife.data.progress import shown
-from pfeife.frontend.capture import Captured, capture
+from pfeife.frontend.capture import capture
+from pfeife.frontend.captured import Captured
 from pfeife.testing import eager_accumulation
 
 LOG = logging.getLogger("pfeife")

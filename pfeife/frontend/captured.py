@@ -1,0 +1,56 @@
+"""What a captured step is: its program, and how calls and results belong to its ports."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from pfeife.frontend.arguments import Kept
+from pfeife.frontend.results import Key, Leaf, label
+from pfeife.ir.program import Program, Role
+
+
+@attrs.frozen(eq=False)
+class Captured:
+    """A program and how Dynamo's positional arguments and results belong to its ports.
+
+    `arguments` has an input port's name for every argument of the graph, None for a number; those
+    are in `numbers`. `results` has an output port's name for every result, `leaves` where each
+    stands in what the step returns. `detached` are the indices of those that the step has
+    detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
+    are the results that the step assigns to attributes, `carried` has those by the input ports
+    whose value in the next microbatch they are, and `in_place` such ports that are their own
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
+    """
+
+    program: Program
+    arguments: tuple[str | None, ...]
+    numbers: tuple[Any, ...]
+    results: tuple[str, ...]
+    detached: tuple[int, ...]
+    leaves: tuple[Leaf, ...] | None = None
+    unknown: Mapping[str, str] = attrs.field(factory=dict)
+    kept: Mapping[str, Kept] = attrs.field(factory=dict)
+    carried: Mapping[str, str] = attrs.field(factory=dict)
+    in_place: tuple[str, ...] = ()
+    moved: Mapping[str, str] = attrs.field(factory=dict)
+
+    def label(self, result: str) -> Key:
+        """How options call a result."""
+        return label(self.results.index(result), self.leaves)
+
+    def is_returned(self, result: str) -> bool:
+        """Whether the step itself returns it, as far as that is known."""
+        index = self.results.index(result)
+        return self.leaves is None or any(leaf.index == index for leaf in self.leaves)
+
+    def warning(self) -> str:
+        """What to say where the loss is averaged because nothing else is known; "" else."""
+        return "".join(
+            f"how the losses of microbatches combine is not known, because of "
+            f"{self.unknown[port.name]}: they are averaged; say "
+            'loss_reduction="mean" if that is right, or "sum" if the loss is a sum over the rows '
+            "(perhaps divided by a count that is an input)"
+            for port in self.program.ports(Role.LOSS)
+            if port.name in self.unknown
+        )

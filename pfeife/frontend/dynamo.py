@@ -1,0 +1,90 @@
+"""Dynamo's graph of a step, and its errors in plain words."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+
+T = TypeVar("T")
+
+
+def dynamo_graph(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Callable[[fx.GraphModule, list[Any]], T],
+) -> T:
+    """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it (it
+    may empty the graph afterwards); nothing is run. Raises ValueError when there is no single
+    graph."""
+    found: list[T] = []
+
+    def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        found.append(read(module, examples))
+        raise _Enough
+
+    try:
+        _torch.whole_graph(step, backend)(*args, **kwargs)
+    except Exception as error:
+        if not found:
+            raise plain_error(error) from error
+    if not found:
+        raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
+    return found[0]
+
+
+def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:
+    """A copy of Dynamo's graph, which outlives Dynamo's compilation, with another `device`
+    wherever it names the meta device."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+
+    def moved(argument: Any) -> Any:
+        meta = device and isinstance(argument, torch.device) and argument.type == "meta"
+        return device if meta else argument
+
+    for node in module.graph.nodes:
+        copied = here[node] = graph.node_copy(node, here.__getitem__)
+        copied.args = fx.node.map_aggregate(copied.args, moved)
+        copied.kwargs = fx.node.map_aggregate(copied.kwargs, moved)
+    return fx.GraphModule(module, graph)
+
+
+class _Enough(Exception):
+    """Ends Dynamo's compilation once its graph has been read, so that nothing is run."""
+
+
+_RAISED = "Developer debug context: raised exception "  # of the step's own
+
+
+def plain_error(error: Exception) -> Exception:
+    """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
+    the line of the user's code."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ValueError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if _torch.is_limit_of_compilations(error):
+        return compiled_too_often()
+    if not _torch.is_dynamo_error(error):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith('File "')]
+    where = f" ({places[-1]})" if places else ""
+    why = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
+    raised = [line.removeprefix(_RAISED) for line in lines if line.startswith(_RAISED)]
+    reason = f"it raises {raised[0]}" if raised else " ".join([f"{lines[0]}.", *why[:1]])
+    return ValueError(f"the step could not be captured as one graph: {reason}{where}")
+
+
+def compiled_too_often() -> ValueError:
+    """What to say of a step that Dynamo would not compile once more."""
+    return ValueError(
+        "this step has been compiled so often that torch would run it eagerly from now on: "
+        "something in it changes with every call (a counter, a float, a mode; "
+        'TORCH_LOGS="recompiles" says what). Keep it in a tensor, such as a buffer of a module'
+    )

@@ -1,0 +1,255 @@
+"""A joint graph with AOTAutograd's descriptors into a graph with ports."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pfeife import _torch
+from pfeife.frontend.arguments import Argument, is_below
+from pfeife.frontend.captured import Captured
+from pfeife.ir.program import Port, Program, Role, output_node, returned, verify
+from pfeife.ir.seeding import is_random, seeded
+
+
+class Porter:
+    """Rewrites a joint graph with descriptors into a graph with ports.
+
+        placeholders                      returned
+        ParamAOTInput, BufferAOTInput     PlainAOTOutput          ->  loss, output
+          ->  parameter, buffer           InputMutationAOTOutput  ->  buffer_update
+        PlainAOTInput    ->  batch        GradAOTOutput of state  ->  gradient
+        TangentAOTInput  ->  tangent                of the batch  ->  batch_gradient
+
+    `carried` adds updates of what the step assigns anew. The first random operation adds a seed.
+    """
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        arguments: list[Argument],
+        loss: int | None,
+        result_dims: Sequence[int | None],
+    ):
+        _simplify(joint.graph)
+        joint.graph.eliminate_dead_code()
+        self.joint, self.loss, self.result_dims = joint, loss, result_dims
+        self.by_name = {registered(argument): argument for argument in arguments}
+        self.rest = stateless(arguments)
+        self.arguments = arguments
+        self.graph = fx.Graph()
+        self.inputs: list[Port] = []
+        self.here: dict[fx.Node, fx.Node] = {}
+        self.seed: fx.Node | None = None
+        self.draws = 0
+        self.carried: list[tuple[str, Argument]] = []
+
+    def captured(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
+        """What was captured; `module` is Dynamo's graph, `roots` as in `Inputs`."""
+        nodes = list(self.joint.graph.nodes)
+        # All inputs first: no node that is copied may take a name that is promised to a port.
+        for node in nodes:
+            if node.op == "placeholder":
+                self._input(node)
+        for node in nodes:
+            if node.op not in ("placeholder", "output"):
+                self._copy(node, roots)
+        outputs, results = self._outputs(output_node(self.joint))
+        self._check_tangents(module)
+        self.graph.output(results)
+        holder = nn.Module()
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                setattr(holder, node.target, getattr(self.joint, node.target))
+        program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        values = [node.meta["example_value"] for node in returned(module)]
+        return Captured(
+            verify(program),
+            tuple(None if a.role is None else a.name for a in self.arguments),
+            tuple(a.example if a.role is None else None for a in self.arguments),
+            tuple(result_name(i, self.loss) for i in range(len(self.result_dims))),
+            tuple(i for i, value in enumerate(values) if not value.requires_grad),
+        )
+
+    def _input(self, node: fx.Node) -> None:
+        desc: Any = node.meta["desc"]
+        value = node.meta["val"]
+        tangent = isinstance(desc, _torch.TangentAOTInput)
+        if tangent and isinstance(desc.output, _torch.InputMutationAOTOutput):
+            raise ValueError(self._changed(desc.output.mutated_input))
+        if tangent:
+            result = result_name(getattr(desc.output, "idx", -1), self.loss)
+            port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
+        else:
+            argument = self._argument(desc)
+            assert argument.role is not None
+            port = _port(argument.name, argument.role, argument.names, value, argument.batch_dim)
+        self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
+        self.here[node].meta = dict(node.meta)
+        assert self.here[node].name == port.name
+        self.inputs.append(port)
+
+    def _check_tangents(self, module: fx.GraphModule) -> None:
+        """Every differentiable result must have its gradient come in."""
+        values = [node.meta["example_value"] for node in returned(module)]
+        wanted = {
+            result_name(index, self.loss)
+            for index, value in enumerate(values)
+            if value.requires_grad and self.loss in (None, index)
+        }
+        found = {port.fqn for port in self.inputs if port.role == Role.TANGENT}
+        if found != wanted:
+            raise ValueError(
+                f"the results {sorted(wanted)} are differentiable, but AOTAutograd gives gradients "
+                f"of {sorted(found)}; return copies (x.clone()) of results that share storage"
+            )
+
+    def _seed(self) -> fx.Node:
+        """The seed's placeholder, made when the first random operation asks for it."""
+        if self.seed is not None:
+            return self.seed
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.seed = self.graph.create_node("placeholder", "seed", name="seed")
+        with _torch.FakeTensorMode():
+            node.meta["val"] = torch.empty((), dtype=torch.int64)
+        self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
+        return node
+
+    def _copy(self, node: fx.Node, roots: Mapping[str, str]) -> None:
+        copied = self.graph.node_copy(node, self.here.__getitem__)
+        copied.meta["module_path"] = _module_path(node, roots)
+        if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
+            operation: Any = node.target
+            copied.args = (operation, self.draws, self._seed(), *copied.args)
+            copied.target = seeded
+            self.draws += 1
+        if node.target in _VIEWS:  # fake strides can be wrong (a batch norm of a transposed input)
+            copied.target = torch.ops.aten.reshape.default
+        self.here[node] = copied
+
+    def _outputs(self, joint: fx.Node) -> tuple[list[Port], dict[str, fx.Node]]:
+        ports, results = [], {}
+        for node, desc in zip(joint.args[0], joint.meta["desc"], strict=True):  # type: ignore[arg-type]
+            if node is not None:  # the gradient of what has no influence on the loss
+                port = self._output(desc, node.meta["val"])
+                ports.append(port)
+                results[port.name] = self._made(port, self.here[node])
+        # What the step assigns to an attribute that it has read is a result for Dynamo. The next
+        # microbatch must read it, so it also updates the attribute's port, as batch norm does.
+        for result, argument in self.carried:
+            node = results[result]
+            port = _port(
+                f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"]
+            )
+            if port.name in results:
+                raise ValueError(
+                    f"the step changes {argument.names[0]} in place and assigns it anew: do one"
+                )
+            ports.append(port)
+            results[port.name] = node
+        return ports, results
+
+    def _made(self, port: Port, value: fx.Node) -> fx.Node:
+        """The node of an output; a copy for a gradient that arrives as it is handed back, so
+        that some rank computes it."""
+        if value.op != "placeholder" or port.role not in (Role.GRADIENT, Role.BATCH_GRADIENT):
+            return value
+        copied = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+        copied.meta = dict(value.meta)
+        return copied
+
+    def _argument(self, desc: Any) -> Argument:
+        if isinstance(desc, _torch.PlainAOTInput):
+            return self.rest[desc.idx]
+        if isinstance(desc, _torch.ParamAOTInput | _torch.BufferAOTInput):
+            return self.by_name[desc.target]
+        raise ValueError(
+            "the step does more than to compute its results (it prints, asserts or calls out: "
+            f"{type(desc).__name__}), which cannot be put into a schedule; take that out of it"
+        )
+
+    def _changed(self, source: Any) -> str:
+        """Why an input that the step changes in place is refused."""
+        if isinstance(source, _torch.ParamAOTInput):
+            return (
+                f"the step changes the parameter {self.by_name[source.target].names[0]} in place "
+                "(max_norm of an embedding, weights that are clipped), and autograd would have to "
+                "follow it: do that after optimizer.step() instead"
+            )
+        where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
+        return (
+            f"the step changes its input {where} in place; only buffers of modules may be "
+            "changed: copy the input first (x = x.clone())"
+        )
+
+    def _output(self, desc: Any, value: torch.Tensor) -> Port:
+        if isinstance(desc, _torch.PlainAOTOutput):
+            name = result_name(desc.idx, self.loss)
+            role = Role.LOSS if name == "loss" else Role.OUTPUT
+            return _port(name, role, (name,), value, self.result_dims[desc.idx])
+        if isinstance(desc, _torch.InputMutationAOTOutput):
+            source = desc.mutated_input
+            if not isinstance(source, _torch.BufferAOTInput):
+                raise ValueError(self._changed(source))
+            names = self.by_name[source.target].names
+            name = self.by_name[source.target].name
+            return _port(f"new_{name}", Role.BUFFER_UPDATE, names, value)
+        if isinstance(desc, _torch.GradAOTOutput):
+            source = desc.grad_of
+            if isinstance(source, _torch.PlainAOTInput):
+                argument = self.rest[source.idx]
+                role, dim = Role.BATCH_GRADIENT, argument.batch_dim
+            else:
+                assert isinstance(source, _torch.ParamAOTInput | _torch.BufferAOTInput)
+                argument, role, dim = self.by_name[source.target], Role.GRADIENT, None
+            return _port(f"grad_{argument.name}", role, argument.names, value, dim)
+        raise ValueError(f"the step has a result that Pfeife does not know: {desc}")
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Takes out what is there for autograd's sake alone: the transpose of a matrix's transpose,
+    of which it makes four for every linear layer, and the detaching of what it saves."""
+    transpose, detach = torch.ops.aten.t.default, torch.ops.aten.detach.default
+    for node in graph.nodes:
+        if node.target is transpose and node.args[0].target is transpose:
+            node.replace_all_uses_with(node.args[0].args[0])
+        elif node.target is detach and node.args[0].op != "placeholder":
+            node.replace_all_uses_with(node.args[0])
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def registered(argument: Argument) -> str:
+    """The name under which `_Joint` has a parameter or buffer."""
+    return f"{'p' if argument.role == Role.PARAMETER else 'b'}_{argument.name}"
+
+
+def stateless(arguments: Sequence[Argument]) -> list[Argument]:
+    """The arguments that are no state of modules, in the order of their ports."""
+    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+    return sorted(rest, key=lambda argument: argument.position)
+
+
+def result_name(index: int, loss: int | None) -> str:
+    return "loss" if index == loss else f"output_{index}"
+
+
+def _port(
+    name: str, role: Role, names: tuple[str, ...], value: torch.Tensor, dim: int | None = None
+) -> Port:
+    return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
+
+
+def _module_path(node: fx.Node, roots: Mapping[str, str]) -> str:
+    """The innermost module that a forward node comes from, "" for the outermost or none; `roots`
+    has the readable names of the outermost ones."""
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    if not stack:
+        return ""
+    path = stack[-1]
+    root = next((root for root in roots if is_below(path, root)), "")
+    rest = path.removeprefix(root).removeprefix(".")
+    return f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
