@@ -2,13 +2,16 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint benchmarks clean
+.PHONY: demo test test-all check lint benchmarks clean
 
 demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
 
 test: .venv/dev
 	$(BIN)/python -m pytest -q -n 2
+
+test-all: .venv/dev
+	WHOLE=1 $(BIN)/python -m pytest -q -n 2
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -15,8 +15,8 @@ from forked import Report
 
 import pfeife
 from pfeife.data.schedule import Action
-from pfeife.runtime.distributed.meeting import join_world
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import PipelineError
 
 CPU = torch.device("cpu")

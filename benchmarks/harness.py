@@ -17,8 +17,8 @@ from pfeife import sched
 from pfeife.compilers import compile_bodies
 from pfeife.data import plain
 from pfeife.ir.program import Program
-from pfeife.runtime.distributed.meeting import join_world, leave_world
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import join_world, leave_world
 from pfeife.runtime.distributed.world import World
 
 DEVICE = torch.device("cpu")

@@ -13,7 +13,7 @@ from pfeife.cost import machine, machines
 from pfeife.cost.network import SIZES, bench_network
 from pfeife.data import plain
 from pfeife.data.progress import shown
-from pfeife.runtime.distributed.meeting import join_world, leave_world
+from pfeife.runtime.distributed.process_group import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

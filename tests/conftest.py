@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from rows import on_ranks, together
+from rows import Item, on_ranks, together
+from share import WHOLE
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -22,23 +23,30 @@ settings.load_profile("pfeife")
 
 
 @pytest.fixture(scope="session")
-def found_on_ranks(request, tmp_path_factory) -> Callable[[str, int, str], dict[str, str]]:
-    """What every rank found of a row; those of a module that are tested are run at once, when the
+def found_on_ranks(request, tmp_path_factory) -> Callable[[Item], dict[str, str]]:
+    """What every rank found of a row; those of a package that are tested are run at once, when the
     first of them is asked for."""
     known: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
 
-    def found(module: str, ranks: int, name: str) -> dict[str, str]:
-        if (module, ranks) not in known:
-            report: Path = tmp_path_factory.mktemp(module)
+    def found(item: Item) -> dict[str, str]:
+        if item.launch not in known:
+            report: Path = tmp_path_factory.mktemp("ranks")
             test = os.environ["PYTEST_CURRENT_TEST"].partition("[")[0]
             params = (getattr(one, "callspec", None) for one in request.session.items)
             tested = [one.params["item"] for one in params if one and "item" in one.params]
-            names = [i.row.name for i in tested if (i.module, i.ranks) == (module, ranks)]
-            known[module, ranks] = on_ranks(module, ranks, report, test, names)
-        every = known[module, ranks]
-        return every.get(name) or every.get("the processes") or {}
+            names = [one.name for one in tested if one.launch == item.launch]
+            known[item.launch] = on_ranks(item.ranks, report, test, names)
+        every = known[item.launch]
+        return every.get(item.name) or every.get("the processes") or {}
 
     return found
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what is not in the gate's share (`share.py`), unless all tests run."""
+    left = [one for one in items if not WHOLE and one.get_closest_marker("whole")]
+    items[:] = [one for one in items if one not in left]
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,13 +1,13 @@
-"""Tests that run in one process or in several: a launch of processes for a module of them.
+"""Tests that run in one process or in several: a launch of processes for a package of them.
 
-A module has rows: `@row()` over a function that asserts what is right, or
+A module of the package has rows: `@row()` over a function that asserts what is right, or
 `@row("first words of the error")` over one that must be refused; `ranks` says in how many
-processes it runs. `items` and `check` make a test of each.
+processes it runs, `whole` in which of these it does only if all tests run (see `share.py`).
+`items` and `check` make a test of each.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m rows edges.state REPORT [ROW ...]
+    python -m torch.distributed.run --nproc-per-node 2 -m rows REPORT edges.state/lbfgs ...
 
-runs those of a module on ranks, or some of them: rank R writes REPORT/rankR.json, {row: "" or
-what went wrong}.
+runs rows on ranks: rank R writes REPORT/rankR.json, {row: "" or what went wrong}.
 """
 
 import faulthandler
@@ -40,13 +40,14 @@ class Row:
     run: Callable[[], None]
     refused: str = ""
     ranks: tuple[int, ...] = (1,)
+    whole: tuple[int, ...] = ()
 
 
-def row(refused: str = "", ranks: tuple[int, ...] = (1,)) -> Callable:
+def row(refused: str = "", ranks: tuple[int, ...] = (1,), whole: tuple[int, ...] = ()) -> Callable:
     """Makes a row of a function; all rows of a module come in their order."""
 
     def note(run: Callable[[], None]) -> Callable[[], None]:
-        add(run.__globals__, Row(run.__name__, run, refused, ranks))
+        add(run.__globals__, Row(run.__name__, run, refused, ranks, whole))
         return run
 
     return note
@@ -65,34 +66,57 @@ class Item:
     ranks: int
     row: Row
 
+    @property
+    def name(self) -> str:
+        return f"{self.module}/{self.row.name}"
 
-def rows(module: str, ranks: int) -> list[Row]:
-    """Those of a module that run in so many processes."""
-    found = importlib.import_module(module).ROWS.values()
-    return [one for one in found if ranks in one.ranks]
+    @property
+    def launch(self) -> tuple[str, int]:
+        """What rows that run in one launch have in common."""
+        return self.module.partition(".")[0], self.ranks
 
 
-def items(package: str, topics: Sequence[str], *ranks: int) -> list:
-    """A parameter for every row of a package's modules, for each number of processes."""
+def items(
+    package: str,
+    topics: Sequence[str],
+    *ranks: int,
+    whole: Callable[[Item], bool] = lambda item: item.ranks in item.row.whole,
+) -> list:
+    """A parameter for every row of a package's modules, for each number of processes; `whole` says
+    which of them are not in the gate's share."""
     found = [
         Item(f"{package}.{topic}", count, one)
         for count in ranks
         for topic in topics
-        for one in rows(f"{package}.{topic}", count)
+        for one in rows_of(f"{package}.{topic}").values()
+        if count in one.ranks
     ]
-    return [pytest.param(i, id=f"{i.module}-{i.ranks}-{i.row.name}") for i in found]
+    return [
+        pytest.param(
+            i,
+            id=f"{i.module}-{i.ranks}-{i.row.name}",
+            marks=[pytest.mark.whole] if whole(i) else [],
+        )
+        for i in found
+    ]
+
+
+def rows_of(module: str) -> dict[str, Row]:
+    """The rows of a module by their names."""
+    found: dict[str, Row] = importlib.import_module(module).ROWS
+    return found
 
 
 def together(test: str) -> str:
-    """The module and number of processes of a test on ranks, which share a launch; else the test
+    """The package and number of processes of a test on ranks, which share a launch; else the test
     itself."""
-    found = re.search(r"\[(\w+\.\w+-([2-9]))-", test)
-    return found.group(1) if found else test
+    found = re.search(r"\[(\w+)\.\w+-([2-9])-", test)
+    return f"{found.group(1)} on {found.group(2)} ranks" if found else test
 
 
-def check(item: Item, found_on_ranks: Callable[[str, int, str], dict[str, str]]) -> None:
+def check(item: Item, found_on_ranks: Callable[[Item], dict[str, str]]) -> None:
     """Fails unless every rank has run the row, and found nothing wrong."""
-    found = found_on_ranks(item.module, item.ranks, item.row.name)
+    found = found_on_ranks(item)
     assert len(found) == item.ranks and not any(found.values()), found
 
 
@@ -111,12 +135,11 @@ def verdict(one: Row) -> str:
 
 
 def on_ranks(
-    module: str, ranks: int, report: Path, test: str, names: Sequence[str]
+    ranks: int, report: Path, test: str, names: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """Runs rows of a module in `ranks` processes for a `test`; what each rank found, by row and
-    rank."""
+    """Runs rows in `ranks` processes for a `test`; what each rank found, by row and rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "rows", module, str(report), *names]
+    command += ["--nproc-per-node", str(ranks), "-m", "rows", str(report), *names]
     path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = subprocess.run(
         command,
@@ -153,20 +176,19 @@ def said() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def main(module: str, report: Path, *names: str) -> None:
+def main(report: Path, *names: str) -> None:
     torch.set_num_threads(1)
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     found = {}
-    for one in rows(module, size):
-        if names and one.name not in names:
-            continue
-        case = f"[{module}-{size}-{one.name}] (call)"  # as pytest does, for benchmarks/mutants.py
+    for name in names:
+        module, _, label = name.partition("/")
+        case = f"[{module}-{size}-{label}] (call)"  # as pytest does, for benchmarks/mutants.py
         os.environ["PYTEST_CURRENT_TEST"] = os.environ.get("ROWS_OF", "") + case
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        found[one.name] = verdict(one)
+        found[name] = verdict(rows_of(module)[label])
         (report / f"rank{rank}.json").write_text(json.dumps(found))
     faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

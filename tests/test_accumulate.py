@@ -3,9 +3,10 @@
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, case
+from share import crossed, random_cases
 from torch import nn
 
 import pfeife
@@ -156,10 +157,10 @@ def check_untouched(program, pipeline, state, batches, rounding=(), **options) -
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("name", "policy", "split", "trained"),
+    crossed([*STEPS], ["gpipe", "1f1b"], [False, True], [False, True]),
+)
 def test_sums_are_alone(name, policy, split, trained):
     """Also where the batch wants gradients, which may be those of a parameter."""
     torch.manual_seed(0)
@@ -221,7 +222,7 @@ def test_models(name):
     assert len(summed) >= len(sent.ports(Role.GRADIENT)) / 2, "most gradients are their own"
 
 
-@settings(max_examples=15)
+@random_cases(16)
 @given(st.data())
 def test_random_programs(data):
     net = data.draw(nets())

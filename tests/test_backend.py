@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES, EQUAL_TO_EAGER, case
+from share import crossed
 from torch import nn
 
 import pfeife
@@ -50,8 +51,7 @@ def whole(step, batch):
     return loss.detach()
 
 
-@pytest.mark.parametrize("name", EQUAL_TO_EAGER)
-@pytest.mark.parametrize("way", ["compile", "dynamic"])
+@pytest.mark.parametrize(("name", "way"), crossed(EQUAL_TO_EAGER, ["compile", "dynamic"]))
 def test_a_loop_of_steps_is_the_same(name, way):
     one = case(name)
     other = CASES[name](copy.deepcopy(one.model))

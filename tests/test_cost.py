@@ -23,7 +23,7 @@ import pfeife
 from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.cache import Measured
 from pfeife.cost.estimate import node_flops, node_seconds
-from pfeife.cost.measure import fingerprint
+from pfeife.cost.measure import fingerprint, processor
 from pfeife.cost.network import fit
 from pfeife.data import plain
 from pfeife.data.machine import Link, Machine, Network
@@ -31,7 +31,7 @@ from pfeife.data.plan import Costs
 from pfeife.ir.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import profile
-from pfeife.sched import clusters_of
+from pfeife.sched import clusters_of, workload_of
 
 CPU_CORE = machine("cpu-core")
 aten = torch.ops.aten
@@ -267,11 +267,26 @@ def test_memory_of_stages():
 def test_what_the_planner_knows_of_memory():
     """Clusters add up to the stage that they become, but for values that stay inside it."""
     program = pfeife.annotate(estimate(fused("UNet"), CPU_CORE))(fused("UNet"))
-    known, (whole,) = clusters_of(program), stage_memory(staged("UNet", ()))
+    known, (whole,) = clusters_of(workload_of(program)), stage_memory(staged("UNet", ()))
     assert sum(known.parameters) == whole.parameters
     assert sum(known.saved) >= whole.saved > 0
     assert len(known.crossing) == program.units and known.crossing[0] == 0
-    assert sum(known.seconds) == pytest.approx(sum(estimate(program, CPU_CORE).seconds.values()))
+    costs = estimate(program, CPU_CORE)
+    both = sum(costs.seconds.values()) + sum(costs.accumulate.values())
+    assert sum(known.seconds) == pytest.approx(both)
+
+
+def test_the_cache_tells_processors_apart(tmp_path):
+    """Python knows no processor on Linux: a folder shared by machines mixed their times up."""
+    listed, arm = tmp_path / "cpuinfo", tmp_path / "arm"
+    listed.write_text("processor\t: 0\nmodel name\t: Fast 9000 @ 3GHz\nflags\t\t: fpu\n" * 2)
+    assert processor(listed) == "Fast 9000 @ 3GHz"
+    arm.write_text("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
+    assert processor(arm) == "0x41, 0xd0c"
+    assert processor(tmp_path / "none")
+    measure(small_program(), repeats=1, cache=tmp_path / "costs")
+    for path in (tmp_path / "costs").iterdir():
+        assert processor() in plain.load(Measured, path).key
 
 
 def test_the_cache_is_used_and_never_trusted(tmp_path):

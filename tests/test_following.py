@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import crossed, random_cases
 from test_passes import CPU_CORE, captured, clusters, lowered
 
 import pfeife
@@ -45,7 +46,7 @@ def check(fused, state, microbatches, homes, ranks, schedule="1f1b"):
     assert_same(expected, local(state, microbatches), tied_across(plan, fused))
 
 
-@settings(max_examples=15, deadline=None)
+@random_cases(16)
 @given(st.data())
 def test_random_homes(data):
     """Each cluster has a rank, and some of what it uses is at home there."""
@@ -69,14 +70,15 @@ def test_random_homes(data):
     check(fused, state, microbatches, homes, ranks, data.draw(st.sampled_from(sorted(POLICIES))))
 
 
-@pytest.mark.parametrize("schedule", [*POLICIES, "search"])
-def test_any_schedule_on_any_placement(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), crossed([*POLICIES, "search"], [(2, 0), (0, 0), (1, 2)])
+)
+def test_any_schedule_on_any_placement(schedule, ranks):
     """The first block is at home on the last rank, the head on the first, and the other way."""
     _, program, state, microbatches = captured("GPT")
-    fused = clusters(program)
-    for first, last in ((2, 0), (0, 0), (1, 2)):
-        homes = {"blocks.0.qkv.weight": frozenset({first}), "head.weight": frozenset({last})}
-        check(fused, state, microbatches, homes, 3, schedule)
+    first, last = (frozenset({rank}) for rank in ranks)
+    homes = {"blocks.0.qkv.weight": first, "head.weight": last}
+    check(clusters(program), state, microbatches, homes, 3, schedule)
 
 
 def test_what_is_new_is_shared_by_the_ranks():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from share import whole
 
 import pfeife
 from pfeife.testing import assert_same, eager_accumulation
@@ -69,7 +70,7 @@ def vit():
     return model, step, lambda rows: (torch.randn(rows, 1, 8, 8),)
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, unet, vit])
+@pytest.mark.parametrize("build", [gpt2, whole(llama), unet, whole(vit)])
 def test_the_same_numbers(build):
     torch._dynamo.reset()
     model, step, draw = build()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from share import random_cases
 from test_passes import captured, clusters
 from test_plan import well_typed
 
@@ -624,7 +625,7 @@ def edited(draw: st.DrawFn, plan: Plan, names: tuple[str, ...]) -> Plan:
 PROGRAMS = (("UNet", "interleaved"), ("UNet", "1f1b"), ("GPT", "zb-v"), ("BatchNormNet", "gpipe"))
 
 
-@settings(max_examples=200)
+@random_cases(200)
 @given(st.sampled_from(PROGRAMS), st.data())
 def test_a_plan_that_is_accepted_is_right(program, data):
     plan, names = planned(*program)[1:3]

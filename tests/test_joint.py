@@ -162,13 +162,11 @@ def test_what_cannot_be_planned_says_why():
 def test_the_number_of_microbatches_is_chosen():
     """Many fill the pipeline, too many pay for launches; what cannot be planned is left out."""
     one = case("GPT")
+    counts = (1, 2, 8)
+    fused = {n: pfeife.fuse()(pfeife.capture(one.step, *one.batch(16 // n))) for n in counts}
 
     def programs(on) -> dict[int, pfeife.Program]:
-        found = {}
-        for count in (1, 2, 8):
-            whole = pfeife.fuse()(pfeife.capture(one.step, *one.batch(16 // count)))
-            found[count] = pfeife.annotate(estimate(whole, on))(whole)
-        return found
+        return {n: pfeife.annotate(estimate(found, on))(found) for n, found in fused.items()}
 
     free = {"launch_seconds": 0.0, "link_latency": 0.0}
     quick = attrs.evolve(CORE, **free, link_bandwidth=1e18, memory_bandwidth=1e18)

@@ -3,15 +3,16 @@
 from pathlib import Path
 
 import pytest
+from share import whole
 from test_faults import bounded
 
 LOOPS = Path(__file__).parent.parent / "benchmarks" / "loops.py"
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 20), (2, 8)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 8), (2, 4), whole(1, 60), whole(2, 30)])
 def test_loops(ranks, count):
     """Each is equal to plain eager accumulation or ends with a documented error, in time."""
     command = [str(LOOPS), "--ranks", str(ranks), "--count", str(count)]
-    code, out, error = bounded([*command, "--limit", "60"], 280)
+    code, out, error = bounded([*command, "--limit", "60"], 900)
     assert code == 0, out[-6000:] + error[-3000:]
     assert f"{count} loops, 0 wrong" in out

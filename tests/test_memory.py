@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, case
+from share import random_cases
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -171,7 +172,7 @@ def known(body: torch.fx.GraphModule) -> bool:
     return all(node.target != aten.mse_loss.default for node in body.graph.nodes)
 
 
-@settings(max_examples=30)
+@random_cases(32)
 @given(st.data())
 def test_random_bodies(data):
     """Stages of random nets, forward and backward, take what they are said to take."""

@@ -5,13 +5,15 @@ import functools
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, EQUAL_TO_EAGER, case
+from share import crossed, random_cases
 
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, measure
+from pfeife.ir.program import Port, Role
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass, eager_accumulation, nets, plans, tied_across
 
@@ -36,9 +38,9 @@ def lowered(plan: pfeife.Plan, program: pfeife.Program) -> pfeife.Schedule:
     return sched.verify_schedule(sched.lower(plan.schedule, program))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "policy", "stages"), crossed([*CASES], ["gpipe", "1f1b"], [1, 2, 3, 4])
+)
 def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
     one, program, state, microbatches = captured(name)
     flat = pfeife.evaluate(program, state, microbatches)
@@ -59,7 +61,7 @@ def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
         assert_same(flat, pipeline(state, microbatches), one.tied)
 
 
-@settings(max_examples=30)
+@random_cases(32)
 @given(st.data())
 def test_random_programs(data):
     net = data.draw(nets())
@@ -180,7 +182,7 @@ def test_a_buffer_of_two_stages_is_refused():
         ValueError, match=r"num_batches_tracked is updated and used by several stages"
     ):
         pfeife.partition(pfeife.Plan((0, 1), order))(fused)
-    assert sched.clusters_of(fused).blocked == {1}
+    assert sched.clusters_of(sched.workload_of(fused)).blocked == {1}
 
 
 def test_measured_costs_plan_too():
@@ -270,3 +272,29 @@ def test_constants_are_on_the_rank_that_reads_them():
     for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
         for values in begun.values:
             assert {values[name].device for name in constants} == {devices[runner.rank]}
+
+
+def test_a_parameter_that_is_used_a_thousand_times():
+    """The sum of its gradient's parts is deeper than Python calls may be."""
+    graph, vector = torch.fx.Graph(), torch.ones(3)
+    w, x, tangent = map(graph.placeholder, ("w", "x", "tangent"))
+    out = graph.call_function(torch.ops.aten.mul.Tensor, (w, x))
+    parts = [graph.call_function(torch.ops.aten.mul.Tensor, (tangent, x)) for _ in range(1200)]
+    total = functools.reduce(
+        lambda a, b: graph.call_function(torch.ops.aten.add.Tensor, (a, b)), parts
+    )
+    graph.output({"out": out, "gradient": total})
+
+    def port(name, role, fqn):
+        return Port(name, role, (fqn,), vector.shape, vector.dtype, vector.device)
+
+    inputs = port("w", Role.PARAMETER, "w"), port("x", Role.BATCH, "x")
+    flat = pfeife.Program(
+        torch.fx.GraphModule(torch.nn.Module(), graph),
+        (*inputs, port("tangent", Role.TANGENT, "out")),
+        (port("out", Role.OUTPUT, "out"), port("gradient", Role.GRADIENT, "w")),
+    )
+    staged = pfeife.partition(pfeife.Plan((0,), sched.POLICIES["gpipe"](1, 1)))(pfeife.fuse()(flat))
+    arguments = {"w": vector}, [(vector,)]
+    given = [{"out": torch.tensor([0.1, 0.2, 0.3])}]
+    assert_same(*(pfeife.evaluate(one, *arguments, tangents=given) for one in (flat, staged)))

@@ -1,23 +1,33 @@
 """Predicted time by hand: who waits for whom, and what a transfer takes from its ranks."""
 
 import functools
+import random
+from itertools import pairwise
 
 import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import case
+from test_clocks import schedules
 from torch import nn
 
 import pfeife
-from pfeife import sched
+from pfeife import report, sched
 from pfeife.cost import estimate, machine
 from pfeife.data.machine import Link, Machine, Network
 from pfeife.data.plan import Costs
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.data.timeline import Timeline
 from pfeife.ir.program import find_node, messages, node_bytes
+from pfeife.lowering.critical import critical_path
+from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
+from pfeife.lowering.problem import seconds_of
 from pfeife.lowering.simulate import simulate
+from pfeife.lowering.wiring import Wiring
 
 CPU_CORE = machine("cpu-core")
 TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
@@ -78,6 +88,48 @@ def test_every_action_has_an_overhead():
     assert reduced["0: 0REDUCE_GRAD"] == (1.25, 3.5)
 
 
+def test_the_critical_path_by_hand():
+    """A message lasts from its send, also while the channel carries another."""
+    path = critical_path(simulate(Schedule.from_csv(TWO), seconds(3.0)))
+    took_time = [e for e in path.events if e.end > e.start]
+    assert [(e.rank, str(e.action), e.start, e.end) for e in took_time] == [
+        *((0, "0F0", 0, 1), (0, "0F1", 1, 2)),
+        *((1, "1RECV_F1", 2, 7), (1, "1F1", 7, 8)),
+    ]
+    reduced = Schedule.from_csv("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1F1,0REDUCE_GRAD\n")
+    path = critical_path(simulate(reduced, seconds(0.0, 2.0)))
+    assert " ".join(str(e.action) for e in path.events) == "1F0 1B0 1F1 0REDUCE_GRAD 0B0"
+    lines = report.critical_table(path).splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["16.7%", "33.3%", "50.0%"]
+    assert critical_path(Timeline(())).events == ()
+
+
+@settings(max_examples=60)
+@given(schedules(), st.integers(0, 1000), st.sampled_from((0.0, 0.25)))
+def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
+    """One event begins when the one before it ends, on its rank, where its message was sent or on
+    the last rank that came to its reduction."""
+    drawn = random.Random(seed)
+    times = {a: drawn.choice((0.0, 1.0, 10.0)) for rank in schedule.ranks for a in rank}
+    busy = {a: drawn.choice((0.0, 1.0)) for rank in schedule.ranks for a in rank}
+    timeline = simulate(schedule, times.__getitem__, overhead, busy.__getitem__)
+    path = critical_path(timeline, busy.__getitem__, overhead).events
+    assert path[0].start == 0 and path[-1].end == timeline.seconds
+    assert all(a.end == b.start for a, b in pairwise(path))
+    assert sum(e.end - e.start for e in path) == pytest.approx(timeline.seconds)
+    begun = {(e.rank, e.action): e.start for e in timeline.events}
+    for before, event in pairwise(path):
+        made = {
+            rank: time
+            for (rank, action), time in begun.items()
+            if action.do in SENDS and received_as(action) == event.action
+        }
+        together = event.action.do == Do.REDUCE_GRAD
+        made |= {r: t for (r, a), t in begun.items() if a == event.action and together}
+        starts = made | {event.rank: begun[event.rank, event.action]}
+        assert starts[before.rank] == event.start
+
+
 @functools.cache
 def two_matrices() -> pfeife.Program:
     first, second = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 2))
@@ -132,8 +184,23 @@ def test_accumulating_begins_with_the_second_microbatch():
     assert busy[1] - busy[0] == 4 * 0.25
 
 
-def test_values_of_a_message_are_sent_one_after_another():
-    """The next when the rank is done with the one before; the last one's arrival counts."""
+def test_large_values_are_sent_one_after_another():
+    """The next when the rank is done with the one before; the last one's arrival counts, and the
+    link carries no more bytes in its time than it can."""
+    large, small = 2 * PACKED, PACKED // 4
+    quick = Link(0, 1, (0, PACKED), (1.0, 3.0), (0.5, 0.5), (0.25, 0.25), 0.0)
+    packed = travel((small, small, small), quick)
+    assert packed == Travel(1.0 + 2 * 0.75, 0.5, 0.25), "as one message"
+    assert travel((small, large, small), quick) == Travel(1.0 + 2 * 2.5, 1.0, 0.5), "the bytes"
+    slow = attrs.evolve(quick, sending=(9.0, 9.0))
+    assert travel((small, large, small), slow) == Travel(9.0 + 1.0 + 2 * 2, 18.0, 0.5)
+    assert travel((large, large), attrs.evolve(SLOW, overlap=0.0)).sending == pytest.approx(
+        2 * (1.0 + large / 84)
+    )
+
+
+def test_small_values_of_a_message_travel_together():
+    """As the runtime packs them; so do those of the planner's problem."""
     one = case("UNet")
     fused = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
@@ -149,12 +216,24 @@ def test_values_of_a_message_are_sent_one_after_another():
     assert many, "skip connections cross"
     for message in messages(program):
         each = [node_bytes(find_node(program.module, name)) for name in message.values]
-        action = transfer_of(program, message)
-        *before, last = each
-        whole = sum(0.5 + size * 0.0005 for size in before) + 1.0 + last * 0.002
-        assert transfer(action.send(0)) == pytest.approx(whole)
-        assert occupied(action.send(0)) == pytest.approx(sum(0.5 + s * 0.0005 for s in each))
-        assert occupied(action.receive(0)) == pytest.approx(sum(0.25 + s * 0.00025 for s in each))
+        action = transfer_of(Wiring(program), message)
+        size = sum(-(-size // 64) * 64 for size in each) if len(each) > 1 else each[0]
+        assert transfer(action.send(0)) == pytest.approx(1.0 + size * 0.002)
+        assert occupied(action.send(0)) == pytest.approx(0.5 + size * 0.0005)
+        assert occupied(action.receive(0)) == pytest.approx(0.25 + size * 0.00025)
+    problem = sched.stage_problem(
+        sched.workload_of(fused, plan.duplicated),
+        plan.stage_of_cluster,
+        (0, 1),
+        2,
+        machine=CPU_CORE,
+        network=network,
+    )
+    planned = seconds_of(problem)
+    for rank in schedule.ranks:
+        for action in rank:
+            if action.do in SENDS:
+                assert planned(action) == pytest.approx(transfer(action)), str(action)
     timeline = predict(program, schedule, CPU_CORE, network)
     starts = {e.action: (e.start, e.end) for e in timeline.events}
     for action, (start, end) in starts.items():

@@ -7,9 +7,10 @@ from itertools import combinations, pairwise
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES
+from share import crossed, random_cases
 from test_passes import captured, clusters, lowered
 
 import pfeife
@@ -88,9 +89,10 @@ def test_what_no_backward_reads_may_change_before(name, budget):
     assert_same(expected, attrs.evolve(step.result(), buffers=expected.buffers), drawn.tied)
 
 
-@pytest.mark.parametrize("budget", ["none", "full", "selective", 0.5])
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "stages", "budget"),
+    crossed([*CASES], [1, 3], ["none", "full", "selective", 0.5]),
+)
 def test_the_same_numbers_and_the_decided_bytes(name, stages, budget):
     one, program, state, microbatches = captured(name)
     fused, _, staged = planned(name, stages)
@@ -113,7 +115,7 @@ def test_the_same_numbers_and_the_decided_bytes(name, stages, budget):
         assert sum(saved) < sum(before)
 
 
-@settings(max_examples=25)
+@random_cases(24)
 @given(st.data())
 def test_random_programs(data):
     net = data.draw(nets(linear=2))
@@ -327,7 +329,7 @@ def test_wrong_wishes_are_refused():
         pfeife.partition(attrs.evolve(plan, recompute=full[::-1]))(fused)
 
 
-@settings(max_examples=25)
+@random_cases(24)
 @given(st.data())
 def test_no_choice_is_better(data):
     """Against all sets of storages to keep, for every number of bytes that makes a difference."""

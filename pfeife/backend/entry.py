@@ -26,17 +26,18 @@ from pfeife.frontend.capture import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
 from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")
 _ARGUMENTS = "the arguments of this call"
+MOST_BUILDS = 64  # that one graph keeps
 
 
 class Backend:
-    """A compile backend with its options bound. `compiled` lists what it has built so far."""
+    """A compile backend with its options bound. `compiled` lists what it has built and keeps."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -67,12 +68,15 @@ class Backend:
 
 
 class Steps:
-    """What a backend has built of one of Dynamo's graphs, by shapes and number of microbatches."""
+    """What a backend has built of one of Dynamo's graphs: the `MOST_BUILDS` that were used last, by
+    shapes, numbers and count of microbatches. All ranks keep the same ones, as they make the same
+    calls."""
 
     def __init__(self, backend: Backend, graph: Graph, name: str):
         self.backend, self.graph, self.name = backend, graph, name
         self.artifacts = Artifacts(_torch.compilation())
-        self.known: dict[tuple, Compiled] = {}
+        self.known: dict[tuple, Compiled] = {}  # what was used last is the last
+        self.warned = False
         self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
 
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
@@ -94,19 +98,37 @@ class Steps:
         if world:
             seed = self._agreed(world, args, compiled, options, seed)
         if compiled is not None:
+            self.known[key] = self.known.pop(key)
             return run_step(compiled, options, args, seed)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
             device = self._device(args)
             compiled = builder.build(self.graph, args, world, device, show, self.artifacts)
-            self.known[key] = compiled
-        self.backend.compiled.append(compiled)
+        self._keep(key, compiled, world)
         seed = _seed(compiled)
         if world and _draws(compiled):
             seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
         results = run_step(compiled, options, args, seed, show)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, compiled.summary)
         return results
+
+    def _keep(self, key: tuple, compiled: Compiled, world: World | None) -> None:
+        """Keeps what was built, and drops what has not been used for longest beyond the limit."""
+        self.known[key] = compiled
+        self.backend.compiled.append(compiled)
+        if len(self.known) <= MOST_BUILDS:
+            return
+        dropped = self.known.pop(next(iter(self.known)))
+        listed = self.backend.compiled
+        listed[:] = [one for one in listed if one is not dropped]
+        if not self.warned and not (world and world.rank):
+            log.warning(
+                "%s has been built for more than %d different shapes and numbers: from now on "
+                "those that have not come for longest are dropped. Each new one is a build: pass "
+                "numbers that change with every call as tensors, and pad what has many lengths",
+                *(self.name, MOST_BUILDS),
+            )
+        self.warned = True
 
     def _agreed(
         self,

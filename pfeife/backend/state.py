@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.homes import Home
-from pfeife.runtime.distributed.lifeline import Doing
-from pfeife.runtime.distributed.meeting import world_so_far
+from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.world import World
 
 

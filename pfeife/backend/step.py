@@ -18,7 +18,7 @@ from pfeife.backend.graphs import MicrobatchGraph
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.capture import copied, dynamo_graph, plain_error
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import PipelineError, Refusal
 

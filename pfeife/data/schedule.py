@@ -28,7 +28,7 @@ class Do(StrEnum):
     @property
     def kind(self) -> Kind | None:
         """The call that an action of computation runs; None for the others."""
-        return _KINDS.get(self.value)
+        return _KINDS.get(self)  # a StrEnum is its text
 
 
 _KINDS = {kind.value: kind for kind in Kind}

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from pfeife.frontend.rows.follow import ancestors, follow
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
-from pfeife.ir.program import Count, Port, Program, Role, find_node, returned, source_line
+from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
 
 LossReduction = Literal["mean", "sum", "auto"]
@@ -67,7 +67,7 @@ def derive(program: Program, larger: Callable[[], Program] | None = None) -> dic
 
 def _derive(program: Program, twin: Program | None) -> dict[str, Known]:
     graph = program.module.graph
-    inputs = {find_node(program.module, p.name): _given(p) for p in program.ports(Role.BATCH)}
+    inputs = {program.node(p.name): _given(p) for p in program.ports(Role.BATCH)}
     places = [(p, _given(p).dim) for p in program.ports(Role.BATCH)]
     rows = math.gcd(*[p.shape[dim] for p, dim in places if dim is not None]) or 1
     names = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]

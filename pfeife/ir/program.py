@@ -168,11 +168,25 @@ class Program:
         means = [port for port in self.ports(Role.LOSS) if port.reduction != "sum"]
         return self.replicas > 1 and bool(means)
 
+    @cached_property
+    def _by_kind(self) -> dict[tuple[Kind, int], Call]:
+        return {(call.kind, call.unit): call for call in reversed(self.calls)}  # the first counts
+
     def call(self, kind: Kind, unit: int) -> Call:
-        for call in self.calls:
-            if (call.kind, call.unit) == (kind, unit):
-                return call
-        raise KeyError(f"no call {unit}{kind} in this program")
+        """The call that computes a part of a cluster or stage. Raises KeyError if none does."""
+        if (kind, unit) not in self._by_kind:
+            raise KeyError(f"no call {unit}{kind} in this program")
+        return self._by_kind[kind, unit]
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.module.graph.nodes}
+
+    def node(self, name: str) -> fx.Node:
+        """The node of the graph with a name, also of a port or call. Raises KeyError for others."""
+        if name not in self._by_name:
+            raise KeyError(f"no node {name} in the graph")
+        return self._by_name[name]
 
     @property
     def units(self) -> int:
@@ -181,8 +195,7 @@ class Program:
 
     def body(self, call: Call) -> fx.GraphModule:
         """The graph module that a call runs."""
-        node = find_node(self.module, call.node)
-        body = self.module.get_submodule(str(node.target))
+        body = self.module.get_submodule(str(self.node(call.node).target))
         assert isinstance(body, fx.GraphModule)
         return body
 
@@ -321,6 +334,7 @@ class Message:
 def messages(program: Program) -> tuple[Message, ...]:
     """All messages of a program with sends and receives, in the order of the sends."""
     calls = {call.node: call for call in program.calls}
+    order = {call: index for index, call in enumerate(program.calls)}
     found = []
     for node in program.module.graph.nodes:
         if node.target is not send:
@@ -332,7 +346,7 @@ def messages(program: Program) -> tuple[Message, ...]:
         found.append(
             Message(
                 sender=calls[values[0].args[0].name],
-                reader=min(readers, key=lambda call: list(calls).index(call.node)).unit,
+                reader=min(readers, key=order.__getitem__).unit,
                 source=source,
                 destination=destination,
                 node=node.name,
@@ -360,7 +374,10 @@ def verify(program: Program) -> Program:
 
 def _problems(program: Program) -> Iterator[str]:
     graph = program.module.graph
-    graph.lint()
+    broken = _lint(program.module)
+    if broken is not None:
+        yield broken
+        return  # what follows would stumble over it
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
     if placeholders != [port.name for port in program.inputs]:
         yield f"placeholders {placeholders} are not the input ports"
@@ -385,12 +402,23 @@ def _problems(program: Program) -> Iterator[str]:
         if not isinstance(body, fx.GraphModule):
             yield f"{node.name} calls {type(body).__name__}, not a graph module"
             continue
-        body.graph.lint()
+        broken = _lint(body)
+        if broken is not None:
+            yield f"the body of {node.name}: {broken}"
         held = [name for name, _ in (*body.named_parameters(), *body.named_buffers())]
         if held:
             yield f"the body of {node.name} keeps {held[0]} for itself"
     if any(node.target is send for node in graph.nodes):
         yield from _misplaced_reads(program)
+
+
+def _lint(module: fx.GraphModule) -> str | None:
+    """What fx finds wrong in a graph."""
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _misplaced_reads(program: Program) -> Iterator[str]:

@@ -4,8 +4,10 @@ Mattern, Virtual Time and Global States of Distributed Systems, 1989.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.lowering.replay import Reductions, replay
 
 Released = tuple[dict[int, dict[int, int]], ...]
 
@@ -17,44 +19,27 @@ def released(schedule: Schedule) -> Released:
     more of its messages, in their order, have surely been received by then. Messages that no
     later receive speaks for are not mentioned. Raises ValueError if the schedule deadlocks.
     """
-    return _Clocks(schedule).run()
+    clocks = _Clocks(schedule)
+    replay(schedule.ranks, clocks.advance)
+    return clocks.found
 
 
 class _Clocks:
     def __init__(self, schedule: Schedule):
-        self.ranks, self.home = schedule.ranks, schedule.stage_ranks
+        self.home = schedule.stage_ranks
         # clocks[r][q]: how many actions of rank q rank r knows to be done
-        self.clocks = [[0] * len(self.ranks) for _ in self.ranks]
+        self.clocks = [[0] * len(schedule.ranks) for _ in schedule.ranks]
         self.arrives = [
             {action: index for index, action in enumerate(actions) if action.do in RECEIVES}
-            for actions in self.ranks
+            for actions in schedule.ranks
         ]
         self.sent: dict[Action, tuple[int, ...]] = {}
-        self.waiting: list[dict[int, deque[int]]] = [{} for _ in self.ranks]
-        self.joined: dict[Action, dict[int, tuple[int, ...]]] = {}
-        self.sharing: dict[Action, int] = {}
-        for actions in self.ranks:
-            for action in actions:
-                if action.do == Do.REDUCE_GRAD:
-                    self.sharing[action] = self.sharing.get(action, 0) + 1
-        self.found: Released = tuple({} for _ in self.ranks)
+        self.waiting: list[dict[int, deque[int]]] = [{} for _ in schedule.ranks]
+        self.reductions = Reductions[tuple[int, ...]](schedule)
+        self.found: Released = tuple({} for _ in schedule.ranks)
 
-    def run(self) -> Released:
-        position = [0] * len(self.ranks)
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in enumerate(self.ranks):
-                while position[rank] < len(actions) and self._advance(rank, position[rank]):
-                    position[rank] += 1
-                    self.clocks[rank][rank] = position[rank]
-                    moved = True
-        if any(at < len(actions) for at, actions in zip(position, self.ranks, strict=True)):
-            raise ValueError("the schedule deadlocks; verify_schedule says where")
-        return self.found
-
-    def _advance(self, rank: int, index: int) -> bool:
-        action = self.ranks[rank][index]
+    def advance(self, rank: int, action: Action) -> int | None:
+        """Does an action of a rank, or says which rank it waits for."""
         if action.do in SENDS:
             assert action.peer is not None
             self.sent[received_as(action)] = tuple(self.clocks[rank])
@@ -63,17 +48,19 @@ class _Clocks:
             self.waiting[rank].setdefault(destination, deque()).append(arrival)
         elif action.do in RECEIVES:
             if action not in self.sent:
-                return False
-            self._learn(rank, index, [self.sent[action]])
+                assert action.peer is not None
+                return self.home[action.peer]
+            self._learn(rank, [self.sent.pop(action)])
         elif action.do == Do.REDUCE_GRAD:
-            known = self.joined.setdefault(action, {})
-            known[rank] = tuple(self.clocks[rank])
-            if len(known) < self.sharing[action]:
-                return False
-            self._learn(rank, index, list(known.values()))
-        return True
+            missing = self.reductions.join(rank, action, tuple(self.clocks[rank]))
+            if missing is not None:
+                return missing
+            self._learn(rank, self.reductions.brought[action])
+        self.clocks[rank][rank] += 1
+        return None
 
-    def _learn(self, rank: int, index: int, clocks: list[tuple[int, ...]]) -> None:
+    def _learn(self, rank: int, clocks: Sequence[tuple[int, ...]]) -> None:
+        index = self.clocks[rank][rank]
         merged = [max(column) for column in zip(self.clocks[rank], *clocks, strict=True)]
         self.clocks[rank] = merged
         for destination, arrivals in self.waiting[rank].items():

@@ -1,12 +1,13 @@
 """Puts sends, receives and reductions into a schedule of computations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
-from pfeife.ir.program import Kind, Message, Program, Reduction, find_node, messages
+from pfeife.ir.program import Kind, Message, Program, Reduction
 from pfeife.lowering.fit import check_fit
+from pfeife.lowering.wiring import Wiring
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
 
@@ -40,13 +41,13 @@ class Transfer:
         return any(action.stage == stage and action.runs(kind) for stage, kind in self.readers)
 
 
-def transfer_of(program: Program, message: Message) -> Transfer:
+def transfer_of(wiring: Wiring, message: Message) -> Transfer:
     """A message of a program as the schedule sees it."""
-    calls = {call.node: call for call in program.calls}
+    calls = wiring.called
     readers = {
         (calls[user.name].unit, calls[user.name].kind)
         for copy in message.copies
-        for user in find_node(program.module, copy).users
+        for user in wiring.nodes[copy].users
         if user.name in calls
     }
     sender = message.sender
@@ -80,9 +81,10 @@ def lower(schedule: Schedule, program: Program) -> Schedule:
                 f"the schedule runs stage {stage} on rank {rank}, the program has it on "
                 f"rank {placed[stage]}"
             )
-    transfers = [transfer_of(program, message) for message in messages(program)]
+    wiring = Wiring(program)
+    transfers = [transfer_of(wiring, message) for message in wiring.messages]
     lowered = insert_actions(computing, transfers, program.reductions)
-    check_fit(lowered, program)
+    check_fit(lowered, wiring)
     return lowered
 
 
@@ -96,60 +98,85 @@ def insert_actions(
     Reductions follow the last gradient of their rank, the last stage's first, in one order on
     all ranks; those of several ranks follow all computation.
     """
-    sent = [_with_sends(actions, transfers) for actions in schedule.ranks]
-    home = schedule.stage_ranks
+    sent, channels = _with_sends(schedule, _by_action(transfers, Transfer.made_by))
+    read = _by_action(transfers, Transfer.read_by)
+    buckets: dict[int, list[Reduction]] = {}
+    for reduction in reductions:
+        buckets.setdefault(reduction.stages[0], []).append(reduction)
     return Schedule(
         tuple(
-            _with_reductions(rank, _with_receives(rank, sent, home, transfers), reductions)
-            for rank in range(len(sent))
+            _with_reductions(rank, _with_receives(actions, channels.get(rank, {}), read), buckets)
+            for rank, actions in enumerate(sent)
         )
     )
 
 
-def _with_sends(actions: Sequence[Action], transfers: Sequence[Transfer]) -> list[Action]:
-    result: list[Action] = []
-    for action in actions:
-        result.append(action)
-        result += [t.send(action.microbatch) for t in transfers if t.made_by(action)]
-    return result
+# What an action makes or reads depends on its stage and on what it does; and the messages that
+# one rank sends to another, in their order, by the two.
+_ByAction = dict[tuple[int, Do], list[Transfer]]
+_Channels = dict[int, dict[int, list[tuple[Transfer, int | None]]]]
+
+
+def _by_action(
+    transfers: Sequence[Transfer], concerns: Callable[[Transfer, Action], bool]
+) -> _ByAction:
+    found: _ByAction = {}
+    for transfer in transfers:
+        for stage in {transfer.stage, *(stage for stage, _ in transfer.readers)}:
+            for do in (Do.FORWARD, *_BACKWARDS):
+                if concerns(transfer, Action(stage, do)):
+                    found.setdefault((stage, do), []).append(transfer)
+    return found
+
+
+def _with_sends(schedule: Schedule, made: _ByAction) -> tuple[list[list[Action]], _Channels]:
+    """Every rank's actions with its sends, and what each rank is sent, by the source."""
+    home = schedule.stage_ranks
+    sent: list[list[Action]] = []
+    channels: _Channels = {}
+    for rank, actions in enumerate(schedule.ranks):
+        result = []
+        for action in actions:
+            result.append(action)
+            for transfer in made.get((action.stage, action.do), ()):
+                result.append(transfer.send(action.microbatch))
+                channel = channels.setdefault(home[transfer.peer], {}).setdefault(rank, [])
+                channel.append((transfer, action.microbatch))
+        sent.append(result)
+    return sent, channels
 
 
 def _with_receives(
-    rank: int, sent: list[list[Action]], home: Sequence[int], transfers: Sequence[Transfer]
+    actions: list[Action],
+    channels: Mapping[int, list[tuple[Transfer, int | None]]],
+    read: _ByAction,
 ) -> list[Action]:
-    actions = sent[rank]
-    first_read: dict[tuple[Transfer, int | None], int] = {}
-    arriving = [t for t in transfers if home[t.peer] == rank]
+    # Transfers are told apart by where they are: to hash them takes as long as all the rest.
+    first_read: dict[tuple[int, int | None], int] = {}
     for index, action in enumerate(actions):
-        for transfer in arriving:
-            if transfer.read_by(action):
-                first_read.setdefault((transfer, action.microbatch), index)
-    before: dict[int, list[Action]] = {}
-    for source in range(len(sent)):
-        channel = {t.send(None): t for t in arriving if home[t.stage] == source}
-        needed = []
-        for action in sent[source]:
-            found = channel.get(attrs.evolve(action, microbatch=None))
-            if found is not None:
-                at = first_read.get((found, action.microbatch), len(actions))
-                needed.append((at, found.receive(action.microbatch)))
+        for transfer in read.get((action.stage, action.do), ()):
+            first_read.setdefault((id(transfer), action.microbatch), index)
+    before: dict[int, list[Action]] = {}  # from the last to the first
+    for channel in channels.values():
         latest = len(actions)
-        for at, receive in reversed(needed):  # a later message may be needed earlier
-            latest = min(latest, at)
-            before.setdefault(latest, []).insert(0, receive)
+        for transfer, k in reversed(channel):  # a later message may be needed earlier
+            latest = min(latest, first_read.get((id(transfer), k), latest))
+            before.setdefault(latest, []).append(transfer.receive(k))
     result: list[Action] = []
     for index, action in enumerate(actions):
-        result += [*before.get(index, ()), action]
-    return result + before.get(len(actions), [])
+        result += [*reversed(before.get(index, ())), action]
+    return result + before.get(len(actions), [])[::-1]
 
 
 def _with_reductions(
-    rank: int, actions: list[Action], reductions: Sequence[Reduction]
+    rank: int, actions: list[Action], buckets: Mapping[int, Sequence[Reduction]]
 ) -> tuple[Action, ...]:
     result, position = list(actions), 0
-    mine = {r.stages[0] for r in reductions if rank in r.ranks}
+    mine = [
+        bucket for bucket, together in buckets.items() if any(rank in r.ranks for r in together)
+    ]
     for bucket in sorted(mine, reverse=True):
-        together = [r for r in reductions if r.stages[0] == bucket]
+        together = buckets[bucket]
         # Ranks wait for one another here, so none may still owe another one a gradient.
         shared = any(len(r.ranks) > 1 for r in together)
         stages = {stage for r in together for stage in r.stages}

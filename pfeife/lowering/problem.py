@@ -5,16 +5,11 @@ from collections.abc import Callable
 
 import attrs
 
+from pfeife.data import checks
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
 from pfeife.ir.program import Kind
 from pfeife.lowering.lower import Transfer
-
-
-def _check_numbers(instance: object, attribute: attrs.Attribute, value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} is a finite number from 0 on, not {value}"
-        )
+from pfeife.lowering.replay import replay
 
 
 @attrs.frozen
@@ -26,11 +21,11 @@ class StageCosts:
     `splittable` runs its backward whole, in the sum of the two times.
     """
 
-    forward: float = attrs.field(validator=_check_numbers)
-    input_backward: float = attrs.field(validator=_check_numbers)
-    weight_backward: float = attrs.field(validator=_check_numbers)
-    saved: float = attrs.field(default=0.0, validator=_check_numbers)
-    kept: float = attrs.field(default=0.0, validator=_check_numbers)
+    forward: float = attrs.field(validator=checks.seconds)
+    input_backward: float = attrs.field(validator=checks.seconds)
+    weight_backward: float = attrs.field(validator=checks.seconds)
+    saved: float = attrs.field(default=0.0, validator=checks.finite)
+    kept: float = attrs.field(default=0.0, validator=checks.finite)
     splittable: bool = True
 
     @property
@@ -65,8 +60,8 @@ class Edge:
 
     source: int
     destination: int
-    forward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
-    backward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
+    forward_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    backward_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
 
 
 @attrs.frozen
@@ -180,19 +175,7 @@ def makespan(problem: Problem, schedule: Schedule) -> float:
     """
     _check_belongs(problem, schedule)
     run = _Run(problem)
-    position = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            at = position[rank]
-            while at < len(actions) and run.advance(rank, actions[at]):
-                at += 1
-            moved = moved or at > position[rank]
-            position[rank] = at
-    for rank, actions in enumerate(schedule.ranks):
-        if position[rank] < len(actions):
-            raise ValueError(f"the schedule deadlocks: rank {rank} at {actions[position[rank]]}")
+    replay(schedule.ranks, run.advance)
     return max(run.clock)
 
 
@@ -220,7 +203,8 @@ class _Run:
     """Clocks and channels while a schedule of computations runs."""
 
     def __init__(self, problem: Problem):
-        self.stages, home = problem.stages, problem.stage_ranks
+        self.stages = problem.stages
+        self.home = home = problem.stage_ranks
         self.clock = [0.0] * problem.ranks
         self.free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[int, int, int | None, bool], float] = {}
@@ -237,15 +221,15 @@ class _Run:
             self.outward[e.source, True].append((e.destination, there, e.forward_seconds))
             self.outward[e.destination, False].append((e.source, back, e.backward_seconds))
 
-    def advance(self, rank: int, action: Action) -> bool:
-        """Does an action, if all that it reads is on its way."""
+    def advance(self, rank: int, action: Action) -> int | None:
+        """Does an action if all that it reads is on its way, or says whose turn it is."""
         stage, k, forward = action.stage, action.microbatch, action.do == Do.FORWARD
         start = self.clock[rank]
         if action.do != Do.WEIGHT_BACKWARD:
             for source in self.inward[stage, forward]:
                 found = self.arrival.get((source, stage, k, forward))
                 if found is None:
-                    return False
+                    return self.home[source]
                 start = max(start, found)
         end = self.clock[rank] = start + self.stages[stage].of(action.do)
         if action.do != Do.WEIGHT_BACKWARD:
@@ -255,4 +239,4 @@ class _Run:
                     arrives = max(end, self.free[channel]) + seconds
                     self.free[channel] = arrives
                 self.arrival[stage, destination, k, forward] = arrives
-        return True
+        return None

@@ -1,21 +1,21 @@
 """An event-driven run of a schedule in simulated time."""
 
-from collections import Counter
 from collections.abc import Callable
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline
+from pfeife.lowering.replay import Reductions, replay
 
-REDUCE = Do.REDUCE_GRAD
 Seconds = Callable[[Action], float]
 
 
-def _nothing(action: Action) -> float:
+def nothing(action: Action) -> float:
+    """What actions take where they take none of their rank's time."""
     return 0.0
 
 
 def simulate(
-    schedule: Schedule, seconds: Seconds, overhead: float = 0.0, occupied: Seconds = _nothing
+    schedule: Schedule, seconds: Seconds, overhead: float = 0.0, occupied: Seconds = nothing
 ) -> Timeline:
     """The timeline of a lowered schedule whose every action takes `seconds(action)`.
 
@@ -27,17 +27,7 @@ def simulate(
     deadlocks.
     """
     run = _Run(schedule, seconds, overhead, occupied)
-    waiting = {rank: iter(actions) for rank, actions in enumerate(schedule.ranks)}
-    next_of = {rank: next(actions, None) for rank, actions in waiting.items()}
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in waiting.items():
-            while (action := next_of[rank]) is not None and run.advance(rank, action):
-                next_of[rank] = next(actions, None)
-                moved = True
-    if any(action is not None for action in next_of.values()):
-        raise ValueError("the schedule deadlocks; verify_schedule says where")
+    replay(schedule.ranks, run.advance)
     return Timeline(tuple(run.events))
 
 
@@ -47,34 +37,37 @@ class _Run:
     def __init__(self, schedule: Schedule, seconds: Seconds, overhead: float, occupied: Seconds):
         self.home, self.seconds, self.overhead = schedule.stage_ranks, seconds, overhead
         self.occupied = occupied
-        self.sharing = Counter(a for rank in schedule.ranks for a in rank if a.do == REDUCE)
-        self.joined: dict[Action, dict[int, float]] = {}
+        self.reductions = Reductions[float](schedule)
         self.clock = [0.0] * len(schedule.ranks)
         self.free: dict[tuple[int, int], float] = {}
-        self.arrival: dict[Action, float] = {}
+        # By the fields of the receive: to make or to hash an action takes longer than all the rest.
+        self.arrival: dict[tuple, float] = {}
         self.events: list[Event] = []
 
-    def advance(self, rank: int, action: Action) -> bool:
-        """Does an action of a rank, if what it waits for has happened."""
+    def advance(self, rank: int, action: Action) -> int | None:
+        """Does an action of a rank, or says which rank it waits for."""
         start = self.clock[rank]
         if action.do in SENDS:
             assert action.peer is not None
             channel = (rank, self.home[action.peer])
             arrives = max(start, self.free.get(channel, 0.0)) + self.seconds(action)
-            self.free[channel] = self.arrival[received_as(action)] = arrives
+            received = (action.peer, SENDS[action.do], action.microbatch, action.stage)
+            self.free[channel] = self.arrival[received] = arrives
             self.clock[rank] = start + self.occupied(action) + self.overhead
         elif action.do in RECEIVES:
-            if action not in self.arrival:
-                return False
-            ready = max(start + self.occupied(action), self.arrival[action])
+            assert action.peer is not None
+            received = (action.stage, action.do, action.microbatch, action.peer)
+            if received not in self.arrival:
+                return self.home[action.peer]
+            ready = max(start + self.occupied(action), self.arrival.pop(received))
             self.clock[rank] = ready + self.overhead
-        elif action.do == REDUCE:
-            joined = self.joined.setdefault(action, {})
-            joined[rank] = start
-            if len(joined) < self.sharing[action]:
-                return False
-            self.clock[rank] = max(joined.values()) + self.seconds(action) + self.overhead
+        elif action.do == Do.REDUCE_GRAD:
+            missing = self.reductions.join(rank, action, start)
+            if missing is not None:
+                return missing
+            begins = max(self.reductions.brought[action])
+            self.clock[rank] = begins + self.seconds(action) + self.overhead
         else:
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))
-        return True
+        return None

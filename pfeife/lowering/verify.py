@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.problem import Problem, transfers
+from pfeife.lowering.replay import Reductions, around, replay
 
 
 def verify_schedule(
@@ -51,23 +52,18 @@ def _check_memory(rank: int, actions: tuple[Action, ...], problem: Problem) -> N
         held += costs.saved if action.do == Do.FORWARD else 0.0
         if held > limit:
             raise ValueError(
-                f"rank {rank}: {_around(actions, index)}: {held:.0f} bytes of activations, the "
+                f"rank {rank}: {around(actions, index)}: {held:.0f} bytes of activations, the "
                 f"limit is {problem.memory[rank]:.0f}"
             )
         held -= costs.freed(action.do) if action.do in _BACKWARDS else 0.0
 
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
+_LAST = (Do.BACKWARD, Do.WEIGHT_BACKWARD)  # after which nothing of a microbatch is left to do
 _MAKERS = {
     Do.SEND_F: (Do.FORWARD,),
     Do.SEND_B: (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD),
 }
-
-
-def _around(actions: tuple[Action, ...], index: int) -> str:
-    first = max(0, index - 2)
-    near = enumerate(actions[first : index + 3], first)
-    return " ".join(f"[{a}]" if at == index else str(a) for at, a in near)
 
 
 def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
@@ -91,38 +87,68 @@ def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
 def _check_rank(
     rank: int, actions: tuple[Action, ...], home: Sequence[int], in_flight: int | None
 ) -> None:
-    seen: set[Action] = set()
-    done: set[tuple[int, Do, int | None]] = set()
-    latest: dict[tuple[int, Do], int] = {}
-    flying: Counter[int] = Counter()
+    done = _Done(home, in_flight)
     for index, action in enumerate(actions):
-        where = f"rank {rank}: {_around(actions, index)}"
+        wrong = done.wrong(rank, action)
+        if wrong is not None:
+            raise ValueError(f"rank {rank}: {around(actions, index)}: {wrong}")
+        done.note(action)
+
+
+class _Done:
+    """What a rank has done, and whether an action may come after it."""
+
+    def __init__(self, home: Sequence[int], in_flight: int | None):
+        self.home, self.in_flight = home, in_flight
+        self.done: set[tuple] = set()  # the actions' fields, for to hash an action takes longer
+        self.latest: dict[tuple[int, Do], int] = {}
+        self.flying: Counter[int] = Counter()
+
+    def note(self, action: Action) -> None:
+        stage, do, k = action.stage, action.do, action.microbatch
+        self.done.add((stage, do, k, action.peer))
+        if do.kind:
+            assert k is not None
+            self.latest[stage, do] = k
+            self.flying[stage] += (do == Do.FORWARD) - (do in _LAST)
+
+    def wrong(self, rank: int, action: Action) -> str | None:
         stage, do, k = action.stage, action.do, action.microbatch
         if do == Do.REDUCE_GRAD and k is not None:
-            raise ValueError(f"{where}: a reduction is of all microbatches")
-        if action in seen:
-            raise ValueError(f"{where}: scheduled more than once")
-        seen.add(action)
-        if do in SENDS or do in RECEIVES:
-            _check_transfer(where, rank, action, home)
-        makers = _MAKERS.get(do)
-        if makers and not any((stage, maker, k) in done for maker in makers):
-            raise ValueError(f"{where}: a send comes after the computation of what it sends")
+            return "a reduction is of all microbatches"
+        if (stage, do, k, action.peer) in self.done:
+            return "scheduled more than once"
         if do.kind:
-            before = latest.get((stage, do), -1)
-            if k is None or k <= before:
-                raise ValueError(f"{where}: microbatches of a stage run in ascending order")
-            latest[stage, do] = k
-        if do in (Do.BACKWARD, Do.INPUT_BACKWARD) and (stage, Do.FORWARD, k) not in done:
-            raise ValueError(f"{where}: a backward comes after its forward")
-        if do == Do.WEIGHT_BACKWARD and (stage, Do.INPUT_BACKWARD, k) not in done:
-            raise ValueError(f"{where}: a weight-backward comes after its input-backward")
-        flying[stage] += (do == Do.FORWARD) - (do in (Do.BACKWARD, Do.WEIGHT_BACKWARD))
-        if in_flight is not None and flying[stage] > in_flight:
-            raise ValueError(f"{where}: more than {in_flight} microbatches in flight")
-        if do in (Do.BACKWARD, Do.WEIGHT_BACKWARD) and (stage, Do.REDUCE_GRAD, None) in done:
-            raise ValueError(f"{where}: a gradient comes after its reduction")
-        done.add((stage, do, k))
+            return self._computation(stage, do, k)
+        if action.peer is not None:
+            return self._transfer(rank, action, action.peer)
+        return None
+
+    def _computation(self, stage: int, do: Do, k: int | None) -> str | None:
+        if k is None or k <= self.latest.get((stage, do), -1):
+            return "microbatches of a stage run in ascending order"
+        if do in (Do.BACKWARD, Do.INPUT_BACKWARD) and (stage, Do.FORWARD, k, None) not in self.done:
+            return "a backward comes after its forward"
+        if do == Do.WEIGHT_BACKWARD and (stage, Do.INPUT_BACKWARD, k, None) not in self.done:
+            return "a weight-backward comes after its input-backward"
+        if do == Do.FORWARD and self.flying[stage] == self.in_flight:
+            return f"more than {self.in_flight} microbatches in flight"
+        if do in _LAST and (stage, Do.REDUCE_GRAD, None, None) in self.done:
+            return "a gradient comes after its reduction"
+        return None
+
+    def _transfer(self, rank: int, action: Action, peer: int) -> str | None:
+        home, k = self.home, action.microbatch
+        if home[action.stage] != rank:
+            return f"stage {action.stage} runs on rank {home[action.stage]}"
+        if k is None:
+            return "a transfer is of one microbatch"
+        if peer >= len(home) or home[peer] == rank:
+            return f"stage {peer} at the other end runs on no other rank"
+        makers = _MAKERS.get(action.do)
+        if makers and not any((action.stage, maker, k, None) in self.done for maker in makers):
+            return "a send comes after the computation of what it sends"
+        return None
 
 
 def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) -> None:
@@ -135,72 +161,44 @@ def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) ->
         source = stage - 1 if forward else stage + 1
         here = 0 <= source < len(home) and home[source] == rank
         if here and (source, forward, k) not in done:
-            where = f"rank {rank}: {_around(actions, index)}"
+            where = f"rank {rank}: {around(actions, index)}"
             raise ValueError(f"{where}: stage {source} of the same rank comes before")
         done.add((stage, forward, k))
-
-
-def _check_transfer(where: str, rank: int, action: Action, home: Sequence[int]) -> None:
-    if home[action.stage] != rank:
-        raise ValueError(f"{where}: stage {action.stage} runs on rank {home[action.stage]}")
-    if action.microbatch is None:
-        raise ValueError(f"{where}: a transfer is of one microbatch")
-    assert action.peer is not None
-    if action.peer >= len(home) or home[action.peer] == rank:
-        raise ValueError(f"{where}: stage {action.peer} at the other end runs on no other rank")
 
 
 def _check_progress(schedule: Schedule, blocking: bool) -> None:
     """Runs all ranks against one another, messages in order on every channel."""
     home = schedule.stage_ranks
-    channels: dict[tuple[int, int], deque[Action]] = {}
-    position = [0] * len(schedule.ranks)
-    awaited = Counter(a for rank in schedule.ranks for a in rank if a.do == Do.REDUCE_GRAD)
-    arrived: dict[Action, set[int]] = defaultdict(set)
+    channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    done = [0] * len(schedule.ranks)
+    reductions = Reductions[None](schedule)
 
-    def current(rank: int) -> Action | None:
-        actions = schedule.ranks[rank]
-        return actions[position[rank]] if position[rank] < len(actions) else None
-
-    def advance(rank: int, action: Action) -> bool:
-        """Does an action if it can be done now."""
+    def advance(rank: int, action: Action) -> int | None:
+        other = home[action.peer] if action.peer is not None else rank
         if action.do in SENDS:
-            assert action.peer is not None
-            there = home[action.peer]
-            if blocking and current(there) != received_as(action):
-                return False
-            channel = channels.setdefault((rank, home[action.peer]), deque())
-            channel.append(received_as(action))
+            received = received_as(action)
+            there = schedule.ranks[other]
+            if blocking and (done[other] == len(there) or there[done[other]] != received):
+                return other
+            channels[rank, other].append(received)
         elif action.do in RECEIVES:
-            assert action.peer is not None
-            waiting = channels.get((home[action.peer], rank))
+            waiting = channels[other, rank]
             if not waiting:
-                return False
+                return other
             if waiting[0] != action:
                 raise ValueError(
-                    f"rank {rank} expects {action} from rank {home[action.peer]}, which sends "
-                    f"{waiting[0]} first: {_around(schedule.ranks[rank], position[rank])}"
+                    f"rank {rank} expects {action} from rank {other}, which sends "
+                    f"{waiting[0]} first: {around(schedule.ranks[rank], done[rank])}"
                 )
             waiting.popleft()
         elif action.do == Do.REDUCE_GRAD:
-            arrived[action].add(rank)
-            return len(arrived[action]) == awaited[action]
-        return True
+            missing = reductions.join(rank, action, None)
+            if missing is not None:
+                return missing
+        done[rank] += 1
+        return None
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while position[rank] < len(actions) and advance(rank, actions[position[rank]]):
-                position[rank] += 1
-                moved = True
-    stuck = [
-        f"rank {rank} waits at {_around(actions, position[rank])}"
-        for rank, actions in enumerate(schedule.ranks)
-        if position[rank] < len(actions)
-    ]
-    if stuck:
-        raise ValueError("the schedule deadlocks: " + "; ".join(stuck))
+    replay(schedule.ranks, advance)
     lost = [
         f"rank {to} has no {action} for what rank {source} sends"
         for (source, to), waiting in channels.items()

@@ -1,5 +1,6 @@
 """Forward nodes into clusters along the model's own structure, each with its backward nodes."""
 
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Literal
@@ -32,9 +33,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
         forward, backward = _halves(flat)
         matrices = {p.name for p in flat.ports(Role.PARAMETER) if len(p.shape) > 1}
         starts = _starts(forward, matrices, boundaries or {})
-        clusters: dict[fx.Node, int] = {}
-        for position, node in enumerate(forward):
-            clusters[node] = sum(start <= position for start in starts) - 1
+        clusters = {node: bisect(starts, i) - 1 for i, node in enumerate(forward)}
         groups = {node.name: Group(unit, Kind.FORWARD) for node, unit in clusters.items()}
         for node, unit in _backward_clusters(backward, clusters).items():
             groups[node.name] = Group(unit, Kind.BACKWARD)

@@ -1,6 +1,6 @@
 """Clusters into stages: the bodies that a pipeline runs."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 import torch
@@ -50,9 +50,11 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         flat, groups = _separate_sums(flat, groups)
         flat, groups = recomputed(flat, groups, plan)
         staged = outline(flat, groups, {*plan.duplicated, *views_of_inputs(flat)})
-        return attrs.evolve(
-            staged, calls=tuple(_placed(call, program, plan) for call in staged.calls)
-        )
+        within: dict[tuple[Kind, int], list[Call]] = {}
+        for call in program.calls:
+            within.setdefault((call.kind, plan.stage_of_cluster[call.unit]), []).append(call)
+        placed = [_placed(c, within.get((c.kind, c.unit), []), plan) for c in staged.calls]
+        return attrs.evolve(staged, calls=tuple(placed))
 
     return run
 
@@ -60,12 +62,8 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
 _PARTS = (Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 
 
-def _placed(call: Call, program: Program, plan: Plan) -> Call:
-    within = [
-        c
-        for c in program.calls
-        if (c.kind, plan.stage_of_cluster[c.unit]) == (call.kind, call.unit)
-    ]
+def _placed(call: Call, within: Sequence[Call], plan: Plan) -> Call:
+    """A stage's call on its rank, with the costs of the clusters' calls that it is made of."""
     known = [c.seconds for c in within if c.seconds is not None]
     again = plan.recompute and call.kind == Kind.BACKWARD
     extra = plan.recompute[call.unit].extra_seconds if again else 0.0
@@ -155,8 +153,13 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:
-    """What a gradient is the sum of, where its partial sums serve nothing else."""
-    is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(node.users) == 1
-    if not is_sum or not all(isinstance(value, fx.Node) for value in node.args):
-        return [node]
-    return [leaf for value in node.args for leaf in _addends(value)]  # type: ignore[arg-type]
+    """What a gradient is the sum of, in order, where its partial sums serve nothing else."""
+    found, pending = [], [node]
+    while pending:
+        one = pending.pop()
+        is_sum = one.target is torch.ops.aten.add.Tensor and not one.kwargs and len(one.users) == 1
+        if is_sum and all(isinstance(value, fx.Node) for value in one.args):
+            pending += reversed(one.args)  # type: ignore[arg-type]
+        else:
+            found.append(one)
+    return found

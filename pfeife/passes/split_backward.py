@@ -58,8 +58,13 @@ def _part(early: bool) -> Kind:
 def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
     """Names of backward nodes that belong into the input-backward of their stage."""
     gradients = {port.name for port in flat.ports(Role.GRADIENT)}
-    results = returned(flat.module)
-    waited_for = {node for name, node in results.items() if name not in gradients}
+    waited_for: set[fx.Node] = set()
+    made: dict[fx.Node, set[str]] = {}
+    for name, node in returned(flat.module).items():
+        if name in gradients:
+            made.setdefault(node, set()).add(name)
+        else:
+            waited_for.add(node)
     backward = [
         node
         for node in flat.module.graph.nodes
@@ -73,8 +78,7 @@ def _needed_early(flat: Program, groups: dict[str, Group]) -> set[str]:
         outside = any(user in unit and unit[user] != unit[node] for user in node.users)
         if outside or node in waited_for or not early.isdisjoint(inside[node]):
             early.add(node)
-        names = {name for name in gradients if results.get(name) is node}
-        feeds[node] = names.union(*(feeds[user] for user in inside[node]))
+        feeds[node] = made.get(node, set()).union(*(feeds[user] for user in inside[node]))
     ahead = {unit[node] for node in early}
     arriving = _of_gradients(flat, unit)
     for node in reversed(backward):  # where nobody waits

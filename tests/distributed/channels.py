@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from models import case
 from rows import row
+from share import WHOLE
 
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.lowering.envelope import APART
-from pfeife.runtime.distributed.line import Line
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import assert_same
 
 CPU_CORE = machine("cpu-core")
@@ -32,7 +33,9 @@ def a_line_a_direction() -> None:
     transports = [interleaved()[0].transport for _ in range(2)]
     for one in transports:
         ends = [*one.out.values(), *one.into.values()]
-        assert len({id(line.group) for line, _ in [*ends, (one.world.line, 0)]}) == 3
+        assert (
+            len({id(connection.group) for connection, _ in [*ends, (one.world.connection, 0)]}) == 3
+        )
     assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
 
@@ -79,7 +82,7 @@ def large_and_small_messages() -> None:
 
 
 @row(ranks=(2,))
-def a_thousand_steps() -> None:
+def many_steps() -> None:
     """Nothing grows: tensors, file descriptors, threads."""
     pipeline, state, microbatches = interleaved()
 
@@ -91,7 +94,7 @@ def a_thousand_steps() -> None:
     first = pipeline(state, microbatches)
     last = pipeline(state, microbatches)
     before = resources()
-    for _ in range(998):
+    for _ in range(998 if WHOLE else 298):
         last = pipeline(state, microbatches)
     after = resources()
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
@@ -131,20 +134,20 @@ def a_cut_after_others() -> None:
     have gone already."""
     world = join_world(torch.device("cpu"))
     own = dist.PrefixStore("cut", world.store)
-    line = Line(range(world.size), world.device, 60.0, own, "", world.gloo)
+    connection = Connection(range(world.size), world.device, 60.0, own, "", world.gloo)
     silent = world.size // 2
-    work = None if world.rank == silent else line.group.recv([torch.empty(1)], silent, 0)
+    work = None if world.rank == silent else connection.group.recv([torch.empty(1)], silent, 0)
     world.gather(torch.zeros(1))  # all are connected
     for rank in range(world.size):
         if rank == world.rank and work is not None:
-            line.cut()
+            connection.cut()
             begun = time.monotonic()
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=5))
             assert time.monotonic() - begun < 4, "nothing has ended the wait"
         world.gather(torch.zeros(1))
         time.sleep(0.1)  # until the others have noticed what this rank has closed
-    line.close()
+    connection.close()
 
 
 class Overtaken:
@@ -169,7 +172,7 @@ def a_late_collective() -> None:
     if world.rank == 1:
         time.sleep(0.8)
     total = torch.ones(1)
-    world.wait(Overtaken(world.line.group.allreduce(total)))
+    world.wait(Overtaken(world.connection.group.allreduce(total)))
     assert total.item() == world.size and world.failure is None
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import CASES, case
 from rows import row
+from share import WHOLE
 
 import pfeife
 from pfeife.cost import machine
@@ -51,7 +52,8 @@ def loop() -> None:
 def placement_is_kept() -> None:
     """Later graphs of a model run where its parameters were trained, also on folded stages."""
     folded, searched = {"schedule": "zb-v", "stages": 4}, {"schedule": "search", "stages": None}
-    for options in ({**folded, "loss": 0}, folded, {**searched, "loss": 0}, searched):
+    more = ({**searched, "loss": 0}, folded) if WHOLE else ()
+    for options in ({**folded, "loss": 0}, searched, *more):
         torch._dynamo.reset()
         one = case("GPT")
         other = CASES["GPT"](copy.deepcopy(one.model))

@@ -5,10 +5,11 @@ import functools
 
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from models import EQUAL_TO_EAGER, case
 from rows import Row, add, row
+from share import random_cases
 
 import pfeife
 from pfeife import sched
@@ -68,28 +69,31 @@ PLANS = {2: [(2, 1), (3, 1), (4, 1), (1, 2)], 4: [(4, 1), (2, 2)]}
 
 
 def _rows() -> None:
-    """A row for every model, number of stages, and schedule."""
+    """A row for every model, number of stages, and schedule; in the share one for every model and
+    shape, with families in turn."""
     for ranks, shapes in PLANS.items():
-        for name in EQUAL_TO_EAGER:
-            for stages, replicas in shapes:
+        for i, name in enumerate(EQUAL_TO_EAGER):
+            for j, (stages, replicas) in enumerate(shapes):
                 if replicas > 1 and name == "BatchNormNet":
                     continue  # replicas keep the statistics of their own microbatches
                 families = ["gpipe", "1f1b"]
                 if name in ("GPT", "UNet") and replicas == 1:
                     families += ["zb-h1", "zb-v"] if stages == 4 else ["search"]
                 rounding = () if replicas == 1 else None
+                shared = families[(i + j) % len(families)] if (i - j) % len(shapes) < 1 else ""
                 for schedule in families:
                     given = (name, stages, schedule, replicas, rounding)
                     run = functools.partial(step_is_that_of_one_device, *given)
                     label = f"{name}, {stages} stages, {schedule}, {replicas} replicas"
                     label += f", {ranks} ranks"
-                    add(globals(), Row(label, run, ranks=(ranks,)))
+                    more = () if schedule == shared else (ranks,)
+                    add(globals(), Row(label, run, ranks=(ranks,), whole=more))
 
 
 _rows()
 
 
-@settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@random_cases(12, derandomize=True, database=None, phases=[Phase.generate])
 @given(st.data())
 def _random_programs(data) -> None:
     """Random nets and plans, the same on every rank, on as many ranks as there are."""

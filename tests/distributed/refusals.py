@@ -9,7 +9,7 @@ from rows import row
 
 import pfeife
 from pfeife.cost import machine
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.process_group import join_world
 
 CPU_CORE = machine("cpu-core")
 

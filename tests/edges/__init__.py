@@ -16,3 +16,4 @@ TOPICS = (
     "state",
     "words",
 )
+ABOUT_RANKS = ("hang", "ranks", "state")

@@ -1,6 +1,9 @@
 """Where Dynamo does not see the whole step: the pipeline runs all of it, or says that it cannot."""
 
 import copy
+import logging
+import os
+import sys
 from unittest.mock import patch
 
 import torch
@@ -70,6 +73,31 @@ def a_loop_of_trials_over_one_function():
             compiled = pfeife.compile(step, microbatches=2)
             assert torch.equal(compiled(rows()), expected.loss)
             assert len(compiled.backend.compiled) == 1
+
+
+@row(ranks=(1, 2))
+def a_float_that_changes_with_every_call():
+    """The numbers are eager's, what has not come for longest is dropped, and it is said once."""
+    model, said, built = net(), [], []
+    reference = copy.deepcopy(model)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+
+    def loss(model, x, scale):
+        return (model(x) * scale).square().mean() * scale
+
+    backend = pfeife.backend(microbatches=2)
+    step = torch.compile(lambda x, scale: loss(model, x, scale), backend=backend, dynamic=True)
+    logging.getLogger("pfeife").addHandler(handler)
+    with patch.object(sys.modules["pfeife.backend.entry"], "MOST_BUILDS", 2):
+        for scale in (0.1, 0.2, 0.1, 0.3, 0.1):
+            losses = [loss(reference, part, scale) for part in rows().chunk(2)]
+            assert torch.equal(step(rows(), scale), losses[0] / 2 + losses[1] / 2), scale
+            built.append(backend.compiled[-1])
+    logging.getLogger("pfeife").removeHandler(handler)
+    kept = [one for one in said if "different shapes and numbers" in one]
+    assert len(kept) == (os.environ.get("RANK", "0") == "0"), said
+    assert backend.compiled == [built[0], built[-1]] and built[-1] is built[3]
 
 
 @row("this step has been compiled so often", ranks=(1, 2))

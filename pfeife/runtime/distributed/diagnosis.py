@@ -5,52 +5,52 @@ import time
 
 import attrs
 
-from pfeife.runtime.distributed.lifeline import (
+from pfeife.runtime.distributed.heartbeat import (
     ALL,
     ANSWER,
-    BEAT,
     BUILDING,
+    INTERVAL,
     OUTSIDE,
-    Beat,
-    Beats,
-    Lifeline,
+    Heartbeat,
+    Heartbeats,
+    Monitor,
     kept_by_torchrun,
 )
 from pfeife.runtime.failure import Failure
 
 LONGEST = 10  # times the timeout that a rank may prepare something while others wait
-_LISTENING = 2.5 * BEAT  # seconds in which a rank that lives gives a sign of it
+_LISTENING = 2.5 * INTERVAL  # seconds in which a rank that lives gives a sign of it
 
 
-def cause(lifeline: Lifeline, peer: int | None, error: RuntimeError, doing: str) -> Failure:
+def cause(monitor: Monitor, peer: int | None, error: RuntimeError, doing: str) -> Failure:
     """Why an operation with a rank (None if it is not known which) has failed, while this one was
     `doing` something: what any rank has said by now, or what can be seen. Takes some seconds."""
-    first, said = lifeline.beats(), lifeline.heard(_LISTENING)
+    first, said = monitor.heartbeats(), monitor.heard(_LISTENING)
     if said is not None:
         return said
-    second = lifeline.beats()
+    second = monitor.heartbeats()
     if peer is None:
-        others = [rank for rank in range(lifeline.size) if rank != lifeline.rank]
+        others = [rank for rank in range(monitor.size) if rank != monitor.rank]
         peer = next((rank for rank in others if not lives(rank, first, second)), others[0])
-    awaited = f"while rank {lifeline.rank} waited for it in {doing}"
+    awaited = f"while rank {monitor.rank} waited for it in {doing}"
     if not lives(peer, first, second):
         return _gone(peer, awaited, second, error)
     # Who closes its connections while it lives is finding out why another one is silent.
     broken = f"its connection is closed, though its process lives, {awaited} ({_short(error)})"
-    return lifeline.heard(ANSWER) or Failure(peer, "", broken)
+    return monitor.heard(ANSWER) or Failure(peer, "", broken)
 
 
-def lives(rank: int, first: Beats | None, second: Beats | None) -> bool:
+def lives(rank: int, first: Heartbeats | None, second: Heartbeats | None) -> bool:
     """Whether a rank has given a sign of life between two times of asking for them."""
     now = (second or {}).get(rank)
     return now is not None and now != (first or {}).get(rank)
 
 
-def wait_until_told(lifeline: Lifeline, seconds: float) -> None:
+def wait_until_told(monitor: Monitor, seconds: float) -> None:
     """Until all ranks that live know of the failure, but not longer than so many seconds."""
-    begun, first = time.monotonic(), lifeline.beats()
+    begun, first = time.monotonic(), monitor.heartbeats()
     while (waited := time.monotonic() - begun) < seconds:
-        unaware, now = set(range(lifeline.size)) - set(lifeline.told()), lifeline.beats()
+        unaware, now = set(range(monitor.size)) - set(monitor.told()), monitor.heartbeats()
         if waited > _LISTENING:
             unaware = {rank for rank in unaware if lives(rank, first, now)}
         if not unaware:
@@ -58,7 +58,7 @@ def wait_until_told(lifeline: Lifeline, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _gone(peer: int, awaited: str, beats: Beats | None, error: RuntimeError) -> Failure:
+def _gone(peer: int, awaited: str, beats: Heartbeats | None, error: RuntimeError) -> Failure:
     """Its process has closed the connection."""
     if beats is None and not kept_by_torchrun():
         cause = f"its process is gone, and with it the store of the process group, {awaited}"
@@ -78,8 +78,8 @@ class Wait:
     awaited: int
     seconds: float
     timeout: float
-    before: Beats | None
-    now: Beats | None
+    before: Heartbeats | None
+    now: Heartbeats | None
 
     def failure(self) -> Failure | None:
         """Why there is no use in waiting on, None if there is.
@@ -104,7 +104,7 @@ class Wait:
             return self._deadlock()
         return None
 
-    def working(self) -> list[tuple[int, Beat]]:
+    def working(self) -> list[tuple[int, Heartbeat]]:
         """The ranks that live and wait for nobody."""
         return [
             (rank, beat)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pfeife.runtime.distributed.diagnosis import Wait
-from pfeife.runtime.distributed.lifeline import BEAT, Beats, Doing, Lifeline
+from pfeife.runtime.distributed.heartbeat import INTERVAL, Doing, Heartbeats, Monitor
 from pfeife.runtime.failure import Failure
 
 log = logging.getLogger("pfeife")
@@ -25,12 +25,12 @@ class Patience:
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        monitor: Monitor,
         timeout: Callable[[], float],
         look: Callable[[], Doing],
         stop: Callable[[Failure], object],
     ):
-        self.lifeline, self.timeout, self.look, self.stop = lifeline, timeout, look, stop
+        self.monitor, self.timeout, self.look, self.stop = monitor, timeout, look, stop
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="pfeife patience", daemon=True)
         self.thread.start()
@@ -38,11 +38,11 @@ class Patience:
     def end(self) -> None:
         """Stops the thread, unless it waits for a store that does not answer."""
         self.over.set()
-        if not self.lifeline.mute:
-            self.thread.join(2 * BEAT)
+        if not self.monitor.mute:
+            self.thread.join(2 * INTERVAL)
 
     def _run(self) -> None:
-        while not self.over.wait(BEAT):
+        while not self.over.wait(INTERVAL):
             doing = self.look()
             if doing.since is not None:
                 self._wait(doing, doing.since)
@@ -52,19 +52,19 @@ class Patience:
         timeout = self.timeout()
         # Seconds without a sign of life in which a rank that keeps Python to itself now and
         # then, as compilers do, is still believed to live.
-        stillness = min(timeout, max(10 * BEAT, 0.1 * timeout))
-        seen: deque[Beats | None] = deque(maxlen=1 + round(stillness / BEAT))
+        stillness = min(timeout, max(10 * INTERVAL, 0.1 * timeout))
+        seen: deque[Heartbeats | None] = deque(maxlen=1 + round(stillness / INTERVAL))
         warn = min(WARNING, timeout)
-        while self.look() == doing and not self.over.wait(BEAT):
+        while self.look() == doing and not self.over.wait(INTERVAL):
             waited = time.monotonic() - since
             if waited < min(warn, timeout - stillness):
                 continue  # nothing is asked of the store in vain
-            seen.append(self.lifeline.beats())
+            seen.append(self.monitor.heartbeats())
             before = seen[0] if len(seen) == seen.maxlen else {}
             assert doing.waits_for is not None
-            lifeline = self.lifeline
+            monitor = self.monitor
             wait = Wait(
-                lifeline.rank, lifeline.size, doing.waits_for, waited, timeout, before, seen[-1]
+                monitor.rank, monitor.size, doing.waits_for, waited, timeout, before, seen[-1]
             )
             found = wait.failure() if waited >= timeout else None
             if found is not None and self.look() == doing:

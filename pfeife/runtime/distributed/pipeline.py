@@ -12,8 +12,8 @@ from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.envelope import Envelope, Layout, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
-from pfeife.runtime.distributed.lifeline import Doing
-from pfeife.runtime.distributed.meeting import join_world
+from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal, describe
@@ -101,7 +101,7 @@ class DistributedStep(PipelineStep):
             self.transport.finish()
 
     def _doing(self) -> Doing:
-        """Read by the lifeline's thread."""
+        """Read by the monitor's thread."""
         actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
         return Doing(where, *self.transport.awaited)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pfeife.runtime.distributed.line import Line
+from pfeife.runtime.distributed.connection import Connection
 
 
 class Sending:
@@ -31,9 +31,13 @@ class Sender:
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "pfeife sender")  # started with the first message
 
-    def send(self, line: Line, pieces: Sequence[torch.Tensor], peer: int) -> list[Sending]:
-        """Sends to a rank of the line, as its group counts; returns at once."""
-        return [Sending(self.thread.submit(line.group.send, [piece], peer, 0)) for piece in pieces]
+    def send(
+        self, connection: Connection, pieces: Sequence[torch.Tensor], peer: int
+    ) -> list[Sending]:
+        """Sends to a rank of the connection, as its group counts; returns at once."""
+        return [
+            Sending(self.thread.submit(connection.group.send, [piece], peer, 0)) for piece in pieces
+        ]
 
     def close(self) -> None:
         """Takes nothing more; the thread ends when what it has is sent or has failed."""

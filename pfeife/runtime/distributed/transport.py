@@ -12,11 +12,11 @@ from pfeife.ir.program import Program, Reduction, messages
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.line import Line
+from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.sending import Sending
 from pfeife.runtime.distributed.world import World
 
-End = tuple[Line, int]  # and the other rank as its group counts
+End = tuple[Connection, int]  # and the other rank as its group counts
 Works = Sequence[dist.Work | Sending]
 
 
@@ -58,14 +58,14 @@ class DistributedTransport(Buffered):
         Buffered.__init__(other)
         return other
 
-    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Line]:
+    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Connection]:
         """A process group for every set of ranks that reduces together, made in one order."""
         wanted: dict[tuple[int, ...], None] = {}
         for reduction in reductions:
             for replica in range(self.mesh.replicas):
                 wanted[self._members(reduction, replica)] = None
         several = [members for members in wanted if len(members) > 1]
-        return {members: self.world.line_of(members, "reduce") for members in several}
+        return {members: self.world.connection_of(members, "reduce") for members in several}
 
     def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
@@ -77,27 +77,28 @@ class DistributedTransport(Buffered):
             offset = replica * self.mesh.ranks
             for source, destination in used:
                 pair = (offset + source, offset + destination)
-                line = self.world.line_of(sorted(pair), "down" if source < destination else "up")
+                way = "down" if source < destination else "up"
+                connection = self.world.connection_of(sorted(pair), way)
                 if pair[0] == self.world.rank:
-                    self.out[destination] = (line, line.index(pair[1]))
+                    self.out[destination] = (connection, connection.index(pair[1]))
                 elif pair[1] == self.world.rank:
-                    self.into[source] = (line, line.index(pair[0]))
+                    self.into[source] = (connection, connection.index(pair[0]))
                 if self.world.rank in pair and self.world.device.type == "cuda":
-                    self._first_message(line, pair)
+                    self._first_message(connection, pair)
 
-    def _first_message(self, line: Line, pair: tuple[int, int]) -> None:
+    def _first_message(self, connection: Connection, pair: tuple[int, int]) -> None:
         """NCCL connects with it, which both ends must wait for."""
         data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
         if pair[0] == self.world.rank:
-            line.group.send(data, line.index(pair[1]), 0).wait()
+            connection.group.send(data, connection.index(pair[1]), 0).wait()
         else:
-            line.group.recv(data, line.index(pair[0]), 0).wait()
+            connection.group.recv(data, connection.index(pair[0]), 0).wait()
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
-        line, peer = self.into[source]
+        connection, peer = self.into[source]
         values, buffers = envelope.empty(self.device, self.buffers.take)
         try:
-            return values, [line.group.recv([one], peer, 0) for one in buffers]
+            return values, [connection.group.recv([one], peer, 0) for one in buffers]
         except RuntimeError as error:
             raise self.world.lost(self.offset + source, error) from error
 
@@ -105,13 +106,13 @@ class DistributedTransport(Buffered):
         self, destination: int, values: Tensors, envelope: Envelope
     ) -> tuple[Works, list[torch.Tensor]]:
         pieces = envelope.pack(values)
-        line, peer = self.out[destination]
-        if envelope.bytes >= APART and line.device.type == "cpu":
+        connection, peer = self.out[destination]
+        if envelope.bytes >= APART and connection.device.type == "cpu":
             self.apart.add(destination)  # from now on: messages must not overtake one another
         try:
             if destination in self.apart:
-                return self.world.sender.send(line, pieces, peer), pieces
-            return [line.group.send([piece], peer, 0) for piece in pieces], pieces
+                return self.world.sender.send(connection, pieces, peer), pieces
+            return [connection.group.send([piece], peer, 0) for piece in pieces], pieces
         except RuntimeError as error:
             raise self.world.lost(self.offset + destination, error) from error
 
@@ -126,8 +127,8 @@ class DistributedTransport(Buffered):
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Sums by all-reduce (its order of additions is the backend's), then averages."""
-        line = self.groups.get(self._members(reduction, self.replica))
+        connection = self.groups.get(self._members(reduction, self.replica))
         total = part.clone(memory_format=torch.contiguous_format)
-        if line is not None:
-            self.world.wait(line.group.allreduce(total))
+        if connection is not None:
+            self.world.wait(connection.group.allreduce(total))
         return total.div_(reduction.replicas) if reduction.average else total

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
+from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.ending import end_process
-from pfeife.runtime.distributed.homes import Homes
-from pfeife.runtime.distributed.lifeline import (
+from pfeife.runtime.distributed.heartbeat import (
     ALL,
-    BEAT,
     BUILDING,
+    INTERVAL,
     OUTSIDE,
     Doing,
-    Lifeline,
+    Monitor,
     kept_by_torchrun,
-    met,
 )
-from pfeife.runtime.distributed.line import Line
+from pfeife.runtime.distributed.homes import Homes
 from pfeife.runtime.distributed.patience import Patience
+from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.sending import Sender
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 
@@ -37,7 +37,7 @@ log = logging.getLogger("pfeife")
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _SHORT = 96  # bytes of a note from which on it has a message of its own
 _TICK = 0.05  # seconds
-SLICE = timedelta(seconds=BEAT)
+SLICE = timedelta(seconds=INTERVAL)
 FOREVER = timedelta(days=1)  # of a wait that a thread ends
 
 
@@ -59,7 +59,7 @@ class World:
         self.store: Any = before.store if before else self._store()
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
-        self.generation: int = met(self.store, self.rank, self.size, timeout, first)
+        self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
         self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
@@ -68,14 +68,14 @@ class World:
         self.waiting: float | None = None  # since when for all ranks
         self.look: Callable[[], Doing] = _outside
         self.gloo = None if device.type == "cuda" else _torch.gloo_device()
-        self.lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.sender = Sender()
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
-        self.lifeline = Lifeline(own, self.rank, self.size, self._look, self._hear)
-        self.watch = Patience(self.lifeline, lambda: self.timeout, self._look, self.stop)
+        self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
+        self.watch = Patience(self.monitor, lambda: self.timeout, self._look, self.stop)
         try:
             with self.building("the connections"):
-                self.line = self.line_of(range(self.size))
+                self.connection = self.connection_of(range(self.size))
         except BaseException:
             self._end_threads()
             raise
@@ -90,16 +90,18 @@ class World:
         watchdog looks after it."""
         return () if self.device.type == "cuda" else (FOREVER,)
 
-    def line_of(self, ranks: Sequence[int], purpose: str = "") -> Line:
-        """The line of some ranks; new ones are made by all ranks of the world in one order."""
+    def connection_of(self, ranks: Sequence[int], purpose: str = "") -> Connection:
+        """The connection of some ranks; all ranks of the world make new ones, in one order."""
         key = (tuple(ranks), purpose)
-        if key not in self.lines:
+        if key not in self.connections:
             own = dist.PrefixStore(f"world {self.generation}", self.store)
             try:
-                self.lines[key] = Line(ranks, self.device, self.timeout, own, purpose, self.gloo)
+                self.connections[key] = Connection(
+                    ranks, self.device, self.timeout, own, purpose, self.gloo
+                )
             except RuntimeError as error:
                 raise self.lost(None, error) from error
-        return self.lines[key]
+        return self.connections[key]
 
     def _look(self) -> Doing:
         doing = self.look()
@@ -144,9 +146,9 @@ class World:
     def stop(self, failure: Failure) -> Failure:
         """Stops all ranks; returns the first failure that was announced, which may be another."""
         if self.failure is None:
-            self.failure = self.lifeline.announce(failure)
-        for line in list(self.lines.values()):
-            line.cut()
+            self.failure = self.monitor.announce(failure)
+        for connection in list(self.connections.values()):
+            connection.cut()
         return self.failure
 
     def _hear(self, failure: Failure) -> None:
@@ -156,7 +158,7 @@ class World:
         while self.inside and left > 0:
             time.sleep(_TICK)
             now = time.monotonic()  # who computes keeps this thread waiting: ticks may be long
-            spent, before = min(now - before, BEAT), now  # but a process may have been stopped
+            spent, before = min(now - before, INTERVAL), now  # but a process may have been stopped
             left -= 0 if self.asking else spent  # who asks what has happened is about to come out
         if self.inside:
             log.critical(
@@ -172,7 +174,7 @@ class World:
         known which) has failed."""
         with self._diagnosis():
             doing = self.look().text
-            return self._stopped(self.failure or diagnosis.cause(self.lifeline, peer, error, doing))
+            return self._stopped(self.failure or diagnosis.cause(self.monitor, peer, error, doing))
 
     @contextlib.contextmanager
     def _diagnosis(self) -> Iterator[None]:
@@ -202,12 +204,12 @@ class World:
 
     def broadcast(self, value: torch.Tensor, source: int) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
-        self.wait(self.line.group.broadcast(value, source))
+        self.wait(self.connection.group.broadcast(value, source))
 
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and dtype, on every rank."""
         found = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait(self.line.group.allgather([found], [value]))
+        self.wait(self.connection.group.allgather([found], [value]))
         return found
 
     def from_rank_zero(self, text: str) -> str:
@@ -310,24 +312,24 @@ class World:
         keep it for long: torch.compile does."""
         self._end_threads()
         self.sender.close()
-        for line in self.lines.values():
-            line.close()
+        for connection in self.connections.values():
+            connection.close()
         self.gloo = None
 
     def leave(self) -> None:
         """Tells the others that this process ends; after a failure, who keeps the store waits
         until all that live know of it."""
         self.homes.gradients.end()
-        if self.lifeline.thread.is_alive():
+        if self.monitor.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
-                diagnosis.wait_until_told(self.lifeline, GRACE)
-            self.lifeline.ask(self.lifeline.acknowledge)
-            self.lifeline.ask(lambda: self.beside.set(f"left {self.rank}", ""))
+                diagnosis.wait_until_told(self.monitor, GRACE)
+            self.monitor.ask(self.monitor.acknowledge)
+            self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()
 
     def _end_threads(self) -> None:
         self.watch.end()
-        self.lifeline.end()
+        self.monitor.end()
 
 
 def _outside() -> Doing:

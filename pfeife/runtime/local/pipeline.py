@@ -16,6 +16,7 @@ from pfeife.lowering.clocks import released
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
+from pfeife.runtime.local.threads import Threads
 from pfeife.runtime.parts import Parts
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import result_of, trained_on
@@ -121,6 +122,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
         known = released(schedule)
         self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
         self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
+        self.threads = Threads([*range(ranks)] * program.replicas)
 
     def _starting(self) -> contextlib.AbstractContextManager[range]:
         return contextlib.nullcontext(range(self.program.replicas))
@@ -138,7 +140,7 @@ class LocalStep(PipelineStep):
     def __init__(self, pipeline: LocalPipeline, state: State, parts: Sequence[Part]):
         self.world, self.replicas = LocalWorld(), len(parts)
         self.program = pipeline.program
-        self.parts = Parts(pipeline.runners[0].has_parts)
+        self.parts, self.threads = Parts(pipeline.runners[0].has_parts), pipeline.threads
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, part))
             for replica, part in enumerate(parts)
@@ -168,10 +170,10 @@ class LocalStep(PipelineStep):
         errors: list[BaseException] = []
         kernel_threads = torch.get_num_threads()
 
-        def work(runner: RankRunner, step: Step, over: threading.Event) -> None:
+        def work(runner: RankRunner, step: Step) -> None:
             try:
-                # A new thread starts from the machine's default, and some kernels (oneDNN's
-                # convolutions) give other bits with another number of threads.
+                # Each thread has a number of its own, first the machine's default, and some
+                # kernels (oneDNN's convolutions) give other bits with another number of threads.
                 torch.set_num_threads(kernel_threads)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
@@ -179,30 +181,17 @@ class LocalStep(PipelineStep):
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
-            finally:
-                over.set()
 
-        overs = [threading.Event() for _ in self.runners]
-        threads = [
-            threading.Thread(
-                target=work, args=(*pair, over), name=f"pfeife rank {pair[0].rank}", daemon=True
-            )
-            for pair, over in zip(self.runners, overs, strict=True)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException:  # such as Ctrl-C, which only the main thread gets
-            self.world.fail()
-            for thread, over in zip(threads, overs, strict=True):
-                if thread.ident is not None:
-                    over.wait()  # whose join was interrupted counts as ended (Python 3.11)
-            raise
-        first = next((error for error in errors if not isinstance(error, Aborted)), None)
-        if first is not None or errors:
-            raise first or errors[0]
+        with self.threads.lent() as threads:
+            try:
+                pairs = zip(threads, self.runners, strict=True)
+                for running in [thread.submit(work, *runner) for thread, runner in pairs]:
+                    running.result()
+            except BaseException:  # such as Ctrl-C, which only the main thread gets
+                self.world.fail()
+                raise
+            if errors:
+                raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
 
     def _observer(self, rank: int, watch: Watch | None) -> Observer:
         """Ends a thread after its action if another one has failed."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pfeife.data.schedule import Action, Do, Schedule
+from pfeife.lowering.replay import replay
 
 # Actions with the times at which they start: numbers or tuples that compare.
 Timed = Iterable[tuple[Any, Action]]
@@ -56,22 +57,26 @@ def dealt(timed: Timed, home: Sequence[int]) -> Schedule:
 def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
     """When the actions of every rank's order start, if F, I and W take one second and B two.
 
-    The orders must be such that no rank waits for ever.
+    Raises ValueError if ranks wait for one another for ever.
     """
+    home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     ends: dict[tuple[int, bool, int | None], int] = {}
-    clock, waiting = [0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(waiting):
-        left = sum(map(len, waiting))
-        for rank, order in enumerate(waiting):
-            while order and all(one in ends for one in _needs(order[-1], stages)):
-                action = order.pop()
-                start = max([clock[rank], *(ends[one] for one in _needs(action, stages))])
-                yield start, action
-                clock[rank] = start + (2 if action.do == Do.BACKWARD else 1)
-                if action.do != Do.WEIGHT_BACKWARD:
-                    forward = action.do == Do.FORWARD
-                    ends[action.stage, forward, action.microbatch] = clock[rank]
-        assert sum(map(len, waiting)) < left, "the orders wait for one another"
+    clock, timed = [0] * len(orders), []
+
+    def advance(rank: int, action: Action) -> int | None:
+        needs = _needs(action, stages)
+        for one in needs:
+            if one not in ends:
+                return home[one[0]]
+        start = max([clock[rank], *(ends[one] for one in needs)])
+        timed.append((start, action))
+        clock[rank] = start + (2 if action.do == Do.BACKWARD else 1)
+        if action.do != Do.WEIGHT_BACKWARD:
+            ends[action.stage, action.do == Do.FORWARD, action.microbatch] = clock[rank]
+        return None
+
+    replay(orders, advance)
+    return timed
 
 
 def _needs(action: Action, stages: int) -> list[tuple[int, bool, int | None]]:

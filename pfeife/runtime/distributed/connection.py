@@ -14,7 +14,7 @@ from pfeife import _torch
 _CUT = 2**30  # the tag of the receives that nobody ever answers
 
 
-class Line:
+class Connection:
     """A process group of ours that can be cut: then all that waits for its messages fails.
 
     Gloo has no such call, but the timeout of one receive fails all that its group is doing. So

@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pfeife.runtime.distributed.lifeline import kept_by_torchrun, met
+from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
+from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure, PipelineError
 
@@ -66,7 +67,7 @@ def _initialize(device: torch.device, timeout: float) -> None:
         raise PipelineError(Failure(None if kept_by_torchrun() else 0, "", cause)) from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
-    store = dist.PrefixStore(f"start {met(store, rank, size, timeout)}", store)
+    store = dist.PrefixStore(f"start {rendezvous(store, rank, size, timeout)}", store)
     if device.type == "cuda":
         torch.cuda.set_device(_number("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"

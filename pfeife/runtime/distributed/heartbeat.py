@@ -16,9 +16,9 @@ import attrs
 from torch import distributed as dist
 
 from pfeife.data import plain
-from pfeife.runtime.failure import Failure, PipelineError
+from pfeife.runtime.failure import Failure
 
-BEAT = 0.5  # seconds between two signs of life
+INTERVAL = 0.5  # seconds between two signs of life
 ANSWER = 5.0  # seconds in which the store answers, unless it is lost
 MISSED = 3  # signs of life in a row that the store refuses before it counts as gone
 ALL = -1  # who a rank waits for in an operation of all ranks
@@ -37,7 +37,7 @@ class Doing:
 
 
 @attrs.frozen
-class Beat:
+class Heartbeat:
     """A sign of life: the `count`th one of a rank that has been at something for `seconds`."""
 
     count: int
@@ -46,10 +46,10 @@ class Beat:
     waits_for: int | None = None
 
 
-Beats = Mapping[int, Beat]  # the last sign of life of each rank
+Heartbeats = Mapping[int, Heartbeat]  # the last sign of life of each rank
 
 
-class Lifeline:
+class Monitor:
     """One rank's end. All that uses the store runs on its thread, so nobody waits for a store
     that has stopped to answer.
 
@@ -72,7 +72,7 @@ class Lifeline:
         self.missed = 0  # signs of life since the last one that the store has taken
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.count, self.doing, self.since = 0, Doing(""), time.monotonic()
-        self.thread = threading.Thread(target=self._run, name="pfeife lifeline", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="pfeife heartbeat", daemon=True)
         self.thread.start()
 
     @property
@@ -115,9 +115,9 @@ class Lifeline:
         found = self.ask(know)
         return everyone if found is None else {self.rank, *found}
 
-    def beats(self) -> Beats | None:
+    def heartbeats(self) -> Heartbeats | None:
         """The last signs of life; None if the store does not answer."""
-        return self.ask(self._beats)
+        return self.ask(self._heartbeats)
 
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer from the thread, None if it cannot be had."""
@@ -146,7 +146,7 @@ class Lifeline:
             try:  # questions may come one upon another: signs of life go on
                 job = self.jobs.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                job, due = self._round, time.monotonic() + BEAT
+                job, due = self._round, time.monotonic() + INTERVAL
             if job is None:
                 return
             job()
@@ -159,21 +159,21 @@ class Lifeline:
         if self.gone:
             return
         try:
-            self._beat()
+            self._send()
             self.missed = 0
         except RuntimeError:  # the store is lost
             self.missed += 1
             if self.gone:
                 self.failure = self.failure or store_gone()
 
-    def _beat(self) -> None:
+    def _send(self) -> None:
         doing = self.look()
         if doing != self.doing:
             self.doing, self.since = doing, time.monotonic()
         self.count += 1
         seconds = time.monotonic() - self.since
-        beat = Beat(self.count, doing.text, seconds, doing.waits_for)
-        self.store.set(f"beat {self.rank}", plain.to_json(beat))
+        beat = Heartbeat(self.count, doing.text, seconds, doing.waits_for)
+        self.store.set(f"heartbeat {self.rank}", plain.to_json(beat))
         self.failure = self.failure or self._published()
         if self.failure is not None:
             self.acknowledge()
@@ -187,63 +187,13 @@ class Lifeline:
             return None
         return plain.from_json(Failure, self.store.get("failure").decode())
 
-    def _beats(self) -> Beats:
-        keys = {rank: f"beat {rank}" for rank in range(self.size)}
+    def _heartbeats(self) -> Heartbeats:
+        keys = {rank: f"heartbeat {rank}" for rank in range(self.size)}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         return {
-            rank: plain.from_json(Beat, self.store.get(key).decode()) for rank, key in there.items()
+            rank: plain.from_json(Heartbeat, self.store.get(key).decode())
+            for rank, key in there.items()
         }
-
-
-def roll_call(
-    store: dist.Store, rank: int, size: int, timeout: float, first: int = 0
-) -> tuple[int, list[int]]:
-    """Waits until all ranks are here. Returns the number of the round (`first` or later) in which
-    they have met, and the ranks that were missing after `timeout` seconds or have left their
-    program: none, or all ranks that came are told the same.
-
-    A round is over for all when one rank has given it up, and who comes later waits in the next:
-    so nobody goes on with a rank that has turned away.
-    """
-    number = first
-    while True:
-        found = _round(store, number, rank, size, timeout)
-        if found is None or rank in found:
-            number += 1
-        else:
-            return number, found
-
-
-def _round(
-    store: dist.Store, number: int, rank: int, size: int, timeout: float
-) -> list[int] | None:
-    """The missing ranks of a round, None if it was over before this rank came."""
-    verdict = f"round {number}"
-    if store.check([verdict]):
-        return None
-    store.set(f"here {number} {rank}", "")
-    missing = set(range(size)) - {rank}
-    deadline, pause = time.monotonic() + timeout, 0.001
-    while not store.check([verdict]):
-        missing = {one for one in missing if not store.check([f"here {number} {one}"])}
-        gone = any(store.check([f"left {one}"]) for one in missing)
-        if not missing or gone or time.monotonic() >= deadline:
-            text = plain.to_json(tuple(sorted(missing)))
-            store.compare_set(verdict, "", text)
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return list(plain.from_json(tuple[int, ...], store.get(verdict).decode()))
-
-
-def met(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
-    """The round in which all ranks have met; raises PipelineError if some are missing."""
-    number, missing = roll_call(store, rank, size, timeout, first)
-    if not missing:
-        return number
-    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
-    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
-    raise PipelineError(Failure(missing[0], "", cause))
 
 
 def kept_by_torchrun() -> bool:

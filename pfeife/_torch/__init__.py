@@ -1,0 +1,88 @@
+"""Every private name of torch that Pfeife uses, each with the reason and the way out.
+
+Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this folder changes: `dynamo`,
+`sources` and `results` are about the frame that Dynamo compiles, `aot` about its joint graph,
+`tensors`, `gloo` and `trace` about what their names say.
+"""
+
+from pfeife._torch.aot import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+    flop_formulas,
+    inductor,
+    joint_graph,
+    no_autocast,
+)
+from pfeife._torch.dynamo import (
+    broken_guard,
+    frame,
+    frame_arguments,
+    frame_name,
+    graph_break,
+    is_dynamo_error,
+    is_last_compilation,
+    is_limit_of_compilations,
+    many_programs,
+    whole_graph,
+)
+from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.sources import placeholder_source, source_value, source_words
+from pfeife._torch.tensors import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    hooks_of,
+    is_shared,
+    leaf_dims,
+    marked_dims,
+)
+from pfeife._torch.trace import compilation, trace_artifact
+
+__all__ = [
+    "BufferAOTInput",
+    "DataDependentOutputException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "TorchDispatchMode",
+    "assigned",
+    "assigned_constants",
+    "broken_guard",
+    "compilation",
+    "flop_formulas",
+    "frame",
+    "frame_arguments",
+    "frame_name",
+    "gloo_device",
+    "gloo_group",
+    "graph_break",
+    "hooks_of",
+    "inductor",
+    "is_dynamo_error",
+    "is_last_compilation",
+    "is_limit_of_compilations",
+    "is_shared",
+    "joint_graph",
+    "leaf_dims",
+    "many_programs",
+    "marked_dims",
+    "no_autocast",
+    "placeholder_source",
+    "result_paths",
+    "source_value",
+    "source_words",
+    "trace_artifact",
+    "whole_graph",
+]

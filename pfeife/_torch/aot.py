@@ -1,0 +1,99 @@
+"""AOTAutograd: the joint graph of a step, and how captured operations run."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._C import DispatchKey
+
+# The joint graph with a descriptor on every input and output. The public export APIs give
+# either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
+# `aot_export_joint_with_descriptors` puts there.
+from torch._functorch._aot_autograd.descriptors import (  # isort: skip
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+__all__ = [
+    "BufferAOTInput",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "flop_formulas",
+    "inductor",
+    "joint_graph",
+    "no_autocast",
+]
+
+
+@contextlib.contextmanager
+def _whole_interpolation() -> Iterator[None]:
+    """While tracing leaves interpolation whole. Else it becomes indexing, which is slower than
+    PyTorch's kernels and rounds otherwise (it is meant for shapes that are not known). If
+    `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+    aten = torch.ops.aten
+    packets = [getattr(aten, n) for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    before = [(operator, dict(operator.py_kernels)) for operator in operators]
+    try:
+        for operator, _ in before:
+            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+                operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+def no_autocast() -> Any:
+    """While captured operations run, which have their casts in the graph. torch's own compiled
+    functions run so; if it moves: `torch.autocast(type, enabled=False)` for each device type."""
+    return torch._C._DisableAutocast()
+
+
+def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
+    """The flat joint graph of a module; without gradients the forward graph alone.
+
+    The forward is traced under the autocast of the caller, the backward outside of it, as eager
+    runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
+    """
+    outside = torch._functorch.config.patch(backward_pass_autocast="off")
+    with contextlib.ExitStack() as stack, _whole_interpolation(), outside:
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:
+    """Inductor's code for a graph of aten operations. `torch.compile` would trace the graph by
+    Dynamo first; `torch._inductor.standalone_compile` writes an artifact beside the caches."""
+    from torch._inductor.compile_fx import compile_fx
+
+    made: Any = compile_fx(graph, examples)  # other types for other modes
+    return made
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
+    documented name), and the CPU's attention kernels, which that table lacks."""
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+    aten = torch.ops.aten
+    extra = {
+        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    }
+    return extra | flop_registry

@@ -1,0 +1,130 @@
+"""Dynamo: how a step is handed to it, which frame it compiles, and what it says that went wrong."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def translator() -> Any:
+    """Dynamo's account of the frame that it compiles right now, valid in the call of a backend.
+    Nothing public tells of frames. If it moves: it is a local variable of the backend's callers."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()
+
+
+# What a step of ours is called in the frame that hands it to Dynamo; not part of anyone's names.
+STEP = "_pfeife_step"
+
+
+def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The step compiled by Dynamo as one graph at the shapes that it is called with.
+
+    Dynamo keeps what it compiles with the code object, and counts its recompilations there: a
+    code object for each step keeps them apart. (torch.compile has `isolate_recompiles` for that
+    from 2.13 on.) A frame of ours around the step is never skipped, as the step itself may be.
+    """
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return _pfeife_step(*args, **kwargs)
+
+    _pfeife_step = step
+    assert STEP in whole.__code__.co_freevars
+    whole.__code__ = whole.__code__.replace()
+    return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
+
+
+def many_programs(count: int) -> contextlib.AbstractContextManager[None]:
+    """While Dynamo compiles a step up to so many times before it refuses to. The setting has no
+    public form; if it moves: leave it out, and a step may have 8 shapes."""
+    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=count
+    )
+    return patch
+
+
+def frame() -> Any:
+    """The code of the frame that Dynamo compiles right now."""
+    return translator().f_code
+
+
+def frame_name() -> str:
+    """The name of the function that Dynamo compiles right now."""
+    return str(translator().f_code.co_name)
+
+
+def frame_arguments() -> list[str]:
+    """The names of the arguments of the frame that Dynamo compiles right now, in their order."""
+    code = translator().f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return list(code.co_varnames[:count])
+
+
+def graph_break() -> tuple[str, str] | None:
+    """Why the graph that Dynamo compiles right now is not the whole of the frame: the reason and
+    the line of the user's code; None if it is whole. If these fields move: `fullgraph=True` makes
+    Dynamo itself refuse a break."""
+    now = translator()
+    reason = now.output.compile_subgraph_reason
+    if reason is not None and reason.graph_break:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        line = f'File "{place.filename}", line {place.lineno}, in {place.name}' if place else ""
+        return reason.reason.strip().splitlines()[0], line
+    code = now.f_code
+    if code.co_name.startswith("torch_dynamo_resume_in_"):
+        line = f'File "{code.co_filename}", line {code.co_firstlineno}'
+        return "this graph goes on after another one", line
+    return None
+
+
+def is_dynamo_error(error: BaseException) -> bool:
+    """Whether Dynamo says that it cannot compile something, or that something below it failed. The
+    class has no public name; if it moves: look for its module in the error's class."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_limit_of_compilations(error: BaseException) -> bool:
+    """Whether Dynamo says that it has compiled a step as often as it may. If the class moves: as
+    any other of Dynamo's errors, which is said in its own words."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+def is_last_compilation() -> bool:
+    """Whether torch would run the frame that Dynamo compiles right now eagerly, and say nothing,
+    if it had to compile it once more. If the count moves: False, and torch says nothing."""
+    from torch._guards import CompileContext
+
+    current: Any = CompileContext.try_get()
+    count = current.compile_id.frame_compile_id
+    config = torch._dynamo.config
+    return not config.fail_on_recompile_limit_hit and count + 1 >= config.recompile_limit
+
+
+def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
+    """Something that Dynamo assumed of symbolic sizes and that other values of them break.
+
+    `values` go by the symbols (`size.node.expr`). Only what Python's control flow asked counts,
+    which is baked into the graph; what operations ask (which kernel a convolution takes) they ask
+    again when the graph is traced at other sizes. Dynamo notes who asked: if that moves, every
+    guard counts, and convolutions of kernel size 1 are refused too often.
+    """
+    if not sizes:
+        return None
+    environment = sizes[0].node.shape_env
+    hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    for guard in environment.guards:
+        asked = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+        if asked is not None and "_dynamo" not in getattr(asked, "filename", "_dynamo"):
+            continue
+        here = environment.replace(guard.expr).xreplace(values)
+        if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
+            return str(guard.expr)
+    return None

@@ -1,0 +1,21 @@
+"""Gloo's process groups over a device of ours."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+
+def gloo_device() -> Any:
+    """A thread that looks after connections, which several groups can share: every one wakes up a
+    hundred times a second. If `create_default_device` moves: leave the device out, and each group
+    has its own."""
+    return torch.distributed.ProcessGroupGloo.create_default_device()
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+    """A process group over a device. If its options move: their public form is the timeout."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [device]
+    return gloo(store, rank, size, options)

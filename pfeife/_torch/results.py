@@ -1,0 +1,109 @@
+"""What a frame returns and assigns, which Dynamo does in code of its own after the graph."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pfeife._torch.dynamo import translator
+
+
+def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
+    """Where the tensors stand in what the frame returns that Dynamo compiles right now, with their
+    nodes, in order; None where the frame ends at a graph break, or returns an object of a class
+    that is no tuple, list, mapping or dataclass.
+
+    Dynamo has what is returned on its stack. The graph's results are in an order of its own, and
+    nothing public tells which is which. If it moves: return None, and an index means the graph's
+    results.
+    """
+    stack = translator().stack
+    if len(stack) != 1:
+        return None
+    found: list[tuple[tuple[int | str, ...], torch.fx.Node]] = []
+    for path, value in _leaves(stack[-1].realize()):
+        if hasattr(value, "proxy"):
+            if "Tensor" in type(value).__name__ and isinstance(value.proxy, torch.fx.Proxy):
+                found.append((path, value.proxy.node))
+        elif not value.is_python_constant():
+            return None
+    return found
+
+
+def assigned() -> dict[torch.fx.Node, list[str]]:
+    """The nodes of the graph that Dynamo compiles right now, each with the attributes, entries of
+    dicts and cells that will hold its value after the call, as sources.
+
+    Dynamo does the assignments in code of its own, after the graph. Nothing public tells of them.
+    If it moves: return {}, and such a value is taken for a result of the step.
+    """
+    found: dict[torch.fx.Node, list[str]] = {}
+    for source, value in _written(dict):
+        if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
+            found.setdefault(value.proxy.node, []).append(source)
+    return found
+
+
+def assigned_constants() -> dict[str, Any]:
+    """What Python alone has computed (numbers, texts) of what the frame that Dynamo compiles right
+    now assigns to attributes, entries of dicts and lists, and cells, by sources. If it moves:
+    return {}, and nobody sees that such a number is one microbatch's."""
+    return {
+        source + "".join(f"[{key!r}]" for key in path): leaf.as_python_constant()
+        for source, value in _written(dict | list)
+        for path, leaf in _leaves(value)
+        if leaf.is_python_constant()
+    }
+
+
+def _written(containers: Any) -> Iterator[tuple[str, Any]]:
+    """What the frame that Dynamo compiles right now assigns, as Dynamo has it, and the sources of
+    the places: attributes, cells, and the entries of changed containers of these types."""
+    effects = translator().output.side_effects
+    places = [
+        (holder, f".{name}", value)
+        for holder, written in effects.store_attr_mutations.items()
+        for name, value in written.items()
+    ]
+    for one in effects.id_to_variable.values():
+        inside = getattr(one, "items", None)
+        if isinstance(inside, containers) and effects.is_modified(one):
+            pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
+            places += [(one, f"[{_plain_key(key)!r}]", value) for key, value in pairs]
+    for holder, key, value in places:
+        source = getattr(holder, "source", None)
+        seen = value.unwrap()
+        if source is not None and seen.is_realized():  # else the step has not read it
+            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
+                name = source.name() if callable(source.name) else source.name
+                yield f"{name}{key}", seen
+
+
+def _leaves(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
+    """The values that are inside of a value as Dynamo has it, and where they stand in it: those
+    in tuples, lists, mappings and objects that the step has made."""
+    if hasattr(value, "proxy") or value.is_python_constant():
+        yield path, value
+        return
+    inside = getattr(value, "items", None)
+    if not isinstance(inside, list | tuple | dict):
+        held = next(filter(None, (getattr(value, n, None) for n in _HELD)), None)
+        if held is not None:
+            yield from _leaves(held.realize(), path)
+            return
+        inside = translator().output.side_effects.store_attr_mutations.get(value)
+    if inside is None:
+        yield path, value
+        return
+    for key, one in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        yield from _leaves(one.realize(), (*path, _plain_key(key)))
+
+
+_HELD = ("_base_vt", "_dict_vt", "_tuple_vt", "_list_vt")  # what a subclass of a dict or tuple has
+
+
+def _plain_key(key: Any) -> int | str:
+    """A key of a dict as Dynamo has it."""
+    value = key.vt.as_python_constant() if hasattr(key, "vt") else key
+    return value if isinstance(value, int | str) else str(value)

@@ -1,0 +1,61 @@
+"""Tensors: those without storage, what looks at them, who shares them."""
+
+from typing import Any
+
+import torch
+
+# A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
+# there are no public names for them. If they move: torch.export uses them, and imports them.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+# Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DataDependentOutputException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "hooks_of",
+    "is_shared",
+    "leaf_dims",
+    "marked_dims",
+]
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """Those who look at a tensor's gradients as they are made or added. torch has no public
+    question for it; if these attributes move: nobody is warned."""
+    several = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for hooks in several for hook in (hooks or {}).values()]
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor looks at a tensor's storage. There is no public count of those; the
+    two that are always there are the tensor and the storage object that is asked."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
+def marked_dims(tensor: torch.Tensor) -> set[int]:
+    """The dimensions that `torch._dynamo.mark_dynamic` marked on a tensor."""
+    return set(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
+    """`in_dims`, a prefix of the tree as in torch.vmap, as one entry a leaf.
+
+    Raises ValueError if it is no prefix. torch.vmap itself uses this helper.
+    """
+    from torch.utils._pytree import _broadcast_to_and_flatten, tree_structure
+
+    dims = _broadcast_to_and_flatten(in_dims, tree_structure(tree))
+    if dims is None:
+        raise ValueError(
+            "in_dims does not fit the arguments of the step: it is a number, None, or a structure "
+            "of them as that of the positional arguments (a tuple with an entry for each)"
+        )
+    return dims

@@ -1,0 +1,30 @@
+"""torch's structured trace, which tlparse shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def compilation() -> Any:
+    """Which compilation Dynamo is in, for `trace_artifact`; None outside of one."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.try_get()
+    if current is None:
+        return None
+    kept = CompileContext(current.compile_id)  # alone: torch goes on with its own
+    kept.attempt = current.attempt
+    return kept
+
+
+def trace_artifact(name: str, encoding: str, text: Callable[[], str], compilation: Any) -> None:
+    """Adds a text to torch's structured trace, which TORCH_TRACE turns on and tlparse shows.
+
+    `encoding` is "string" or "json"; tlparse lists it under the `compilation`. Where nothing is
+    traced, `text` is not called. There is no public way into that trace; without it these
+    artifacts alone would be missing.
+    """
+    from torch._guards import compile_context
+    from torch._logging._internal import trace_structured_artifact
+
+    with compile_context(compilation):
+        trace_structured_artifact(name, encoding, text)

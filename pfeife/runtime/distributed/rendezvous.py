@@ -1,0 +1,60 @@
+"""How the ranks find one another: over a store that all of them reach."""
+
+import time
+
+from torch import distributed as dist
+
+from pfeife.data import plain
+from pfeife.runtime.failure import Failure, PipelineError
+
+
+def rendezvous(store: dist.Store, rank: int, size: int, timeout: float, first: int = 0) -> int:
+    """Waits until all ranks are here. Returns the number of the round (`first` or later) in which
+    they have met; raises PipelineError if ranks have not come after `timeout` seconds, or have
+    left their program."""
+    number, missing = _rounds(store, rank, size, timeout, first)
+    if not missing:
+        return number
+    which = f"ranks {missing} of {size} are" if len(missing) > 1 else f"of {size} ranks it is"
+    cause = f"it has not arrived: {which} missing (timeout={timeout:g})"
+    raise PipelineError(Failure(missing[0], "", cause))
+
+
+def _rounds(
+    store: dist.Store, rank: int, size: int, timeout: float, first: int = 0
+) -> tuple[int, list[int]]:
+    """The number of the round in which the ranks have met, and those that were missing: none, or
+    all ranks that came are told the same.
+
+    A round is over for all when one rank has given it up, and who comes later waits in the next:
+    so nobody goes on with a rank that has turned away.
+    """
+    number = first
+    while True:
+        found = _round(store, number, rank, size, timeout)
+        if found is None or rank in found:
+            number += 1
+        else:
+            return number, found
+
+
+def _round(
+    store: dist.Store, number: int, rank: int, size: int, timeout: float
+) -> list[int] | None:
+    """The missing ranks of a round, None if it was over before this rank came."""
+    verdict = f"round {number}"
+    if store.check([verdict]):
+        return None
+    store.set(f"here {number} {rank}", "")
+    missing = set(range(size)) - {rank}
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while not store.check([verdict]):
+        missing = {one for one in missing if not store.check([f"here {number} {one}"])}
+        gone = any(store.check([f"left {one}"]) for one in missing)
+        if not missing or gone or time.monotonic() >= deadline:
+            text = plain.to_json(tuple(sorted(missing)))
+            store.compare_set(verdict, "", text)
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return list(plain.from_json(tuple[int, ...], store.get(verdict).decode()))

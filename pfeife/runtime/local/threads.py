@@ -1,0 +1,37 @@
+"""The threads of a pipeline, kept from step to step."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Threads:
+    """Lends a thread for each of `ranks`; they end with this object.
+
+    A new thread would make its OpenMP team anew in each step, and find its caches cold. Each rank
+    has the same thread in every step. Steps of one pipeline that run at the same time, called by
+    several threads of the user, have a set each: a set that two of them shared could wait for
+    itself. After a failure a set is ended, and the next step starts with a new one.
+    """
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks, self.process = ranks, os.getpid()
+        self.idle: list[list[ThreadPoolExecutor]] = []
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[list[ThreadPoolExecutor]]:
+        """A thread a rank while a step runs; if that raises, after all of them have ended."""
+        if self.process != os.getpid():  # a fork has the objects, but not the threads
+            self.process, self.idle = os.getpid(), []
+        try:
+            threads = self.idle.pop()
+        except IndexError:
+            threads = [ThreadPoolExecutor(1, f"pfeife rank {rank}") for rank in self.ranks]
+        try:
+            yield threads
+        except BaseException:
+            for thread in threads:
+                thread.shutdown()
+            raise
+        self.idle.append(threads)
