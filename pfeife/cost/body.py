@@ -1,7 +1,7 @@
 """Storages: what a body allocates, and what a stage keeps between its calls."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -110,38 +110,54 @@ class Body:
     def of(body: fx.GraphModule, rounding: int = 1) -> "Body":
         nodes = [node for node in body.graph.nodes if node.op == "call_function"]
         owners = {node: storage_owner(node) for node in nodes}
-        parts: dict[fx.Node, list[fx.Node]] = {}  # of an operation with several results
-        for node in nodes:
-            source = node.all_input_nodes[0] if node.all_input_nodes else None
-            if owners[node] is node and isinstance(_value(node), torch.Tensor) and source in parts:
-                parts[source].append(node)
-            elif owners[node] is node and not isinstance(_value(node), torch.Tensor):
-                parts[node] = []
-        part_of = {part: whole for whole, group in parts.items() for part in group}
-        ends: dict[fx.Node, int] = {}
-        for index, node in enumerate(nodes):
-            for one in (node, *node.all_input_nodes):
-                if one in owners:
-                    ends[owners[one]] = index
-                for part in parts.get(one, ()):  # the tuple holds all its parts
-                    ends[part] = max(ends.get(part, 0), index)
-        results = returned(body)
-        kept = [storage_owner(node) for node in results]
-        ends |= {owner: len(nodes) for owner in kept}
+        results = tuple(storage_owner(node) for node in returned(body))
+        parts = _parts(nodes, owners)
+        ends = _ends(nodes, owners, parts) | dict.fromkeys(results, len(nodes))
         sizes = {n: rounded(node_bytes(n), rounding) for n in nodes if owners[n] is n}
         sizes |= {node: _untaken(node, group, rounding) for node, group in parts.items()}
-        born: dict[fx.Node, list[fx.Node]] = {}
-        for node in sizes:
-            born.setdefault(part_of.get(node, node), []).append(node)
-        dying: dict[int, int] = Counter()
+        # The parts of an operation with several results are born with it, before they are taken.
+        whole_of = {part: whole for whole, group in parts.items() for part in group}
+        born: Counter[fx.Node] = Counter()
+        dying: Counter[int] = Counter()
         for node, size in sizes.items():
+            born[whole_of.get(node, node)] += size
             dying[ends[node]] += size
         live = peak = 0
         for index, node in enumerate(nodes):
-            live += sum(sizes[one] for one in born.get(node, ()))
+            live += born[node]
             peak = max(peak, live)
             live -= dying[index]
-        return Body(sizes, tuple(kept), peak)
+        return Body(sizes, results, peak)
+
+
+def _parts(
+    nodes: Sequence[fx.Node], owners: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Of every operation with several results the nodes that take one with a storage of its own."""
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if owners[node] is node and not isinstance(_value(node), torch.Tensor):
+            parts[node] = []
+        elif owners[node] is node and source in parts:
+            parts[source].append(node)
+    return parts
+
+
+def _ends(
+    nodes: Sequence[fx.Node],
+    owners: Mapping[fx.Node, fx.Node],
+    parts: Mapping[fx.Node, Sequence[fx.Node]],
+) -> dict[fx.Node, int]:
+    """After which node each storage is freed: the last that reads it, or a view of it."""
+    ends: dict[fx.Node, int] = {}
+    for index, node in enumerate(nodes):
+        for one in (node, *node.all_input_nodes):
+            if one in owners:
+                ends[owners[one]] = index
+            for part in parts.get(one, ()):  # the tuple holds all its parts
+                ends[part] = max(ends.get(part, 0), index)
+    return ends
 
 
 def _untaken(node: fx.Node, parts: Iterable[fx.Node], rounding: int) -> int:

@@ -260,16 +260,12 @@ def _read_by_backward(
     forwards that it reads, and the names of what it computes itself."""
     calls = {call.node: call for call in program.calls}
     results = returned(program.body(calls[forward.name]))
-    wanted, held, made = [], set(), set()
-    for call in program.calls:
-        if (call.kind, call.unit) == (Kind.BACKWARD, unit):
-            made |= {node.name for node in program.body(call).graph.nodes if not is_source(node)}
-            for value in find_node(program.module, call.node).all_input_nodes:
-                maker = calls.get(call_of(value).name)
-                if maker is not None and maker.node == forward.name:
-                    wanted.append(results[value.args[1]])
-                elif maker is not None and maker.kind == Kind.FORWARD:
-                    held.add(storage_of(program, value))
+    mine = [call for call in calls.values() if (call.kind, call.unit) == (Kind.BACKWARD, unit)]
+    made = {n.name for call in mine for n in program.body(call).graph.nodes if not is_source(n)}
+    read = [v for call in mine for v in find_node(program.module, call.node).all_input_nodes]
+    wanted = [results[value.args[1]] for value in read if call_of(value) is forward]
+    forwards = {node for node, call in calls.items() if call.kind == Kind.FORWARD} - {forward.name}
+    held = {storage_of(program, value) for value in read if call_of(value).name in forwards}
     return wanted, frozenset(storage for storage in held if storage), made
 
 
