@@ -9,6 +9,7 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import machine
+from pfeife.ir.program import verify
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
 
@@ -67,6 +68,17 @@ def test_a_pass_that_changes_the_numbers(sent):
 
     with pytest.raises(AssertionError, match=r"first.weight differs by up to"):
         check_pass(sloppy, program, state, microbatches)
+
+
+def test_a_graph_that_reads_a_value_before_it_is_made(sent):
+    """What fx's own lint finds is told as what is wrong with the program."""
+
+    def ahead(graph):
+        first, *_, last = (node for node in graph.nodes if node.op == "call_module")
+        first.args = (last,)
+
+    with pytest.raises(ValueError, match=r"is not well formed: .* before it has been defined"):
+        verify(rebuilt(sent[1], ahead))
 
 
 def output_node_of(graph: fx.Graph) -> fx.Node:

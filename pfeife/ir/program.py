@@ -360,7 +360,10 @@ def verify(program: Program) -> Program:
 
 def _problems(program: Program) -> Iterator[str]:
     graph = program.module.graph
-    graph.lint()
+    broken = _lint(program.module)
+    if broken is not None:
+        yield broken
+        return  # what follows would stumble over it
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
     if placeholders != [port.name for port in program.inputs]:
         yield f"placeholders {placeholders} are not the input ports"
@@ -385,12 +388,23 @@ def _problems(program: Program) -> Iterator[str]:
         if not isinstance(body, fx.GraphModule):
             yield f"{node.name} calls {type(body).__name__}, not a graph module"
             continue
-        body.graph.lint()
+        broken = _lint(body)
+        if broken is not None:
+            yield f"the body of {node.name}: {broken}"
         held = [name for name, _ in (*body.named_parameters(), *body.named_buffers())]
         if held:
             yield f"the body of {node.name} keeps {held[0]} for itself"
     if any(node.target is send for node in graph.nodes):
         yield from _misplaced_reads(program)
+
+
+def _lint(module: fx.GraphModule) -> str | None:
+    """What fx finds wrong in a graph."""
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _misplaced_reads(program: Program) -> Iterator[str]:
