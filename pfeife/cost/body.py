@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
+from pfeife.compilers.piece import inputs
 from pfeife.ir.outline import storage_owner
 from pfeife.ir.program import Kind, Program, Role, call_of, holders, node_bytes, receive, returned
 
@@ -71,8 +72,7 @@ def storage_in(
         return Storage(call.name, owner.name, size) if isinstance(_value(owner), Tensor) else None
     if owner.op != "placeholder":
         return None
-    placeholders = [one for one in body.graph.nodes if one.op == "placeholder"]
-    return storage_of(program, call.all_input_nodes[placeholders.index(owner)])
+    return storage_of(program, call.all_input_nodes[inputs(body).index(owner)])
 
 
 def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:

@@ -15,6 +15,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
+from pfeife.compilers.piece import inputs
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
@@ -93,10 +94,10 @@ class _Body:
     def bytes(self) -> int:
         """Of the inputs, and of the results that are held."""
         made = sum(map(node_bytes, returned(self.module)))
-        return sum(map(node_bytes, _inputs(self.module))) + self.held * made
+        return sum(map(node_bytes, inputs(self.module))) + self.held * made
 
     def arguments(self) -> list[torch.Tensor]:
-        return [example(node.meta["val"], self.device) for node in _inputs(self.module)]
+        return [example(node.meta["val"], self.device) for node in inputs(self.module)]
 
 
 def _measured_body(
@@ -107,7 +108,7 @@ def _measured_body(
     ports = {results[port.name] for port in program.ports(Role.GRADIENT)}
     node = find_node(program.module, call.node)
     gradients = tuple(sorted(user.args[1] for user in node.users if user in ports))  # type: ignore[type-var]
-    where = next((n.meta["val"].device for n in _inputs(body)), torch.device("cpu"))
+    where = next((n.meta["val"].device for n in inputs(body)), torch.device("cpu"))
     name = _name(compiler) if compiler else "eager"
     backward = any(other.kind != Kind.FORWARD for other in program.calls)
     held = HELD if backward and call.kind in (Kind.FORWARD, Kind.INPUT_BACKWARD) else 0
@@ -200,14 +201,10 @@ def _spare(device: torch.device) -> int:
 
 def _key(body: fx.GraphModule, device: torch.device | None) -> str:
     """All that a body's time depends on."""
-    devices = {str(device or node.meta["val"].device) for node in _inputs(body)}
+    devices = {str(device or node.meta["val"].device) for node in inputs(body)}
     names = [
         torch.cuda.get_device_name(name) if name.startswith("cuda") else platform.processor()
         for name in sorted(devices)
     ]
     threads = torch.get_num_threads()
     return f"torch {torch.__version__}, {names}, {threads} threads\n{fingerprint(body)}"
-
-
-def _inputs(body: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in body.graph.nodes if node.op == "placeholder"]

@@ -26,6 +26,12 @@ def not_negative(instance: object, attribute: attrs.Attribute, value: float | No
         raise ValueError(f"{named(instance, attribute)} must not be negative, but is {value}")
 
 
+def finite(instance: object, attribute: attrs.Attribute, value: float) -> None:
+    not_negative(instance, attribute, value)
+    if value == float("inf"):
+        raise ValueError(f"{named(instance, attribute)} must be finite, but is {value}")
+
+
 def fraction(instance: object, attribute: attrs.Attribute, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{named(instance, attribute)} must be from 0 to 1, not {value}")

@@ -5,17 +5,11 @@ from collections.abc import Callable
 
 import attrs
 
+from pfeife.data import checks
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
 from pfeife.ir.program import Kind
 from pfeife.lowering.lower import Transfer
 from pfeife.lowering.replay import replay
-
-
-def _check_numbers(instance: object, attribute: attrs.Attribute, value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise ValueError(
-            f"{type(instance).__name__}.{attribute.name} is a finite number from 0 on, not {value}"
-        )
 
 
 @attrs.frozen
@@ -27,11 +21,11 @@ class StageCosts:
     `splittable` runs its backward whole, in the sum of the two times.
     """
 
-    forward: float = attrs.field(validator=_check_numbers)
-    input_backward: float = attrs.field(validator=_check_numbers)
-    weight_backward: float = attrs.field(validator=_check_numbers)
-    saved: float = attrs.field(default=0.0, validator=_check_numbers)
-    kept: float = attrs.field(default=0.0, validator=_check_numbers)
+    forward: float = attrs.field(validator=checks.seconds)
+    input_backward: float = attrs.field(validator=checks.seconds)
+    weight_backward: float = attrs.field(validator=checks.seconds)
+    saved: float = attrs.field(default=0.0, validator=checks.finite)
+    kept: float = attrs.field(default=0.0, validator=checks.finite)
     splittable: bool = True
 
     @property
@@ -66,8 +60,8 @@ class Edge:
 
     source: int
     destination: int
-    forward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
-    backward_seconds: float = attrs.field(default=0.0, validator=_check_numbers)
+    forward_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    backward_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
 
 
 @attrs.frozen

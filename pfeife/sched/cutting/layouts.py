@@ -126,7 +126,8 @@ def _cuts(
 
 
 def stages_from(starts: Sequence[int], units: int) -> tuple[int, ...]:
-    return tuple(accumulate(int(unit in set(starts)) for unit in range(units)))
+    first = set(starts)
+    return tuple(accumulate(int(unit in first) for unit in range(units)))
 
 
 class Loads:

@@ -16,6 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import Tensor, fx
 
+from pfeife.compilers.piece import inputs
 from pfeife.cost.body import Storage, storage_in, storage_of
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data.machine import Machine
@@ -293,8 +294,7 @@ def _fixed(
     buffers = {port.name: updates.get(port.fqn) for port in program.ports(Role.BUFFER)}
     results, made = returned(program.module), returned(body)
     unsafe = set()
-    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
-    for placeholder, value in zip(placeholders, forward.all_input_nodes, strict=True):
+    for placeholder, value in zip(inputs(body), forward.all_input_nodes, strict=True):
         update = results.get(buffers.get(value.name))
         if update is not None:
             cone = _cone([made[update.args[1]]]) if call_of(update) is forward else []
