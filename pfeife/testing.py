@@ -21,7 +21,8 @@ from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program, Role, verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.sched import choose_recompute, clusters_of, policy
+from pfeife.sched import choose_recompute, policy
+from pfeife.sched.cutting.workload import blocked_borders
 
 
 def fingerprint(program: Program) -> str:
@@ -208,7 +209,7 @@ def plans(
     At most `largest` stages, on `ranks` ranks or on any number. A program that cannot be cut
     into enough stages is not drawn.
     """
-    blocked = clusters_of(program).blocked
+    blocked = blocked_borders(program)
     borders = [border for border in range(1, program.units) if border not in blocked]
     assume(len(borders) >= (ranks or 1) - 1)
     chosen = st.sets(

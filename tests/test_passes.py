@@ -179,7 +179,7 @@ def test_a_buffer_of_two_stages_is_refused():
         ValueError, match=r"num_batches_tracked is updated and used by several stages"
     ):
         pfeife.partition(pfeife.Plan((0, 1), order))(fused)
-    assert sched.clusters_of(fused).blocked == {1}
+    assert sched.clusters_of(sched.workload_of(fused)).blocked == {1}
 
 
 def test_measured_costs_plan_too():

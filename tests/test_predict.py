@@ -15,9 +15,12 @@ from pfeife.data.machine import Link, Machine, Network
 from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.ir.program import find_node, messages, node_bytes
+from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
+from pfeife.lowering.problem import seconds_of
 from pfeife.lowering.simulate import simulate
+from pfeife.lowering.wiring import Wiring
 
 CPU_CORE = machine("cpu-core")
 TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
@@ -132,8 +135,23 @@ def test_accumulating_begins_with_the_second_microbatch():
     assert busy[1] - busy[0] == 4 * 0.25
 
 
-def test_values_of_a_message_are_sent_one_after_another():
-    """The next when the rank is done with the one before; the last one's arrival counts."""
+def test_large_values_are_sent_one_after_another():
+    """The next when the rank is done with the one before; the last one's arrival counts, and the
+    link carries no more bytes in its time than it can."""
+    large, small = 2 * PACKED, PACKED // 4
+    quick = Link(0, 1, (0, PACKED), (1.0, 3.0), (0.5, 0.5), (0.25, 0.25), 0.0)
+    packed = travel((small, small, small), quick)
+    assert packed == Travel(1.0 + 2 * 0.75, 0.5, 0.25), "as one message"
+    assert travel((small, large, small), quick) == Travel(1.0 + 2 * 2.5, 1.0, 0.5), "the bytes"
+    slow = attrs.evolve(quick, sending=(9.0, 9.0))
+    assert travel((small, large, small), slow) == Travel(9.0 + 1.0 + 2 * 2, 18.0, 0.5)
+    assert travel((large, large), attrs.evolve(SLOW, overlap=0.0)).sending == pytest.approx(
+        2 * (1.0 + large / 84)
+    )
+
+
+def test_small_values_of_a_message_travel_together():
+    """As the runtime packs them; so do those of the planner's problem."""
     one = case("UNet")
     fused = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
@@ -149,12 +167,24 @@ def test_values_of_a_message_are_sent_one_after_another():
     assert many, "skip connections cross"
     for message in messages(program):
         each = [node_bytes(find_node(program.module, name)) for name in message.values]
-        action = transfer_of(program, message)
-        *before, last = each
-        whole = sum(0.5 + size * 0.0005 for size in before) + 1.0 + last * 0.002
-        assert transfer(action.send(0)) == pytest.approx(whole)
-        assert occupied(action.send(0)) == pytest.approx(sum(0.5 + s * 0.0005 for s in each))
-        assert occupied(action.receive(0)) == pytest.approx(sum(0.25 + s * 0.00025 for s in each))
+        action = transfer_of(Wiring(program), message)
+        size = sum(-(-size // 64) * 64 for size in each) if len(each) > 1 else each[0]
+        assert transfer(action.send(0)) == pytest.approx(1.0 + size * 0.002)
+        assert occupied(action.send(0)) == pytest.approx(0.5 + size * 0.0005)
+        assert occupied(action.receive(0)) == pytest.approx(0.25 + size * 0.00025)
+    problem = sched.stage_problem(
+        sched.workload_of(fused, plan.duplicated),
+        plan.stage_of_cluster,
+        (0, 1),
+        2,
+        machine=CPU_CORE,
+        network=network,
+    )
+    planned = seconds_of(problem)
+    for rank in schedule.ranks:
+        for action in rank:
+            if action.do in SENDS:
+                assert planned(action) == pytest.approx(transfer(action)), str(action)
     timeline = predict(program, schedule, CPU_CORE, network)
     starts = {e.action: (e.start, e.end) for e in timeline.events}
     for action, (start, end) in starts.items():

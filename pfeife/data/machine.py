@@ -88,6 +88,12 @@ class Machine:
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
 
+    def send_seconds(self, size: int) -> float:
+        """What a message takes of the time of either of its ranks."""
+        return (1 - self.overlap) * self.transfer_seconds(size)
+
+    receive_seconds = send_seconds
+
 
 @attrs.frozen
 class Link:

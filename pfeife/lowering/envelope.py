@@ -1,6 +1,6 @@
 """How values travel between ranks: their layout, what is packed together, what is posted ahead.
 
-The runtime and the account of memory both go by this.
+The runtime, the account of memory and all that tells the time of a message go by this.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +8,8 @@ from functools import cached_property
 
 import attrs
 import torch
+
+from pfeife.data.machine import Link, Machine
 
 PACKED = 2**17  # bytes up to which a value is copied into one piece with others of its message
 AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
@@ -82,10 +84,12 @@ class Envelope:
     layouts: tuple[Layout, ...]
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(layout.bytes for layout in self.layouts)
+
+    @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
-        small = tuple(i for i, layout in enumerate(self.layouts) if not layout.large)
-        alone = [(i,) for i, layout in enumerate(self.layouts) if layout.large]
-        return (*((small,) if small else ()), *alone)
+        return pieces_of(self.sizes)
 
     @cached_property
     def bytes(self) -> int:
@@ -93,9 +97,7 @@ class Envelope:
 
     def piece_bytes(self, piece: tuple[int, ...]) -> int:
         """What the buffer of a piece takes."""
-        if len(piece) == 1:
-            return self.layouts[piece[0]].bytes
-        return sum(_aligned(self.layouts[index].bytes) for index in piece)
+        return bytes_of(self.sizes, piece)
 
     def pack(self, values: Tensors) -> list[torch.Tensor]:
         """What is sent of the values, a tensor a piece. Raises ValueError for other shapes."""
@@ -144,8 +146,44 @@ class Envelope:
         return tuple(values), buffers  # type: ignore[arg-type]
 
 
+def pieces_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Which values of a message (of so many bytes each) travel together, the packed ones first."""
+    small = tuple(i for i, size in enumerate(sizes) if size <= PACKED)
+    alone = [(i,) for i, size in enumerate(sizes) if size > PACKED]
+    return (*((small,) if small else ()), *alone)
+
+
+def bytes_of(sizes: Sequence[int], piece: tuple[int, ...]) -> int:
+    """What a piece of a message takes: several values begin at aligned places."""
+    return sizes[piece[0]] if len(piece) == 1 else sum(_aligned(sizes[index]) for index in piece)
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+@attrs.frozen
+class Travel:
+    """Seconds of a message: from its send to its arrival, and what it takes of its ranks' time."""
+
+    arriving: float
+    sending: float
+    receiving: float
+
+
+def travel(sizes: Sequence[int], link: Link | Machine) -> Travel:
+    """How long a message of values of so many bytes takes over a link, or that of a machine.
+
+    A piece is handed over when the rank is done with the one before, and the last one's arrival
+    counts; but a link carries no more bytes in its time than if they were one message.
+    """
+    sent = [bytes_of(sizes, piece) for piece in pieces_of(sizes)]
+    before = sum(link.send_seconds(size) for size in sent[:-1])
+    return Travel(
+        max(before + link.transfer_seconds(sent[-1]), link.transfer_seconds(sum(sent))),
+        before + link.send_seconds(sent[-1]),
+        sum(link.receive_seconds(size) for size in sent),
+    )
 
 
 @attrs.frozen(slots=False)

@@ -6,14 +6,14 @@ from typing import NamedTuple
 from torch import fx
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Schedule
-from pfeife.ir.program import Program, messages, receive, send
+from pfeife.ir.program import receive, send
 from pfeife.lowering.wiring import Wiring
 
 
-def check_fit(schedule: Schedule, program: Program) -> None:
+def check_fit(schedule: Schedule, wiring: Wiring) -> None:
     """Raises ValueError unless every rank runs each of its calls and transfers once for every
     microbatch, and none before what it reads on the same rank."""
-    steps = _Steps(program)
+    steps = _Steps(wiring)
     for rank, actions in enumerate(schedule.ranks):
         done: set[tuple[str, int | None]] = set()
         for action in actions:
@@ -50,11 +50,10 @@ class _Step(NamedTuple):
 class _Steps:
     """The steps of a program's actions, of any microbatch; `homes` has the rank of each name."""
 
-    def __init__(self, program: Program):
-        self.wiring = Wiring(program)
-        self.nodes = {node.name: node for node in program.module.graph.nodes}
-        self.homes = {call.node: call.rank for call in program.calls}
-        for message in messages(program):
+    def __init__(self, wiring: Wiring):
+        self.wiring, self.nodes = wiring, wiring.nodes
+        self.homes = {call.node: call.rank for call in wiring.program.calls}
+        for message in wiring.messages:
             self.homes[message.node] = message.source
             self.homes[self._arrival(message.node)] = message.destination
         self.known: dict[tuple, _Step] = {}

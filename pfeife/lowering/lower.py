@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
-from pfeife.ir.program import Kind, Message, Program, Reduction, find_node, messages
+from pfeife.ir.program import Kind, Message, Program, Reduction
 from pfeife.lowering.fit import check_fit
+from pfeife.lowering.wiring import Wiring
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
 
@@ -40,13 +41,13 @@ class Transfer:
         return any(action.stage == stage and action.runs(kind) for stage, kind in self.readers)
 
 
-def transfer_of(program: Program, message: Message) -> Transfer:
+def transfer_of(wiring: Wiring, message: Message) -> Transfer:
     """A message of a program as the schedule sees it."""
-    calls = {call.node: call for call in program.calls}
+    calls = wiring.called
     readers = {
         (calls[user.name].unit, calls[user.name].kind)
         for copy in message.copies
-        for user in find_node(program.module, copy).users
+        for user in wiring.nodes[copy].users
         if user.name in calls
     }
     sender = message.sender
@@ -80,9 +81,10 @@ def lower(schedule: Schedule, program: Program) -> Schedule:
                 f"the schedule runs stage {stage} on rank {rank}, the program has it on "
                 f"rank {placed[stage]}"
             )
-    transfers = [transfer_of(program, message) for message in messages(program)]
+    wiring = Wiring(program)
+    transfers = [transfer_of(wiring, message) for message in wiring.messages]
     lowered = insert_actions(computing, transfers, program.reductions)
-    check_fit(lowered, program)
+    check_fit(lowered, wiring)
     return lowered
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from pfeife.data.machine import Machine, Network
-from pfeife.data.schedule import SENDS, Action, Do, Schedule
+from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
-from pfeife.ir.program import Message, Program, Role, find_node, messages, node_bytes
+from pfeife.ir.program import Program, Role
+from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.simulate import simulate
+from pfeife.lowering.wiring import Wiring
 
 
 def predict(
@@ -16,11 +18,10 @@ def predict(
     """The timeline of a lowered schedule of a program with messages and costs.
 
     A computation takes the seconds of its calls (see `annotate`), from the second microbatch on
-    with the adding up of its gradients. A transfer takes what the measured `network` says, also
-    of the two ranks' time; else the machine's latency and its bytes over the link, and as much of
-    the ranks' time as the machine does not overlap. A reduction over n
-    ranks takes 2 (n - 1) / n of its bytes (ring all-reduce; Patarasuk and Yuan, JPDC 2009) and
-    2 (n - 1) latencies of the machine's link. Every action also takes the rank the machine's
+    with the adding up of its gradients. A transfer takes what `travel` says of its envelope, also
+    of the two ranks' time, over the measured `network`, else over the machine's link. A reduction
+    over n ranks takes 2 (n - 1) / n of its bytes (ring all-reduce; Patarasuk and Yuan, JPDC 2009)
+    and 2 (n - 1) latencies of the machine's link. Every action also takes the rank the machine's
     `action_seconds`. Raises ValueError if a call has no cost.
     """
     seconds = action_seconds(program, machine, network)
@@ -28,21 +29,23 @@ def predict(
     return simulate(schedule, seconds, machine.action_seconds, occupied)
 
 
+def check_costs(program: Program) -> None:
+    """Raises ValueError if a call of the program has no seconds."""
+    missing = [call.node for call in program.calls if call.seconds is None]
+    if missing:
+        raise ValueError(f"{missing} have no costs; annotate the program first")
+
+
 def action_seconds(
     program: Program, machine: Machine, network: Network | None = None
 ) -> Callable[[Action], float]:
     """How long every action of a program takes; for a send, its transfer."""
-    missing = [call.node for call in program.calls if call.seconds is None]
-    if missing:
-        raise ValueError(f"{missing} have no costs; annotate the program first")
-    transfers = {}
-    for message in messages(program):
-        one = transfer_of(program, message)
-        transfers[one.send(None)] = (
-            _transfer_seconds(program, message, network)
-            if network
-            else machine.transfer_seconds(message.bytes)
-        )
+    check_costs(program)
+    wiring = Wiring(program)
+    transfers = {
+        _key(sent): one.arriving for sent, one in travels(program, machine, network).items()
+    }
+    computing: dict[tuple, float] = {}
     sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
     reduced: dict[int, float] = {}
     for reduction in program.reductions:
@@ -54,49 +57,45 @@ def action_seconds(
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
-            return transfers[Action(action.stage, action.do, None, action.peer)]
+            return transfers[_key(action)]
         if action.do == Do.REDUCE_GRAD:
             return reduced.get(action.stage, 0.0)
         first = action.microbatch == 0  # its gradients are the first of the sums
-        return sum(
-            (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
-            for call in program.calls
-            if call.unit == action.stage and action.runs(call.kind)
-        )
+        known = (action.stage, action.do, first)
+        if known not in computing:
+            computing[known] = sum(
+                (call.seconds or 0.0) + (0.0 if first else call.accumulate_seconds)
+                for call in wiring.calls(action)
+            )
+        return computing[known]
 
     return seconds_of
 
 
-def _sizes(program: Program, message: Message) -> list[int]:
-    """Bytes of the values of a message, which travel one by one."""
-    return [node_bytes(find_node(program.module, name)) for name in message.values]
-
-
-def _transfer_seconds(program: Program, message: Message, network: Network) -> float:
-    """Until the last value has arrived, each being sent when the rank is done with the one
-    before."""
-    link = network.link(message.source, message.destination)
-    *before, last = _sizes(program, message)
-    return sum(map(link.send_seconds, before)) + link.transfer_seconds(last)
+def travels(
+    program: Program, machine: Machine, network: Network | None = None
+) -> dict[Action, Travel]:
+    """How long the messages of a program take, by their sends of no microbatch."""
+    wiring = Wiring(program)
+    return {
+        transfer_of(wiring, message).send(None): travel(
+            wiring.envelope(message).sizes,
+            network.link(message.source, message.destination) if network else machine,
+        )
+        for message in wiring.messages
+    }
 
 
 def occupied_seconds(
     program: Program, machine: Machine, network: Network | None = None
 ) -> Callable[[Action], float]:
     """What every send and receive of a program takes of its rank's time."""
-    found: dict[Action, float] = {}
-    for message in messages(program):
-        one = transfer_of(program, message)
-        if network:
-            link = network.link(message.source, message.destination)
-            sizes = _sizes(program, message)
-            found[one.send(None)] = sum(map(link.send_seconds, sizes))
-            found[one.receive(None)] = sum(map(link.receive_seconds, sizes))
-        else:
-            share = (1 - machine.overlap) * machine.transfer_seconds(message.bytes)
-            found[one.send(None)] = found[one.receive(None)] = share
+    found: dict[tuple, float] = {}
+    for sent, one in travels(program, machine, network).items():
+        found |= {_key(sent): one.sending, _key(received_as(sent)): one.receiving}
+    return lambda action: found[_key(action)]
 
-    def seconds_of(action: Action) -> float:
-        return found[Action(action.stage, action.do, None, action.peer)]
 
-    return seconds_of
+def _key(transfer: Action) -> tuple:
+    """What the transfers of all microbatches have in common."""
+    return transfer.stage, transfer.do, transfer.peer

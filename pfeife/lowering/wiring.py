@@ -50,34 +50,56 @@ class Wiring:
     def messages(self) -> tuple[Message, ...]:
         return messages(self.program)
 
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """By their names; `find_node` walks the graph."""
+        return {node.name: node for node in self.program.module.graph.nodes}
+
+    @cached_property
+    def called(self) -> dict[str, Call]:
+        """The calls by their nodes' names."""
+        return {call.node: call for call in self.program.calls}
+
+    @cached_property
+    def _of_unit(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.program.calls:
+            found.setdefault(call.unit, []).append(call)
+        return found
+
+    @cached_property
+    def _by_ends(self) -> dict[tuple[int, int | None, bool], Message]:
+        """The messages by the stages at their ends, and whether a forward sends them."""
+        return {
+            (one.sender.unit, one.reader, one.sender.kind == Kind.FORWARD): one
+            for one in reversed(self.messages)
+        }
+
     def calls(self, action: Action) -> list[Call]:
         """The calls that an action of computation runs, in their order."""
-        return [c for c in self.program.calls if c.unit == action.stage and action.runs(c.kind)]
+        return [call for call in self._of_unit.get(action.stage, ()) if action.runs(call.kind)]
 
     def message(self, action: Action) -> Message:
         """The message that an action sends or receives. Raises ValueError if there is none."""
         sending = action.do in SENDS
         ends = (action.stage, action.peer) if sending else (action.peer, action.stage)
-        forward = action.do in (Do.SEND_F, Do.RECV_F)
-        for message in self.messages:
-            same = (message.sender.unit, message.reader) == ends
-            if same and (message.sender.kind == Kind.FORWARD) == forward:
-                return message
-        raise ValueError(f"the program has no message for the action {action}")
+        found = self._by_ends.get((*ends, action.do in (Do.SEND_F, Do.RECV_F)))
+        if found is None:
+            raise ValueError(f"the program has no message for the action {action}")
+        return found
 
     def envelope(self, message: Message) -> Envelope:
         """How a message's values travel."""
-        nodes = [find_node(self.program.module, name) for name in message.values]
-        return Envelope(tuple(Layout.of(node.meta["val"]) for node in nodes))
+        return Envelope(tuple(Layout.of(self.nodes[name].meta["val"]) for name in message.values))
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""
-        return tuple(n.name for n in find_node(self.program.module, call.node).all_input_nodes)
+        return tuple(node.name for node in self.nodes[call.node].all_input_nodes)
 
     def results(self, call: Call) -> tuple[tuple[str, int], ...]:
         """The values that a call makes: their names and where they stand in its result."""
-        node = find_node(self.program.module, call.node)
-        return tuple((user.name, user.args[1]) for user in node.users)  # type: ignore[misc]
+        users = self.nodes[call.node].users
+        return tuple((user.name, user.args[1]) for user in users)  # type: ignore[misc]
 
     def touched(self, action: Action) -> tuple[str, ...]:
         """The names of the values of its microbatch that an action reads or makes."""

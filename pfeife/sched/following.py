@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
 from pfeife.ir.program import Kind, Program, Role, holders, source_line
-from pfeife.sched.cutting.cuts import blocked_borders
+from pfeife.sched.cutting.workload import blocked_borders
 
 Homes = Mapping[str, frozenset[int]]  # ranks by canonical names
 

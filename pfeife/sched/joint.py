@@ -56,11 +56,11 @@ def search_plan(
     """
     began = time.monotonic()
     duplicated = cheap_to_recompute(program, wishes.machine, at_home)
-    work, clusters = workload_of(program, duplicated), clusters_of(program, duplicated)
+    work = workload_of(program, duplicated)
     left = search_seconds - (time.monotonic() - began)
     found = search_workload(
         work,
-        clusters,
+        clusters_of(work),
         wishes,
         search_seconds=left,
         seed=seed,

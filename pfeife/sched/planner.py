@@ -125,8 +125,9 @@ def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collect
     family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
     order = _over(family(count, wishes.microbatches, placed), wishes.ranks)
     duplicated = cheap_to_recompute(program, wishes.machine, at_home)
+    work = workload_of(program, duplicated)
     stage_of = wishes.cuts or balanced(
-        clusters_of(program, duplicated),
+        clusters_of(work),
         count,
         machine=wishes.machine,
         in_flight=in_flight(order),
@@ -134,7 +135,7 @@ def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collect
         state_factor=wishes.state_factor,
     )
     problem = stage_problem(
-        workload_of(program, duplicated),
+        work,
         stage_of,
         placed,
         wishes.microbatches,

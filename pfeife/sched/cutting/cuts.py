@@ -7,27 +7,26 @@ from itertools import accumulate, pairwise
 import attrs
 from torch import fx
 
+from pfeife.cost.estimate import node_seconds
 from pfeife.data.machine import Machine
 from pfeife.ir.boundary import is_boundary
-from pfeife.ir.outline import inline, is_view
+from pfeife.ir.outline import inline
 from pfeife.ir.program import (
     Kind,
     Program,
     Role,
-    call_of,
-    holders,
     is_source,
     node_bytes,
-    returned,
     source_line,
 )
 from pfeife.ir.seeding import seeded
 from pfeife.sched.cutting.room import NoRoom
+from pfeife.sched.cutting.workload import Workload
 
 
 @attrs.frozen
 class Clusters:
-    """What a planner knows of a fused program, per cluster and per border.
+    """A workload per cluster and per border.
 
     `seconds` are of one microbatch, forward and backward; `parameters` and `saved` (per
     microbatch, from forward to backward) are bytes; `crossing[c]` are the bytes of activations
@@ -42,64 +41,21 @@ class Clusters:
     blocked: frozenset[int] = frozenset()
 
 
-def clusters_of(program: Program, duplicated: Sequence[str] = ()) -> Clusters:
-    """The planner's view of a fused program with costs (see `annotate`).
-
-    Raises ValueError where a call has no seconds.
-    """
-    missing = [call.node for call in program.calls if call.seconds is None]
-    if missing:
-        raise ValueError(f"{missing} have no costs; annotate the program first")
-    count = program.units
-    seconds, parameters, saved = [0.0] * count, [0] * count, [0] * count
-    for call in program.calls:
-        seconds[call.unit] += call.seconds or 0.0
-    sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
-    for name, users in holders(program).items():
-        for unit in {call.unit for call in users}:
-            parameters[unit] += sizes[name]
-    calls = {call.node: call for call in program.calls}
-    change = [0] * (count + 1)
-    for value, maker, readers in _flows(program, calls):
-        if value.name in duplicated:
-            continue
-        size = node_bytes(value)
-        if maker.kind == Kind.FORWARD and any(r.kind != Kind.FORWARD for r in readers):
-            saved[maker.unit] += size
-        low = min(maker.unit, *(reader.unit for reader in readers))
-        high = max(maker.unit, *(reader.unit for reader in readers))
-        change[low] += size
-        change[high] -= size
-    crossing = [0, *accumulate(change[: count - 1])]
-    return Clusters(
-        tuple(seconds), tuple(parameters), tuple(saved), tuple(crossing), blocked_borders(program)
-    )
-
-
-def _flows(program: Program, calls: Mapping):
-    """Every value that flows between calls, with the call that makes it and those that read it."""
-    for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes:
-            maker = calls.get(node.all_input_nodes[0].name)
-            readers = [calls[user.name] for user in node.users if user.name in calls]
-            if maker is not None and readers:
-                yield node, maker, readers
-
-
-def blocked_borders(program: Program) -> frozenset[int]:
-    """The borders between clusters at which a cut would tear a buffer's updates apart."""
-    calls = {call.node: call for call in program.calls}
-    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
-    names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
-    results = returned(program.module)
-    made = {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE)}
-    blocked: set[int] = set()
-    for node in program.module.graph.nodes:
-        if node.name in names:
-            involved = [call_of(made[names[node.name]]), *node.users]
-            units = [calls[one.name].unit for one in involved if one.name in calls]
-            blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
-    return frozenset(blocked)
+def clusters_of(work: Workload) -> Clusters:
+    """What balancing asks of a workload."""
+    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
+    parameters, saved, change = ([0] * work.units for _ in range(3))
+    for size, units in work.parameters:
+        for unit in units:
+            parameters[unit] += size
+    for flow in work.flows:
+        if flow.kind == Kind.FORWARD and any(kind != Kind.FORWARD for _, kind in flow.readers):
+            saved[flow.unit] += flow.bytes
+        ends = [flow.unit, *(unit for unit, _ in flow.readers)]
+        change[min(ends)] += flow.bytes
+        change[max(ends)] -= flow.bytes
+    crossing = (0, *accumulate(change[:-1]))
+    return Clusters(seconds, tuple(parameters), tuple(saved), crossing, work.blocked)
 
 
 # What is best for the stages so far by the cluster they end before, and where the last begins.
@@ -119,7 +75,8 @@ def balanced(
 
     Dynamic programming over (stages so far, clusters so far), twice: for the slowest stage, then
     for the least sum of squares of the stages' seconds among the cuts that are no slower. A
-    stage's seconds are its computation and the transfer over its first border; its bytes are
+    stage's seconds are its computation and what the transfers over its borders take of its time
+    (see `Machine.overlap`), or the transfer over its first border if that is longer; its bytes are
     parameters, their gradients, optimizer state (`state_factor` times the parameters), and what
     `in_flight[stage]` microbatches save. Raises ValueError if there are more stages than
     clusters, NoRoom if none of the cuts fits `memory_limit` bytes.
@@ -131,6 +88,7 @@ def balanced(
             "(if Dynamo broke the step into several graphs, TORCH_LOGS=graph_breaks says where)"
         )
     limit = machine.memory if memory_limit is None else memory_limit
+    crossing = clusters.crossing
     time, held, kept = (
         [0, *accumulate(values)]
         for values in (clusters.seconds, clusters.parameters, clusters.saved)
@@ -141,8 +99,9 @@ def balanced(
         size += in_flight[stage] * (kept[end] - kept[first])
         if size > limit or (first and first in clusters.blocked):
             return None
-        transfer = machine.transfer_seconds(clusters.crossing[first]) if first else 0.0
-        return time[end] - time[first] + transfer
+        busy = sum(machine.send_seconds(crossing[at]) for at in (first, end) if 0 < at < count)
+        arriving = machine.transfer_seconds(crossing[first]) if first else 0.0
+        return max(time[end] - time[first] + busy, arriving)
 
     def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
         rows: list[_Row] = [{0: (0.0, 0)}]
@@ -241,9 +200,8 @@ def cheap_to_recompute(
     """Forward values that a stage computes faster for itself than it would receive them.
 
     Masks, rotary tables and their like: they depend on inputs only (no parameters, no updated
-    buffers, no random numbers, nothing of what is `at_home` on some ranks alone), and writing
-    their whole computation to memory takes less than a transfer. Names are those of the inlined
-    program.
+    buffers, no random numbers, nothing of what is `at_home` on some ranks alone), and their whole
+    computation is estimated to take less than a transfer. Names are those of the inlined program.
     """
     flat, groups = inline(program)
     updated = {*at_home, *(port.fqn for port in flat.ports(Role.BUFFER_UPDATE))}
@@ -265,11 +223,9 @@ def cheap_to_recompute(
         ):
             cones[node] = frozenset({node}).union(*(cones[s] for s in node.all_input_nodes))
     cheap: set[str] = set()
+    known = {node: node_seconds(node, machine) for node in cones}
     for node, cone in cones.items():
-        work = [n for n in cone if not is_view(n)]
-        seconds = sum(
-            machine.launch_seconds + 2 * node_bytes(n) / machine.memory_bandwidth for n in work
-        )
+        seconds = math.fsum(known[n] for n in cone)
         if cone and seconds < machine.transfer_seconds(node_bytes(node)):
             cheap |= {n.name for n in cone}
     order = [node.name for node in flat.module.graph.nodes]

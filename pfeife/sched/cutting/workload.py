@@ -7,7 +7,19 @@ import attrs
 from pfeife.cost.body import Body
 from pfeife.data.machine import Machine, Network
 from pfeife.data.plan import RecomputeOption
-from pfeife.ir.program import Call, Kind, Program, Role, call_of, holders, is_source, node_bytes
+from pfeife.ir.program import (
+    Call,
+    Kind,
+    Program,
+    Role,
+    call_of,
+    holders,
+    is_source,
+    node_bytes,
+    returned,
+)
+from pfeife.lowering.envelope import travel
+from pfeife.lowering.predict import check_costs
 from pfeife.lowering.problem import Edge, Problem, StageCosts
 
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
@@ -25,20 +37,26 @@ class Flow:
 
 @attrs.frozen
 class Workload:
-    """A fused program with costs, cluster by cluster.
+    """A fused program with costs, cluster by cluster: what all decide by who plan it.
 
-    `seconds[kind][cluster]` of one microbatch; `parameters` has bytes and clusters of every
-    parameter; `temporaries` the most bytes that a body of the cluster needs while it runs.
-    `recompute` says by cluster what its backward does again; `relieved` how many bytes of a
-    microbatch that saves.
+    `seconds[kind][cluster]` of one microbatch, its gradients being added to those of earlier ones;
+    `parameters` has bytes and clusters of every parameter; `temporaries` the most bytes that a
+    body of the cluster needs while it runs; `blocked` the borders at which a cut would tear a
+    buffer's updates apart. `recompute` says by cluster what its backward does again; `relieved`
+    how many bytes of a microbatch that saves.
     """
 
     seconds: dict[Kind, tuple[float, ...]]
     parameters: tuple[tuple[int, frozenset[int]], ...]
     flows: tuple[Flow, ...]
     temporaries: tuple[int, ...]
+    blocked: frozenset[int] = frozenset()
     recompute: dict[int, RecomputeOption] = attrs.Factory(dict)
     relieved: dict[int, int] = attrs.Factory(dict)
+
+    @property
+    def units(self) -> int:
+        return len(self.temporaries)
 
     @property
     def splittable(self) -> bool:
@@ -53,9 +71,7 @@ def workload_of(program: Program, duplicated: Sequence[str] = ()) -> Workload:
     """The numbers of a fused and annotated program; split into input- and weight-backwards if
     the program is. Values named in `duplicated` flow nowhere. Raises ValueError where a call
     has no seconds."""
-    missing = [call.node for call in program.calls if call.seconds is None]
-    if missing:
-        raise ValueError(f"{missing} have no costs; annotate the program first")
+    check_costs(program)
     calls = {call.node: call for call in program.calls}
     seconds: dict[Kind, list[float]] = {}
     temporaries = [0] * program.units
@@ -74,6 +90,7 @@ def workload_of(program: Program, duplicated: Sequence[str] = ()) -> Workload:
         parameters,
         tuple(_flows(program, calls, set(duplicated))),
         tuple(temporaries),
+        blocked_borders(program),
     )
 
 
@@ -91,6 +108,22 @@ def _flows(program: Program, calls: Mapping[str, Call], duplicated: set[str]):
         }
         if maker is not None and readers:
             yield Flow(node_bytes(node), maker.unit, maker.kind, tuple(sorted(readers)))
+
+
+def blocked_borders(program: Program) -> frozenset[int]:
+    """The borders between clusters at which a cut would tear a buffer's updates apart."""
+    calls = {call.node: call for call in program.calls}
+    updated = {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+    names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
+    results = returned(program.module)
+    made = {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE)}
+    blocked: set[int] = set()
+    for node in program.module.graph.nodes:
+        if node.name in names:
+            involved = [call_of(made[names[node.name]]), *node.users]
+            units = [calls[one.name].unit for one in involved if one.name in calls]
+            blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
+    return frozenset(blocked)
 
 
 def stage_problem(
@@ -129,7 +162,7 @@ class _Builder:
         self.machine, self.network = machine, network
         count = len(self.home)
         self.saved, self.kept = [0] * count, [0] * count
-        self.sent: dict[tuple[int, int, bool], int] = {}
+        self.sent: dict[tuple[int, int, bool], list[int]] = {}  # bytes of a message's values
         for flow in work.flows:
             self._keep(flow)
             self._send(flow)
@@ -161,16 +194,15 @@ class _Builder:
                 first[rank] = pick(first.get(rank, stage), stage)
         for stage in first.values():
             key = (maker, stage, True) if forward else (stage, maker, False)
-            self.sent[key] = self.sent.get(key, 0) + flow.bytes
+            self.sent.setdefault(key, []).append(flow.bytes)
 
     def _transfer(self, source: int, destination: int, forward: bool) -> float:
-        size = self.sent.get((source, destination, forward), 0)
+        sizes = self.sent.get((source, destination, forward))
         ends = (self.home[source], self.home[destination])
-        if not size or ends[0] == ends[1]:
+        if not sizes or ends[0] == ends[1]:
             return 0.0
-        if self.network is None:
-            return self.machine.transfer_seconds(size)
-        return self.network.link(*(ends if forward else ends[::-1])).transfer_seconds(size)
+        link = self.network.link(*(ends if forward else ends[::-1])) if self.network else None
+        return travel(sizes, link or self.machine).arriving
 
     def problem(
         self, microbatches: int, limit: int | None, state_factor: float, ahead: int
@@ -217,8 +249,8 @@ class _Builder:
         held = sum(size for size, units in self.work.parameters if units & mine)
         temporaries = self._temporaries(rank)
         arriving = sum(
-            size
-            for (source, destination, forward), size in self.sent.items()
+            sum(sizes)
+            for (source, destination, forward), sizes in self.sent.items()
             if self.home[destination if forward else source] == rank
             and self.home[source] != self.home[destination]
         )
