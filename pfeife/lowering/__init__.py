@@ -1,8 +1,8 @@
 """What planner, account of memory and runtime share: from a schedule to messages between ranks.
 
 `lower` puts sends, receives and reductions into a schedule, `replay` runs ranks against one
-another: `verify` checks so, `simulate` and `predict` tell the time. Read these in this order;
-`wiring`, `envelope` and `clocks` say which values an action reads, how they travel, and when a
-sender knows that they have arrived.
-`problem` is a schedule's task in bare numbers, `fit` moves it to other ranks.
+another: `verify` checks so, `simulate` and `predict` tell the time, `critical` what the step waits
+for. Read these in this order; `wiring`, `envelope` and `clocks` say which values an action reads,
+how they travel, and when a sender knows that they have arrived. `problem` is a schedule's task in
+bare numbers, `fit` checks that a schedule does all that a program needs.
 """

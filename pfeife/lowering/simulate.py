@@ -9,12 +9,13 @@ from pfeife.lowering.replay import Reductions, replay
 Seconds = Callable[[Action], float]
 
 
-def _nothing(action: Action) -> float:
+def nothing(action: Action) -> float:
+    """What actions take where they take none of their rank's time."""
     return 0.0
 
 
 def simulate(
-    schedule: Schedule, seconds: Seconds, overhead: float = 0.0, occupied: Seconds = _nothing
+    schedule: Schedule, seconds: Seconds, overhead: float = 0.0, occupied: Seconds = nothing
 ) -> Timeline:
     """The timeline of a lowered schedule whose every action takes `seconds(action)`.
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pfeife.cost import stage_memory
 from pfeife.data.machine import Network
 from pfeife.data.plan import Plan
+from pfeife.data.schedule import RECEIVES
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.ir.program import Program, Role, holders, messages, receive, send
 from pfeife.report.compare import Compared
@@ -119,6 +120,24 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
         for column in range(first, max(last, first + 1)):
             rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
+
+
+def critical_table(path: Timeline) -> str:
+    """What a step waits for (see `critical_path`): a row for what a rank computes and for the
+    messages on their way to it, a share of the step each."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for event in path.events:
+        do = event.action.do
+        if event.end == event.start:
+            continue
+        word = "computes" if do.kind else "is sent" if do in RECEIVES else do.name.lower()
+        seconds.setdefault((event.rank, word), []).append(event.end - event.start)
+    whole = path.seconds or 1.0
+    rows = [
+        (f"rank {rank}", word, len(each), f"{1e3 * sum(each):.3f} ms", f"{sum(each) / whole:.1%}")
+        for (rank, word), each in sorted(seconds.items())
+    ]
+    return table(rows, ("rank", "what it does", "actions", "time", "of the step"))
 
 
 def chrome_trace(timeline: Timeline) -> str:

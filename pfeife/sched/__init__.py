@@ -5,6 +5,7 @@
 looked for). `following` cuts a program where another one has its state.
 """
 
+from pfeife.lowering.critical import critical_path
 from pfeife.lowering.lower import Transfer, chain, insert_actions, lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
@@ -45,6 +46,7 @@ __all__ = [
     "choose_microbatches",
     "choose_recompute",
     "clusters_of",
+    "critical_path",
     "dual_pipe_v",
     "eager_one_f_one_b",
     "folded",
