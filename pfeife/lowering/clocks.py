@@ -61,7 +61,7 @@ class _Clocks:
 
     def _learn(self, rank: int, clocks: Sequence[tuple[int, ...]]) -> None:
         index = self.clocks[rank][rank]
-        merged = [max(column) for column in zip(self.clocks[rank], *clocks, strict=True)]
+        merged = list(map(max, self.clocks[rank], *clocks))
         self.clocks[rank] = merged
         for destination, arrivals in self.waiting[rank].items():
             count = 0
