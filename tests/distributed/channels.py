@@ -5,6 +5,7 @@ import gc
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import attrs
@@ -17,7 +18,7 @@ from share import WHOLE
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.lowering.envelope import APART
+from pfeife.lowering.envelope import APART, Channel, Envelope, Layout
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
@@ -27,15 +28,14 @@ CPU_CORE = machine("cpu-core")
 
 
 @row(ranks=(2,))
-def a_line_a_direction() -> None:
+def a_connection_a_direction() -> None:
     """Every direction between two ranks has a process group of its own, which all pipelines of a
     world share."""
     transports = [interleaved()[0].transport for _ in range(2)]
     for one in transports:
         ends = [*one.out.values(), *one.into.values()]
-        assert (
-            len({id(connection.group) for connection, _ in [*ends, (one.world.connection, 0)]}) == 3
-        )
+        groups = [connection.group for connection, _ in ends]
+        assert len({id(group) for group in (*groups, one.world.connection.group)}) == 3
     assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
 
@@ -148,6 +148,31 @@ def a_cut_after_others() -> None:
         world.gather(torch.zeros(1))
         time.sleep(0.1)  # until the others have noticed what this rank has closed
     connection.close()
+
+
+@row(ranks=(2,))
+def a_connection_that_is_lost() -> None:
+    """Where a message is posted, sent or waited for: the loss of the other rank, not an error of
+    this one, and no message."""
+    other = 1 - dist.get_rank()
+    envelope = Envelope((Layout.of(torch.zeros(4)),))
+    for fails in ("expect", "send", "receive"):
+        transport = interleaved()[0].transport.for_step()
+        run = {
+            "expect": partial(transport.expect, other, Channel((envelope,))),
+            "send": partial(transport.send, other, (torch.zeros(4),), envelope),
+            "receive": partial(transport.receive, other),
+        }
+        if fails == "receive":
+            run["expect"]()
+        transport.world.gather(torch.zeros(1))
+        (transport.out if fails == "send" else transport.into)[other][0].cut()
+        try:
+            run[fails]()
+        except pfeife.PipelineError as error:
+            assert "its connection is closed" in str(error), (fails, error)
+        else:
+            raise AssertionError(f"{fails}: the connection is cut")
 
 
 class Overtaken:
