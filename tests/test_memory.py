@@ -271,6 +271,16 @@ def test_one_microbatch_by_hand(policy):
     assert first.at_peak == {"temporaries": FIRST, "received": c}
 
 
+def test_a_reduced_gradient_is_there_once():
+    """With replicas: it is reduced in a copy, and then what was summed up goes."""
+    plan = pfeife.Plan((0, 1), sched.gpipe(2, 1))
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 2))]
+    sent = pfeife.compose(*passes)(two_matrices())
+    first, _ = memory_curves(sent, sched.lower(plan.schedule, sent))
+    assert text_of(first)[-1] == ("0REDUCE_GRAD", 2 * FIRST, FIRST)
+    assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
+
+
 @pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
 def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
     """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
