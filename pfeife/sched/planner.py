@@ -97,10 +97,12 @@ def plan(
         by_hand,
         tuple(placement[:count]) if placement else None,
     )
+    # Every rank is given the whole batch, whatever the plan.
+    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
     search = schedule == "search" and trained and wishes.ranks > 1
 
     def make(room: int, tries: int) -> Plan:
-        less = attrs.evolve(wishes, memory_limit=room)
+        less = attrs.evolve(wishes, memory_limit=max(room - batch, 0))
         if not search:
             return _of_family(program, schedule, less, homes or ())
         part = 4 if tries else 1
@@ -116,10 +118,12 @@ def plan(
         )
 
     def counted(plan: Plan) -> tuple[int, ...]:
-        work = workload_of(program, plan.duplicated)
+        work, factor = workload_of(program, plan.duplicated), wishes.state_factor
         if search:
-            return counted_by_search(work, plan, machine, wishes.state_factor)
-        return counted_by_cuts(work, plan, in_flight(plan.schedule), wishes.state_factor)
+            sums = counted_by_search(work, plan, machine, factor)
+        else:
+            sums = counted_by_cuts(work, plan, in_flight(plan.schedule), factor)
+        return tuple(batch + size for size in sums)
 
     of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
     return kept_within(

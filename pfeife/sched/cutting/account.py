@@ -13,8 +13,8 @@ import attrs
 
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
-from pfeife.ir.program import Kind
 from pfeife.lowering.problem import peak_memory
+from pfeife.sched.cutting.cuts import clusters_of, stage_bytes
 from pfeife.sched.cutting.workload import Workload, stage_problem
 
 _AMPLE = 2**50  # bytes; floats still tell single ones apart
@@ -49,16 +49,11 @@ def counted_by_cuts(
 ) -> tuple[int, ...]:
     """Bytes of every rank as `balanced` has them, which gives each of a rank's stages as much as
     the others: those of the largest, as often as the most stages that a rank has."""
-    stage_of, home = plan.stage_of_cluster, plan.stage_ranks
-    sizes = [0.0] * len(home)
-    for size, units in work.parameters:
-        for unit in units:
-            sizes[stage_of[unit]] += (2 + state_factor) * size
-    for flow in work.flows:
-        if flow.kind == Kind.FORWARD and any(kind != Kind.FORWARD for _, kind in flow.readers):
-            sizes[stage_of[flow.unit]] += in_flight[stage_of[flow.unit]] * flow.bytes
-    most = max(Counter(home).values())
-    largest = [0.0] * (1 + max(home))
+    size, home = stage_bytes(clusters_of(work), state_factor), plan.stage_ranks
+    stages, ranks = [0.0] * len(home), [0.0] * (1 + max(home))
+    for unit, stage in enumerate(plan.stage_of_cluster):
+        stages[stage] += size(in_flight[stage], unit, unit + 1)
     for stage, rank in enumerate(home):
-        largest[rank] = max(largest[rank], sizes[stage])
-    return tuple(int(size * most) for size in largest)
+        ranks[rank] = max(ranks[rank], stages[stage])
+    most = max(Counter(home).values())
+    return tuple(int(largest * most) for largest in ranks)

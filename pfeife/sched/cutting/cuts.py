@@ -89,15 +89,10 @@ def balanced(
         )
     limit = machine.memory if memory_limit is None else memory_limit
     crossing = clusters.crossing
-    time, held, kept = (
-        [0, *accumulate(values)]
-        for values in (clusters.seconds, clusters.parameters, clusters.saved)
-    )
+    time, size = [0, *accumulate(clusters.seconds)], stage_bytes(clusters, state_factor)
 
     def stage_seconds(stage: int, first: int, end: int) -> float | None:
-        size = (2 + state_factor) * (held[end] - held[first])
-        size += in_flight[stage] * (kept[end] - kept[first])
-        if size > limit or (first and first in clusters.blocked):
+        if size(in_flight[stage], first, end) > limit or (first and first in clusters.blocked):
             return None
         busy = sum(machine.send_seconds(crossing[at]) for at in (first, end) if 0 < at < count)
         arriving = machine.transfer_seconds(crossing[first]) if first else 0.0
@@ -120,6 +115,18 @@ def balanced(
     if slowest is None:
         raise NoRoom(_refusal(clusters, stages, limit))
     return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
+
+
+def stage_bytes(clusters: Clusters, state_factor: float = 0.0) -> Callable[[int, int, int], float]:
+    """What a stage needs as `balanced` counts, by the microbatches in flight, its first cluster and
+    the one after its last."""
+    held, kept = ([0, *accumulate(values)] for values in (clusters.parameters, clusters.saved))
+
+    def size(in_flight: int, first: int, end: int) -> float:
+        parameters = (2 + state_factor) * (held[end] - held[first])
+        return parameters + in_flight * (kept[end] - kept[first])
+
+    return size
 
 
 def _refusal(clusters: Clusters, stages: int, limit: int) -> str:
