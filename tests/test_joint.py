@@ -162,6 +162,17 @@ def test_what_cannot_be_planned_says_why():
     assert sched.plan(program, machine=tight, microbatches=4, ranks=2, stages=2).step_seconds
 
 
+def test_a_budget_of_work_gives_the_same_plan_again():
+    program = pfeife.annotate(estimate(fused("DropoutNet"), CORE))(fused("DropoutNet"))
+    wishes = {"machine": CORE, "microbatches": 4, "ranks": 2, "schedule": "search"}
+    first, again = (sched.plan(program, **wishes, search_work=50_000) for _ in range(2))
+    assert first == again and not first.interrupted
+    assert sched.plan(program, **wishes, search_seconds=1e-3).interrupted
+    for budget in ({"search_seconds": 0.0}, {"search_work": 0.5}):
+        with pytest.raises(ValueError, match=r"seconds=0.0|work=0.5"):
+            sched.plan(program, **wishes, **budget)
+
+
 def test_the_number_of_microbatches_is_chosen():
     """Many fill the pipeline, too many pay for launches; what cannot be planned is left out."""
     one = case("GPT")

@@ -105,12 +105,11 @@ def plan(
         less = attrs.evolve(wishes, memory_limit=max(room - batch, 0))
         if not search:
             return _of_family(program, schedule, less, homes or ())
-        part = 4 if tries else 1
         return search_plan(
             program,
             less,
-            search_seconds=search_seconds and search_seconds / part,
-            search_work=search_work and max(1, search_work // part),
+            search_seconds=search_seconds and (search_seconds / 4 if tries else search_seconds),
+            search_work=search_work and (max(1, search_work // 4) if tries else search_work),
             seed=seed,
             jobs=jobs,
             at_home=homes or (),

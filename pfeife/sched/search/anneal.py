@@ -6,7 +6,7 @@ Vazacopoulos, Guided local search with shifting bottleneck, Man. Sci. 1998): hea
 after them stay, so it costs a few operations, not a whole evaluation. To put X behind B:
 
     rank   ... P | X A B | Q ...        head of P, ready of A, B, X
-                    \\                   tail of Q, after of A, B, X
+                                        tail of Q, after of A, B, X
            ... P | A B X | Q ...        -> the longest path through A, B or X
 
 Only what is accepted is timed again, from the moved operations on.

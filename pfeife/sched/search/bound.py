@@ -1,7 +1,10 @@
 """A lower bound of the makespan of a scheduling problem."""
 
 import math
+from collections.abc import Sequence
 from heapq import heappop, heappush
+
+import attrs
 
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.shop import Shop, compile_problem
@@ -61,7 +64,8 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def _fitting(shop: Shop) -> list[int]:
-    """Per stage how many microbatches fit between the begin of F and the end of I at a time.
+    """Per stage how many microbatches fit between the begin of F and the end of I at a time, one
+    in any case.
 
     One that is there holds what the earlier stages of its rank saved, too, if it went through
     them and comes back to them: if a path leads from them to the stage.
@@ -74,100 +78,112 @@ def _fitting(shop: Shop) -> list[int]:
     for s in range(shop.stages):
         bytes_ = sum(shop.takes[o] for o in reached[s] if shop.home[o] == shop.home[s])
         memory = shop.memory[shop.home[s]]
-        fitting.append(
-            shop.microbatches if bytes_ * shop.microbatches <= memory else int(memory / bytes_)
-        )
+        all_fit = bytes_ * shop.microbatches <= memory
+        fitting.append(shop.microbatches if all_fit else max(1, int(memory / bytes_)))
     return fitting
+
+
+@attrs.frozen
+class _Step:
+    """What the k-th operation of a token comes after: the k-th of `links` by so many seconds, and
+    its own one before; where `memory` has (token, back, seconds), that token's (k - back)-th too;
+    and all `work` of its rank that must lie between the first of `roots` and it."""
+
+    token: int
+    seconds: float
+    links: tuple[tuple[int, float], ...]
+    memory: tuple[int, int, float] | None
+    roots: tuple[int, ...]
+    work: float
 
 
 def _heads(shop: Shop) -> list[list[float]]:
     """The earliest start of every token's k-th operation.
 
+        stage s      F0  F1  F2 ...  I0 ...        room for two microbatches:
+                                      +---> F2     no F2 before the end of I0
+
     Besides what it reads it waits for the operations of its own rank that must be over: those of
-    its token, and those of the same microbatch and earlier ones that lead to it.
+    its token, and those of the same microbatch and earlier ones that lead to it. One machine does
+    them one after the other: from the earliest start of any of them on, all their work is done.
     """
-    m, count = shop.microbatches, shop.stages
-    heads = [[0.0] * m for _ in range(3 * count)]
-    fitting = _fitting(shop)
-    before = _before(shop)
-    running = [-math.inf] * (3 * count)
-    order = [*range(count), *range(2 * count - 1, count - 1, -1), *range(2 * count, 3 * count)]
-    for k in range(m):
-        for token in order:
-            head = 0.0
-            for source, lag in shop.sources[token]:
-                head = max(head, heads[source][k] + shop.seconds[source] + lag)
-            if token >= count:
-                own = token - count
-                head = max(head, heads[own][k] + shop.seconds[own])
-            if k:
-                head = max(head, heads[token][k - 1] + shop.seconds[token])
-            if token < count and k >= fitting[token]:
-                freed = token + count
-                head = max(head, heads[freed][k - fitting[token]] + shop.seconds[freed])
-            mine, work = before[token]
-            if mine:
-                # From the earliest start of any of them on, all their work is done before this.
-                earliest = min(heads[o][k] for o in mine)
-                running[token] = max(running[token] + shop.seconds[token], earliest) + work
-                head = max(head, running[token])
-            heads[token][k] = head
-    return heads
-
-
-def _before(shop: Shop) -> list[tuple[tuple[int, ...], float]]:
-    """Per token the others of its rank that come before it for the same microbatch; their work."""
-    ancestors: list[set[int]] = [set() for _ in range(3 * shop.stages)]
-    count = shop.stages
-    order = [*range(count), *range(2 * count - 1, count - 1, -1), *range(2 * count, 3 * count)]
-    for token in order:
-        direct = {source for source, _ in shop.sources[token]}
-        direct |= {token - count} if token >= count else set()
-        ancestors[token] = direct.union(*(ancestors[d] for d in direct))
-    result = []
-    for token, found in enumerate(ancestors):
-        mine = tuple(sorted(o for o in found if shop.home[o] == shop.home[token]))
-        result.append((mine, sum(shop.seconds[o] for o in mine)))
-    return result
+    before, fitting, count = _before(shop), _fitting(shop), shop.stages
+    steps = []
+    for token in _in_order(shop):
+        links = [(source, shop.seconds[source] + lag) for source, lag in shop.sources[token]]
+        links += [(token - count, shop.seconds[token - count])] if token >= count else []
+        freed = token + count
+        memory = (freed, fitting[token], shop.seconds[freed]) if token < count else None
+        mine = before[token]
+        roots = [o for o in mine if not any(a in mine for a in before[o])]
+        work = sum(shop.seconds[o] for o in mine)
+        steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
+    return _longest(steps, shop)
 
 
 def _tails(shop: Shop) -> list[list[float]]:
-    """The least seconds from every operation's end to the end of the step, as `_heads`."""
-    m, count = shop.microbatches, shop.stages
-    tails = [[0.0] * m for _ in range(3 * count)]
-    fitting = _fitting(shop)
-    after: list[list[int]] = [[] for _ in range(3 * count)]
-    for token, (mine, _) in enumerate(_before(shop)):
-        for other in mine:
-            after[other].append(token)
-    work = [sum(shop.seconds[o] for o in found if not _absent(shop, o)) for found in after]
-    running = [-math.inf] * (3 * count)
-    order = [*range(2 * count, 3 * count), *range(count, 2 * count), *range(count - 1, -1, -1)]
-    for k in reversed(range(m)):
-        for token in order:
-            if _absent(shop, token):
-                continue
-            tail = 0.0
-            for reader, lag in shop.readers[token]:
-                tail = max(tail, lag + shop.seconds[reader] + tails[reader][k])
-            if token < 2 * count and not _absent(shop, token + count):
-                tail = max(tail, shop.seconds[token + count] + tails[token + count][k])
-            if k + 1 < m:
-                tail = max(tail, shop.seconds[token] + tails[token][k + 1])
-            stage = token - count
-            if 0 <= stage < count and k + fitting[stage] < m:
-                tail = max(tail, shop.seconds[stage] + tails[stage][k + fitting[stage]])
-            behind = [o for o in after[token] if not _absent(shop, o)]
-            if behind:
-                least = min(tails[o][k] for o in behind)
-                running[token] = max(running[token] + shop.seconds[token], least) + work[token]
-                tail = max(tail, running[token])
-            tails[token][k] = tail
-    return tails
+    """The least seconds from every operation's end to the end of the step: heads seen from the
+    other end, in which every operation is as late as its reader allows."""
+    before, fitting, count = _before(shop), _fitting(shop), shop.stages
+    tokens = _in_order(shop)[::-1]
+    steps = []
+    for token in tokens:
+        links = [(reader, lag + shop.seconds[reader]) for reader, lag in shop.readers[token]]
+        then = token + count
+        links += [(then, shop.seconds[then])] if then in tokens else []
+        stage = token - count
+        memory = (stage, fitting[stage], shop.seconds[stage]) if 0 <= stage < count else None
+        behind = [o for o in tokens if token in before[o]]
+        roots = [o for o in behind if not any(o in before[a] for a in behind)]
+        work = sum(shop.seconds[o] for o in behind)
+        steps.append(_Step(token, shop.seconds[token], tuple(links), memory, tuple(roots), work))
+    return [row[::-1] for row in _longest(steps, shop)]
 
 
-def _absent(shop: Shop, token: int) -> bool:
-    return token >= 2 * shop.stages and shop.whole[token % shop.stages]
+def _in_order(shop: Shop) -> list[int]:
+    """Tokens so that each comes after what it reads, those without operations left out."""
+    count = shop.stages
+    order = [*range(count), *range(2 * count - 1, count - 1, -1), *range(2 * count, 3 * count)]
+    return [o for o in order if o < 2 * count or not shop.whole[o - 2 * count]]
+
+
+def _longest(steps: Sequence[_Step], shop: Shop) -> list[list[float]]:
+    """By token and k the longest path to its begin."""
+    rows: list[list[float]] = []
+    row = [-math.inf] * (3 * shop.stages)
+    running = [-math.inf] * (3 * shop.stages)  # when all work up to the (k-1)-th is done
+    plain = [(s.token, s.seconds, s.links, s.memory, s.roots, s.work) for s in steps]
+    for k in range(shop.microbatches):
+        last, row = row, [0.0] * (3 * shop.stages)
+        for token, seconds, links, memory, roots, work in plain:
+            head = last[token] + seconds
+            for other, lag in links:
+                if row[other] + lag > head:
+                    head = row[other] + lag
+            if memory is not None and k >= memory[1]:
+                head = max(head, rows[k - memory[1]][memory[0]] + memory[2])
+            if roots:
+                done, first = running[token] + seconds, row[roots[0]]
+                for other in roots[1:]:
+                    first = min(first, row[other])
+                running[token] = done = (done if done > first else first) + work
+                head = done if done > head else head
+            row[token] = head if head > 0.0 else 0.0
+        rows.append(row)
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _before(shop: Shop) -> list[frozenset[int]]:
+    """Per token the others of its rank that come before it for the same microbatch."""
+    ancestors: list[set[int]] = [set() for _ in range(3 * shop.stages)]
+    for token in _in_order(shop):
+        direct = {source for source, _ in shop.sources[token]}
+        direct |= {token - shop.stages} if token >= shop.stages else set()
+        ancestors[token] = direct.union(*(ancestors[d] for d in direct))
+    return [
+        frozenset(o for o in found if shop.home[o] == shop.home[token])
+        for token, found in enumerate(ancestors)
+    ]
 
 
 def _area(shop: Shop, rank: int, heads: list[list[float]], tails: list[list[float]]) -> float:

@@ -16,7 +16,7 @@ from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
 from pfeife.sched.search.pool import Candidate, Origin, Pool
 from pfeife.sched.search.rules import Rule, first_rules, mutated
-from pfeife.sched.search.seeds import families, patterns
+from pfeife.sched.search.seeds import STRIDE, families, patterns
 from pfeife.sched.search.shop import (
     Orders,
     compile_problem,
@@ -30,7 +30,7 @@ from pfeife.sched.search.shop import (
 # Operations looked at, per operation of the problem, as what they cost compares to annealing.
 _LIST_WORK = 15  # of a list schedule
 _FAMILY_WORK = 120  # of a family that is built, brought to fit and timed
-_RESULT_WORK = 60  # of an order that is made a schedule and judged
+_RESULT_WORK = 90  # of an order that is made a schedule and judged
 _LARGE = 6_000  # operations, from which on it pays to learn from a smaller problem
 _FEW_MOVES = 1_500  # evaluations, with fewer of which annealing gets nowhere
 
@@ -202,12 +202,16 @@ class Search:
     # --- patterns ----------------------------------------------------------------------------
 
     def _first_patterns(self) -> None:
-        """Those that families repeat, and those of the best schedules of other origins."""
-        begin = [self._pattern_of(one) for one in self.pool.varied(4)]
-        for pattern in [*begin, *patterns(self.problem)]:
-            if self.patterns and not self.open():
+        """Those of the best schedules of each origin, and those that families repeat."""
+        for candidate in self.pool.varied(4):
+            if not self.open():
                 return
+            pattern = self._pattern_of(candidate)
             self.patterns.append((self._try_pattern(pattern), pattern))
+        repeated = patterns(self.problem)
+        while self.open() and (found := next(repeated, None)) is not None:
+            self._spend(_FAMILY_WORK * STRIDE * self.shop.ranks * self.shop.stages)
+            self.patterns.append((self._try_pattern(found), found))
 
     def _pattern_of(self, candidate: Candidate) -> Pattern:
         starts = starts_of(self.shop, candidate.orders)

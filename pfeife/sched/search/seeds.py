@@ -16,6 +16,7 @@ _FAMILIES = (
     *("zb-v", "zb-h1", "v-half", "v-min", "interleaved"),
     *("dualpipe-v", "1f1b", "zb-h2", "eager-1f1b", "gpipe"),
 )
+STRIDE = 6  # times as many microbatches as ranks bring a family into its stride
 _REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")
 
 
@@ -29,13 +30,12 @@ def families(problem: Problem) -> Iterator[list[Schedule]]:
 
 
 def patterns(problem: Problem) -> Iterator[Pattern]:
-    """The patterns that families repeat at unit times, once each, with as many microbatches as
-    bring them into their stride."""
+    """The patterns that families repeat at unit times, once each."""
     count = len(problem.stages)
     unit = attrs.evolve(
         problem,
         stages=(StageCosts(1.0, 1.0, 1.0),) * count,
-        microbatches=6 * problem.ranks,
+        microbatches=STRIDE * problem.ranks,
         edges=chain_edges(count),
         memory=None,
     )
