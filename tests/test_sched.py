@@ -18,11 +18,12 @@ from pfeife.cost import estimate, machine
 from pfeife.data.machine import Machine
 from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, parse_action
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, parse_action, received_as
 from pfeife.data.timeline import Timeline
 from pfeife.ir.program import Kind, Reduction
 from pfeife.lowering.lower import Transfer, chain, insert_actions
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges
+from pfeife.lowering.replay import replay
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import (
@@ -30,6 +31,7 @@ from pfeife.sched import (
     forward_only,
     gpipe,
     in_flight,
+    naive,
     one_f_one_b,
     plan,
     policy,
@@ -301,6 +303,22 @@ def test_in_flight_limit():
     split = Schedule.from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
     with pytest.raises(ValueError, match=r"rank 0: 0F0 0I0 \[0F1\] 0I1 0W0: more than 1"):
         verify_schedule(split, in_flight=1)
+
+
+def test_ranks_are_asked_again_only_when_something_has_come():
+    """All ranks but one wait: to ask them all each time would take as many times as long."""
+    full, arrived, asked = lowered(naive(16, 8)), set(), []
+
+    def advance(rank: int, action: Action) -> int | None:
+        asked.append(rank)
+        if action.do in SENDS:
+            arrived.add(received_as(action))
+        return home[action.peer] if action.do in RECEIVES and action not in arrived else None
+
+    home = full.stage_ranks
+    replay(full.ranks, advance)
+    actions = sum(map(len, full.ranks))
+    assert actions < len(asked) < 2 * actions
 
 
 def test_a_deadlock_names_its_circle():
