@@ -14,7 +14,7 @@ from pfeife.ir.program import Program, Reduction
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
 from pfeife.runtime.interpret import Observer, RankRunner, Step, Watch, microbatch_inputs
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
-from pfeife.runtime.local.threads import Threads
+from pfeife.runtime.local.threads import Threads, flushes_denormals
 from pfeife.runtime.parts import Parts
 
 
@@ -193,13 +193,14 @@ class LocalStep:
 
     def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
         errors: list[BaseException] = []
-        kernel_threads = torch.get_num_threads()
+        kernel_threads, flushes = torch.get_num_threads(), flushes_denormals()
 
         def work(runner: RankRunner, step: Step) -> None:
             try:
-                # Each thread has a number of its own, first the machine's default, and some
-                # kernels (oneDNN's convolutions) give other bits with another number of threads.
+                # Each thread has its own of both, and their results have other bits: so do
+                # oneDNN's convolutions with another number of threads.
                 torch.set_num_threads(kernel_threads)
+                torch.set_flush_denormal(flushes)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
                 runner.run(step, begin, end, self._observer(runner.rank, watch))
