@@ -162,8 +162,8 @@ def ours():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_threads_are_kept_between_steps():
-    """Each rank keeps its thread; steps at the same time do not wait for one another's messages;
-    in a fork there are new threads; they end with the pipeline."""
+    """Each rank keeps its thread, which computes as its caller would; steps at the same time do not
+    wait for one another's messages; in a fork there are new threads; they end with the pipeline."""
     gc.collect()  # what other tests have left
     before = ours()
     pipeline, state, microbatches = pipelined("interleaved")
@@ -172,6 +172,14 @@ def test_threads_are_kept_between_steps():
     assert len(kept) == 2
     assert_same(expected, pipeline(state, microbatches))
     assert ours() - before == kept
+    for flush in (True, False):
+        seen = []
+        torch.set_flush_denormal(flush)
+        pipeline.start(state, microbatches).run(
+            watch=lambda rank, seen=seen: lambda _: seen.append(sys.float_info.min / 2 == 0.0)
+        )
+        torch.set_flush_denormal(False)
+        assert set(seen) == {flush}
 
     with ThreadPoolExecutor(4) as users:
         for found in users.map(pipeline, [state] * 16, [microbatches] * 16):

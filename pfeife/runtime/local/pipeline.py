@@ -16,7 +16,7 @@ from pfeife.lowering.clocks import released
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
-from pfeife.runtime.local.threads import Threads
+from pfeife.runtime.local.threads import Threads, flushes_denormals
 from pfeife.runtime.parts import Parts
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import result_of, trained_on
@@ -168,13 +168,14 @@ class LocalStep(PipelineStep):
 
     def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
         errors: list[BaseException] = []
-        kernel_threads = torch.get_num_threads()
+        kernel_threads, flushes = torch.get_num_threads(), flushes_denormals()
 
         def work(runner: RankRunner, step: Step) -> None:
             try:
-                # Each thread has a number of its own, first the machine's default, and some
-                # kernels (oneDNN's convolutions) give other bits with another number of threads.
+                # Each thread has its own of both, and their results have other bits: so do
+                # oneDNN's convolutions with another number of threads.
                 torch.set_num_threads(kernel_threads)
+                torch.set_flush_denormal(flushes)
                 border = runner.backward_begin
                 begin, end = (0 if forward else border), (None if backward else border)
                 runner.run(step, begin, end, self._observer(runner.rank, watch))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,3 +36,9 @@ class Threads:
                 thread.shutdown()
             raise
         self.idle.append(threads)
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes numbers too small to be normal for zero (`set_flush_denormal`). A
+    thread inherits that when it starts, and torch has no question for it."""
+    return sys.float_info.min / 2 == 0.0
