@@ -66,6 +66,21 @@ def trained(steps=1, make=lambda: layers(6, 6, 6, 6), **options):
     return model, step, mine, other, theirs
 
 
+@row(ranks=(2,))
+def an_evaluation_before_training_that_is_cut_alike():
+    """Its state belonged to nobody when it was built: now some rank trains it."""
+    model = layers(6, 6, 6, 6)
+    other = copy.deepcopy(model)
+    cuts = {"2": "begin"}
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, split_at=cuts)
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(3):
+        with torch.no_grad():
+            parts = [other(part).square().mean() / 2 for part in rows(seed).chunk(2)]
+            assert torch.equal(step(rows(seed)), parts[0] + parts[1])
+        go_on(model, step, mine, other, theirs, seed)
+
+
 def go_on(model, step, mine, other, theirs, seed=7):
     """A further step of the same, which must be right."""
     loss = step(rows(seed))

@@ -197,9 +197,14 @@ class Borrowed:
     read: tuple[bool, ...]
     versions: list[int]
 
-    def news(self, args: Sequence[Any], absent: bool) -> list[str]:
+    def news(
+        self, args: Sequence[Any], trained: Container[torch.Tensor], absent: bool
+    ) -> list[str]:
         """What has been written to since the ranks have last agreed, and, if anything is `absent`
-        here, what of it has become NaN: a line each."""
+        here, what of it has become NaN: a line each. What is `trained` by now is left out."""
+        if self._versions(args) == self.versions:
+            return []
+        self.forget(args, trained)
         versions = self._versions(args)
         if versions == self.versions:
             return []
@@ -208,6 +213,14 @@ class Borrowed:
         changed = [(n, args[at]) for n, at, read, count in mine if absent and read and count]
         found = [f"nan {name}" for name, value in changed if value.isnan().any()]
         return [*found, f"borrowed {digest(writes)}"]
+
+    def forget(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> None:
+        """Leaves out what is `trained` by now: another program has been the first to do so."""
+        left = [i for i, place in enumerate(self.at) if args[place] not in trained]
+        self.names = tuple(self.names[i] for i in left)
+        self.at = tuple(self.at[i] for i in left)
+        self.read = tuple(self.read[i] for i in left)
+        self.versions = [self.versions[i] for i in left]
 
     def agreed(self, args: Sequence[Any]) -> None:
         """All ranks know what has been written, and nothing is wrong with it."""

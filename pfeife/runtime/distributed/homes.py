@@ -168,7 +168,8 @@ class Homes:
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
-        lines += borrowed.news(args, bool(self.foreign.found)) if borrowed else ()
+        if borrowed:
+            lines += borrowed.news(args, self.known, bool(self.foreign.found))
         return "\n".join(lines)
 
     def _writes(self, args: Sequence[Any]) -> dict[str, str]:
@@ -199,6 +200,8 @@ class Homes:
         on with wrong numbers."""
         if not any(news):
             return
+        if borrowed:
+            borrowed.forget(args, self.known)
         told: dict[str, dict[int, list[list[str]]]] = {kind: {} for kind in _KINDS}
         for rank, text in enumerate(news):
             for line in text.splitlines():
