@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import attrs
@@ -21,6 +22,8 @@ from pfeife.runtime.parts import Parts
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import result_of, trained_on
 from pfeife.runtime.step import Observer, Part, Step, Watch
+
+TICK = 1.0  # seconds after which a wait looks for signals
 
 
 class Aborted(RuntimeError):
@@ -186,8 +189,9 @@ class LocalStep(PipelineStep):
         with self.threads.lent() as threads:
             try:
                 pairs = zip(threads, self.runners, strict=True)
-                for running in [thread.submit(work, *runner) for thread, runner in pairs]:
-                    running.result()
+                waiting = {thread.submit(work, *runner) for thread, runner in pairs}
+                while waiting:  # a signal that comes just before a wait is heard after it
+                    waiting = wait(waiting, TICK).not_done
             except BaseException:  # such as Ctrl-C, which only the main thread gets
                 self.world.fail()
                 raise
