@@ -33,13 +33,17 @@ def search_each(
     for at, problem in enumerate(problems):
         if searches and budget.over(max(search.ahead for search in searches.values())):
             break
-        searches[at] = Search(problem, budget, seed)
-        searches[at].seed(seeds[at])
-        searches[at].run(max(1, int(each)))
+        fair = budget.part(1 / (len(problems) - at))  # of the clock: the last ones come to a turn
+        search = searches[at] = Search(problem, fair, seed)
+        search.seed(seeds[at])
+        search.run(max(1, int(each)))
+        search.budget, budget.interrupted = budget, budget.interrupted or fair.interrupted
+    cut_short, budget.interrupted = budget.interrupted, False
     for share in (0.4, 1.0):
         work = int(share * budget.left)
         for search, part in _shares(list(searches.values())):
             search.run(max(1, int(part * work)))
+    budget.interrupted = budget.interrupted or cut_short
     return _best(searches)
 
 
