@@ -91,60 +91,12 @@ def describe(
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
-    bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
-    aliases = {base: _aliases(_torch.source_value(base)) for base in bases}
-    roots = {base: _torch.source_words(base)[-1] for base in (*bases, *_other_roots(module, bases))}
-    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    taken: set[str] = set()
-    known: dict[str, int] = {}
-    order = _torch.frame_arguments()
-    arguments = []
-    for node, source, example in zip(nodes, sources, examples, strict=True):
-        base, path, slot = _split_source(source)
-        if not isinstance(example, torch.Tensor):
-            arguments.append(Argument(node.name, None, (), example))
-            continue
-        if example.is_nested:
-            raise ValueError(
-                f"input {'.'.join(_torch.source_words(source))} is a nested tensor, which has no "
-                "rows of equal size to cut; pass dense tensors (padded, with a mask)"
-            )
-        if slot == "_parameters" or isinstance(example, nn.Parameter):
-            role = Role.PARAMETER
-        else:
-            role = Role.BUFFER if slot == "_buffers" else Role.CONSTANT
-        handed = (given or {}).get(id(example))
-        spelled = ".".join(_torch.source_words(source)) or node.name
-        prefix = f"{roots[base]}." if path and len(bases) > 1 else ""
-        names = tuple(prefix + name for name in aliases[base].get(id(example), ())) if path else ()
-        names = names or (prefix + path if path else spelled,)
-        if handed is not None:
-            role, names = Role.CONSTANT if handed.whole else Role.BATCH, (handed.name,)
-        elif given is not None and role == Role.CONSTANT and _hidden(source, order):
-            raise ValueError(
-                f"{spelled} is a tensor inside of an argument that Pfeife does not look into, so "
-                "it cannot be cut into microbatches: pass tensors, or lists, tuples, dicts, "
-                "mappings or dataclasses of them"
-            )
-        if known.get(names[0], id(example)) != id(example):  # two tensors of one name
-            names = (_unique(spelled, set(known)),)
-        known[names[0]] = id(example)
-        name = _unique(re.sub(r"\W", "_", names[0]), taken)
-        root = _argument_of(source)
-        at = order.index(root) if root in order else 0
-        arguments.append(
-            Argument(
-                name,
-                role,
-                names,
-                fake_like(mode, example, device=device),
-                batch_dim=handed.batch_dim if handed else None,
-                position=handed.position if handed else at,
-                given=handed is not None or (root in order and not path),
-            )
-        )
-    modules = [_torch.source_value(base) for base in bases]
-    found = weakref.WeakSet(one for one in modules if isinstance(one, nn.Module))
+    describer = _Describer(module, sources, device, given)
+    arguments = [
+        describer.argument(node.name, source, example)
+        for node, source, example in zip(nodes, sources, examples, strict=True)
+    ]
+    found = weakref.WeakSet(one for one in describer.holders if isinstance(one, nn.Module))
     assigned = {node.name: places for node, places in _torch.assigned().items()}
     kept = {
         index: _kept(assigned[node.name], sources)
@@ -155,10 +107,90 @@ def describe(
         at: _assigned_name(place)
         for at, (node, source) in enumerate(zip(nodes, sources, strict=True))
         for place in assigned.get(node.name, ())
-        if place != source and not _hidden(place, order)
+        if place != source and not _hidden(place, describer.order)
     }
     numbers = {_assigned_name(place): one for place, one in _torch.assigned_constants().items()}
-    return Inputs(arguments, roots, found, kept, moved, numbers)
+    return Inputs(arguments, describer.roots, found, kept, moved, numbers)
+
+
+class _Describer:
+    """Describes placeholders one after another, so that no two arguments have one name.
+
+    A source is the outermost module's, its base, and the path of modules from there; the path is
+    the fully qualified name, below the base's own name where the step uses several modules:
+
+        L['self'].model._modules['a']._parameters['w']  ->  base L['self'].model, path a.w
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        sources: Sequence[str],
+        device: torch.device | None,
+        given: Mapping[int, Given] | None,
+    ):
+        self.bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
+        self.holders = [_torch.source_value(base) for base in self.bases]
+        self.aliases = dict(zip(self.bases, map(_aliases, self.holders), strict=True))
+        known = (*self.bases, *_other_roots(module, self.bases))
+        self.roots = {base: _torch.source_words(base)[-1] for base in known}
+        self.order = _torch.frame_arguments()
+        self.device, self.given = device, given
+        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.taken: set[str] = set()
+        self.known: dict[str, int] = {}  # tensors by the names that they have
+
+    def argument(self, placeholder: str, source: str, example: Any) -> Argument:
+        if not isinstance(example, torch.Tensor):
+            return Argument(placeholder, None, (), example)
+        spelled = ".".join(_torch.source_words(source))
+        if example.is_nested:
+            raise ValueError(
+                f"input {spelled} is a nested tensor, which has no "
+                "rows of equal size to cut; pass dense tensors (padded, with a mask)"
+            )
+        handed = (self.given or {}).get(id(example))
+        role = self._role(source, example, handed)
+        names = (handed.name,) if handed else self._names(source, example, spelled)
+        if self.known.get(names[0], id(example)) != id(example):  # two tensors of one name
+            names = (_unique(spelled, set(self.known)),)
+        self.known[names[0]] = id(example)
+        root = _argument_of(source)
+        at = self.order.index(root) if root in self.order else 0
+        inside = root in self.order and not _split_source(source)[1]
+        return Argument(
+            _unique(re.sub(r"\W", "_", names[0]), self.taken),
+            role,
+            names,
+            fake_like(self.mode, example, device=self.device),
+            batch_dim=handed.batch_dim if handed else None,
+            position=handed.position if handed else at,
+            given=handed is not None or inside,
+        )
+
+    def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
+        if handed:
+            return Role.CONSTANT if handed.whole else Role.BATCH
+        slot = _split_source(source)[2]
+        if slot == "_parameters" or isinstance(example, nn.Parameter):
+            return Role.PARAMETER
+        if slot == "_buffers":
+            return Role.BUFFER
+        if self.given is not None and _hidden(source, self.order):
+            raise ValueError(
+                f"{'.'.join(_torch.source_words(source))} is a tensor inside of an argument that "
+                "Pfeife does not look into, so it cannot be cut into microbatches: pass tensors, "
+                "or lists, tuples, dicts, mappings or dataclasses of them"
+            )
+        return Role.CONSTANT
+
+    def _names(self, source: str, example: torch.Tensor, spelled: str) -> tuple[str, ...]:
+        """A tied parameter has the names of all its uses, the first one first."""
+        base, path, _ = _split_source(source)
+        if not path:
+            return (spelled,)
+        prefix = f"{self.roots[base]}." if len(self.bases) > 1 else ""
+        return tuple(prefix + name for name in self.aliases[base].get(id(example), (path,)))
 
 
 def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
