@@ -3,8 +3,7 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -13,14 +12,15 @@ import torch
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.call import Compiled
+from pfeife.backend.decide import costs_of, planned, scheduling
+from pfeife.backend.given import boundaries, guarded, told
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
-from pfeife.compilers import BodyCompiler, compile_bodies
-from pfeife.cost import default_machine, estimate, measure, memory_curves
-from pfeife.data import plain
+from pfeife.compilers import compile_bodies
+from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh, Network
-from pfeife.data.plan import Costs, Plan
-from pfeife.data.progress import Progress, Shown
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Shown
 from pfeife.frontend.capture import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.ir.program import Program, Role
@@ -28,13 +28,13 @@ from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, place, record, split_backward
-from pfeife.passes.compose import Recorded
+from pfeife.passes.compose import Pass, Recorded
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
-from pfeife.sched import plan as make_plan
-from pfeife.sched import split_at, splits
+from pfeife.runtime.protocols import Pipeline
+from pfeife.sched import splits
 from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")
@@ -58,41 +58,50 @@ class Builder:
         artifacts: Artifacts,
     ) -> Compiled:
         options = self.options
-        captured = self._captured(graph, args, world, show)
+        if options.runtime is not None and (world or options.devices):
+            raise ValueError(
+                f"option runtime={told(options.runtime)}: it runs all ranks in one process, where "
+                "devices are its own matter; leave it out under torchrun, and devices with it"
+            )
+        passes = guarded(options.passes)
+        captured, flat = self._captured(graph, args, world, passes.get("flat", ()), show, artifacts)
         program = captured.program
         if captured.warning() and not (world and world.rank):
             log.warning(captured.warning())
-        artifacts.program("capture", program)
         device = _home(program, device)
         target = self.machine or default_machine(device)
-        # With the loss outside the gradients arrive when all forwards are done.
-        order = options.schedule if program.ports(Role.LOSS) else "gpipe"
-        clusters = self._fused(program, splits(order), show, artifacts)
-        clusters = annotate(self._costs(clusters, target, show))(clusters)
+        order = scheduling(options, program)
+        fused = self._fused(program, splits(order), passes.get("clusters", ()), show, artifacts)
+        clusters = annotate(costs_of(options, fused[-1].program, target, show))(fused[-1].program)
         artifacts.program("annotate", clusters)
         text = f"{options}\n{clusters}"
         if world:
             world.check_agreement(text, "the program")
         slots = dict(zip(captured.arguments, args, strict=True))
         homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
-        by_hand = split_at(clusters, options.split_at) if options.split_at else None
-        wishes = {"machine": target, "schedule": order, "cuts": by_hand, "homes": homes}
+        network = self.network
         with show.phase("planning") as phase:
-            plan, history = self._planned(clusters, wishes, world, phase.progress)
-            phase.outcome = lambda: f"{order}, {self._described(plan, history[-1].program)}"
+            tell = phase.progress
+            plan = planned(options, clusters, order, target, network, passes, homes, world, tell)
+            levels = rank_passes(clusters, plan, options.replicas, homes, passes)
+            history = record(clusters, *levels)
+            asked = order if isinstance(order, str) else told(order)
+            phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
+        if world and {"stages", "ranks"} & set(passes):
+            world.check_agreement(str(history[-1].program), "the program that the passes have made")
         mesh = Mesh(len(plan.schedule.ranks), options.replicas)
         devices = self._devices(mesh, world is not None)
         if devices:
             history = (*history, *record(history[-1].program, place(devices))[1:])
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        predicted = functools.partial(predict, program, schedule, target, self.network)
+        predicted = functools.partial(predict, program, schedule, target, network)
         artifacts.history(history)
         artifacts.decisions(plan, schedule, predicted)
         mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
         artifacts.ranks(program, mine)
         bodies = self._bodies(program, world, show)
-        pipeline: DistributedPipeline | LocalPipeline
+        pipeline: Pipeline
         borrowed = None
         with show.phase("building") as phase:
             if world:
@@ -102,12 +111,23 @@ class Builder:
                 world.homes.settle(program, slots, mesh, graph.inputs.modules, world, carried)
                 names = [None if name in carried else name for name in captured.arguments]
                 borrowed = world.homes.borrowed(program, names, args, mine[0])
+            elif options.runtime is not None:
+                pipeline = options.runtime(program, schedule, bodies)
             else:
                 pipeline = LocalPipeline(program, schedule, devices, bodies)
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest, borrowed)
+        return Compiled(
+            captured,
+            clusters,
+            plan,
+            program,
+            schedule,
+            pipeline,
+            hashlib.sha256(text.encode()).hexdigest()[:16],
+            borrowed,
+            (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:]),
+        )
 
     def _mesh(self, world: World) -> Mesh:
         replicas = self.options.replicas
@@ -120,82 +140,57 @@ class Builder:
         return world.homes.outdated(compiled.program, slots, self._mesh(world))
 
     def _captured(
-        self, graph: Graph, args: Sequence[Any], world: World | None, show: Shown
-    ) -> Captured:
-        """The program of a microbatch; if a rank refuses the step, all do."""
+        self,
+        graph: Graph,
+        args: Sequence[Any],
+        world: World | None,
+        passes: Sequence[Pass],
+        show: Shown,
+        artifacts: Artifacts,
+    ) -> tuple[Captured, tuple[Recorded, ...]]:
+        """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
+        all do."""
         with show.phase("capturing") as phase:
-            captured, refused = None, None
+            found, refused = None, None
             try:
                 captured = graph.captured(args, self.options)
                 # Where state has a home, a rank has no values of what others train.
                 known = world is not None and world.homes.among(args)
                 if self.options.check and self.options.microbatches > 1 and not known:
                     check_first_call(graph.module, captured, args, graph.sure)
+                artifacts.program("capture", captured.program)
+                found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:
                 refused = error
             if world:
                 world.agreed("", "the captured program", refused=refused)
-            if refused or captured is None:
+            if refused or found is None:
                 raise refused or AssertionError
-            phase.outcome = lambda: _counted(captured.program)
-        return captured
+            captured, history = found
+            phase.outcome = lambda: _counted(history[-1].program)
+        artifacts.history(history)
+        return attrs.evolve(captured, program=history[-1].program), history
 
-    def _fused(self, program: Program, split: bool, show: Shown, artifacts: Artifacts) -> Program:
-        """The clusters, with their backwards split if they shall be."""
-        passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
+    def _fused(
+        self,
+        program: Program,
+        split: bool,
+        more: Sequence[Pass],
+        show: Shown,
+        artifacts: Artifacts,
+    ) -> tuple[Recorded, ...]:
+        """The clusters, with their backwards split if they shall be, and what `more` passes make of
+        them."""
+        borders = {**(self.options.split_at or {}), **boundaries(self.options.partition)}
+        passes = [fuse(boundaries=borders)]  # type: ignore[arg-type]
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())
         with show.phase("fusing") as phase:
-            history = record(program, *passes)
+            history = record(program, *passes, *more)
             clusters = history[-1].program
             phase.outcome = lambda: f"{clusters.units} clusters"
         artifacts.history(history)
-        return clusters
-
-    def _planned(
-        self,
-        clusters: Program,
-        wishes: Mapping[str, Any],
-        world: World | None,
-        progress: Progress | None,
-    ) -> tuple[Plan, tuple[Recorded, ...]]:
-        """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
-        `wishes` are those for the planner that are not options."""
-        options = self.options
-        ranks = world.size // options.replicas if world else None
-        ranks = len(options.devices) if options.devices else ranks
-        by_rank = not options.split_at and wishes["schedule"] != "search"
-        make = functools.partial(
-            make_plan,
-            clusters,
-            **wishes,
-            microbatches=options.microbatches // options.replicas,
-            stages=options.stages or (ranks if by_rank else None),
-            ranks=ranks,
-            replicas=options.replicas,
-            memory_limit=options.memory_limit,
-            optimizer=options.optimizer,
-            network=self.network,
-            search_seconds=options.search_seconds,
-            progress=progress,
-        )
-        plan = self._decided(make, world) if world else make()
-        passes = rank_passes(clusters, plan, options.replicas, wishes["homes"])
-        return plan, record(clusters, *passes)
-
-    @staticmethod
-    def _decided(make: Callable[[], Plan], world: World) -> Plan:
-        """Rank 0's plan, or its reason that there is none, on every rank."""
-        return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
-
-    def _costs(self, clusters: Program, target: Machine, show: Shown) -> Costs:
-        if self.options.costs == "estimate":
-            return estimate(clusters, target)
-        cache = Path(self.options.cache) if self.options.cache else None
-        given = self.options.compiler
-        compiler = None if given == "aot_eager" else BodyCompiler(given)
-        with show.phase("measuring") as phase:
-            return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
+        return history
 
     def _bodies(self, program: Program, world: World | None, show: Shown) -> dict[str, Callable]:
         """The compiled bodies of a rank, or of all in this process. If one of several processes

@@ -52,8 +52,9 @@ class Plan:
     them instead of sent. `recompute` has an option for every stage, or is empty: then all that a
     backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
     `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
-    stages on these ranks takes less than `bound_seconds`. Raises ValueError if the schedule has
-    fewer stages, or if there is not one entry for every stage.
+    stages on these ranks takes less than `bound_seconds`. `program` is the digest of the program
+    that the plan was made for (see `ir.digest`), None if nobody said. Raises ValueError if the
+    schedule has fewer stages, or if there is not one entry for every stage.
     """
 
     stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
@@ -63,6 +64,7 @@ class Plan:
     step_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     recompute: tuple[RecomputeOption, ...] = ()
+    program: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.stages > self.schedule.stages:

@@ -29,7 +29,7 @@ from pfeife.sched.cutting.layouts import (
 from pfeife.sched.cutting.recompute import recompute_options
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload, workload_of
-from pfeife.sched.families.policies import POLICIES, policy
+from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.search import Found, search_placements, search_schedule
 from pfeife.sched.search.seeds import fitting, fused
@@ -180,18 +180,18 @@ def _moved(
     return layout, schedule
 
 
-_FAMILIES = tuple(name for name in POLICIES if name not in ("naive", "breadth-first", "loops"))
+_FAMILIES = tuple(family for family in POLICIES.values() if family.seeds)
 
 
 def _seeds(problem: Problem, seconds: float) -> Iterator[Schedule]:
     """What the families make of a problem, as long as the time lasts."""
     deadline = time.monotonic() + seconds
     whole = not all(stage.splittable for stage in problem.stages)
-    for name in _FAMILIES:
+    for family in _FAMILIES:
         if time.monotonic() > deadline:
             return
         try:
-            order = policy(name)(len(problem.stages), problem.microbatches, problem.stage_ranks)
+            order = family(len(problem.stages), problem.microbatches, problem.stage_ranks)
         except ValueError:
             continue  # not for this placement
         order = fused(order) if whole else order
