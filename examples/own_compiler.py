@@ -48,7 +48,7 @@ def in_rounds(stages, microbatches, ranks=None, *, size: int = 2) -> pfeife.Sche
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(context=16, width=32, depth=3)
+    model = GPT(context=16, width=32, depth=2)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss_fn(tokens, targets):

@@ -28,12 +28,12 @@ def main() -> None:
         arguments.error("either --record or --use")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(context=16, width=32, depth=3)
+    model = GPT(context=16, width=32, depth=2)
 
     def loss_fn(tokens, targets):
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    searched = {"schedule": "search", "search_seconds": 1.0, "devices": ["cpu", "cpu"]}
+    searched = {"schedule": "search", "search_seconds": 0.5, "devices": ["cpu", "cpu"]}
     wishes = searched if given.record else {"plan": given.use}
     step = pfeife.compile(loss_fn, microbatches=MICROBATCHES, **wishes)
     tokens, targets = torch.randint(256, (2, 8, 16))

@@ -14,10 +14,13 @@ from torch import fx, nn
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import memory_curves
+from pfeife.cost import estimate, machine, memory_curves
 from pfeife.data import plain
+from pfeife.ir.digest import program_digest
 from pfeife.sched.cutting.partitions import even
 from pfeife.testing import eager_accumulation
+
+CORE = machine("cpu-core")
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +84,7 @@ def check(one, step, rows: int, microbatches: int) -> None:
 def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
     """A function of a problem: the family "loops", two microbatches at a time."""
     home = problem.stage_ranks
+    assert problem.memory is not None and len(problem.memory) == problem.ranks
     return sched.loops(len(home), problem.microbatches, home, loop_batch=2)
 
 
@@ -159,6 +163,10 @@ ORDER = sched.one_f_one_b(2, 4)
         ({"schedule": lambda problem: None, "stages": 2}, "it returned NoneType, not a Schedule"),
         ({"schedule": pfeife.Family("whole", sched.zb_h1), "stages": 2}, "Family with splits=True"),
         ({"schedule": pfeife.Schedule(((), ()))}, "the given schedule runs 0"),
+        (
+            {"schedule": ORDER, "partition": lambda program: [0, 1, 1, 2]},
+            r"the given schedule has 2 stages on ranks \[0, 1\], but 3 stages on ranks \[0, 1\]",
+        ),
     ],
 )
 def test_wrong_schedules_are_refused(options, message):
@@ -273,6 +281,10 @@ def test_a_plan_and_what_it_cannot_do():
     check(one, step, 6, 2)
     with pytest.raises(ValueError, match="it runs 2 microbatches, and this batch is cut into 5"):
         step(one.batch(5))
+    step = pfeife.compile(one.step, microbatches=2, schedule=plan.schedule)
+    step(one.batch(6))
+    with pytest.raises(ValueError, match="the given schedule runs 2 microbatches, not 5"):
+        step(one.batch(5))
     model = pfeife.compile(one.model, microbatches=2, plan=plan)
     with pytest.raises(ValueError, match="with the loss outside"):
         model(one.batch(4))
@@ -282,6 +294,33 @@ def test_a_plan_that_is_not_json(tmp_path):
     (tmp_path / "plan.json").write_text('{"schedule": 3}')
     with pytest.raises(ValueError, match=r"plan.json': .*missing fields"):
         pfeife.backend(plan=tmp_path / "plan.json")
+
+
+def clusters(one=None, rows: int = 2, *, split: bool = False) -> pfeife.Program:
+    one = one or net()
+    passes = [pfeife.fuse(), *([pfeife.split_backward()] if split else [])]
+    program = pfeife.compose(*passes)(pfeife.capture(one.step, one.batch(rows)))
+    return pfeife.annotate(estimate(program, CORE))(program)
+
+
+def test_a_plan_knows_its_program():
+    """By what is computed of what, whatever the batch; not by whether backwards are split."""
+    digest = program_digest(clusters())
+    assert program_digest(clusters(rows=5)) == digest == program_digest(clusters(split=True))
+    deeper, other = net(), net()
+    deeper.model.blocks.append(Block())
+    other.model.forward = functools.partial(sigmoids, other.model)
+    found = {digest, *(program_digest(clusters(one)) for one in (deeper, other))}
+    assert len(found) == 3
+
+
+def test_a_plan_keeps_to_where_state_is_trained():
+    program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.one_f_one_b(2, 4))
+    first = program.ports(pfeife.Role.PARAMETER)[0].fqn
+    adopt = functools.partial(sched.adopted, plan, program, machine=CORE, microbatches=4)
+    assert adopt(homes={first: frozenset({0, 1})}) == plan
+    with pytest.raises(ValueError, match=rf"{first} on ranks \[0\], .* it on ranks \[1\]"):
+        adopt(homes={first: frozenset({1})})
 
 
 # Costs of one's own.
@@ -503,6 +542,11 @@ def test_what_is_recomputed(recompute, again):
     assert (plan.step_seconds > compiled(partition="uniform", stages=2).plan.step_seconds) == (
         any(again)
     )
+
+
+def test_backwards_in_two_parts_recompute_too():
+    found = compiled(partition="uniform", stages=2, schedule="zb-h1", recompute=1)
+    assert all(option.names for option in found.plan.recompute)
 
 
 def test_as_much_is_recomputed_as_the_memory_asks_for():

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,6 +21,7 @@ from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown
+from pfeife.data.schedule import Schedule
 from pfeife.frontend.capture import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.ir.program import Program, Role
@@ -28,13 +29,14 @@ from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, place, record, split_backward
-from pfeife.passes.compose import Pass, Recorded
+from pfeife.passes.compose import Passes, Recorded
+from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
-from pfeife.sched import splits
+from pfeife.sched import Scheduling, splits
 from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")
@@ -57,6 +59,8 @@ class Builder:
         show: Shown,
         artifacts: Artifacts,
     ) -> Compiled:
+        """What runs a graph's step on the given shapes. Raises ValueError on all ranks for what
+        cannot be built."""
         options = self.options
         if options.runtime is not None and (world or options.devices):
             raise ValueError(
@@ -64,72 +68,9 @@ class Builder:
                 "devices are its own matter; leave it out under torchrun, and devices with it"
             )
         passes = guarded(options.passes)
-        captured, flat = self._captured(graph, args, world, passes.get("flat", ()), show, artifacts)
-        program = captured.program
-        if captured.warning() and not (world and world.rank):
-            log.warning(captured.warning())
-        device = _home(program, device)
-        target = self.machine or default_machine(device)
-        order = scheduling(options, program)
-        fused = self._fused(program, splits(order), passes.get("clusters", ()), show, artifacts)
-        clusters = annotate(costs_of(options, fused[-1].program, target, show))(fused[-1].program)
-        artifacts.program("annotate", clusters)
-        text = f"{options}\n{clusters}"
-        if world:
-            world.check_agreement(text, "the program")
-        slots = dict(zip(captured.arguments, args, strict=True))
-        homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
-        network = self.network
-        with show.phase("planning") as phase:
-            tell = phase.progress
-            plan = planned(options, clusters, order, target, network, passes, homes, world, tell)
-            levels = rank_passes(clusters, plan, options.replicas, homes, passes)
-            history = record(clusters, *levels)
-            asked = order if isinstance(order, str) else told(order)
-            phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
-        if world and {"stages", "ranks"} & set(passes):
-            world.check_agreement(str(history[-1].program), "the program that the passes have made")
-        mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-        devices = self._devices(mesh, world is not None)
-        if devices:
-            history = (*history, *record(history[-1].program, place(devices))[1:])
-        program = history[-1].program
-        schedule = verify_schedule(lower(plan.schedule, program))
-        predicted = functools.partial(predict, program, schedule, target, network)
-        artifacts.history(history)
-        artifacts.decisions(plan, schedule, predicted)
-        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
-        artifacts.ranks(program, mine)
-        bodies = self._bodies(program, world, show)
-        pipeline: Pipeline
-        borrowed = None
-        with show.phase("building") as phase:
-            if world:
-                limit = options.timeout
-                pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                carried = captured.carried
-                world.homes.settle(program, slots, mesh, graph.inputs.modules, world, carried)
-                names = [None if name in carried else name for name in captured.arguments]
-                borrowed = world.homes.borrowed(program, names, args, mine[0])
-            elif options.runtime is not None:
-                pipeline = options.runtime(program, schedule, bodies)
-            else:
-                pipeline = LocalPipeline(program, schedule, devices, bodies)
-            actions = mesh.replicas * sum(map(len, schedule.ranks))
-            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        return Compiled(
-            captured,
-            clusters,
-            plan,
-            program,
-            schedule,
-            pipeline,
-            hashlib.sha256(text.encode()).hexdigest()[:16],
-            borrowed,
-            (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:]),
-        )
+        return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
 
-    def _mesh(self, world: World) -> Mesh:
+    def mesh(self, world: World) -> Mesh:
         replicas = self.options.replicas
         return Mesh(max(1, world.size // replicas), replicas)
 
@@ -137,28 +78,70 @@ class Builder:
         """Whether a step must be built anew, since another one has been the first to train state
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        return world.homes.outdated(compiled.program, slots, self._mesh(world))
+        return world.homes.outdated(compiled.program, slots, self.mesh(world))
 
-    def _captured(
-        self,
-        graph: Graph,
-        args: Sequence[Any],
-        world: World | None,
-        passes: Sequence[Pass],
-        show: Shown,
-        artifacts: Artifacts,
-    ) -> tuple[Captured, tuple[Recorded, ...]]:
+
+@attrs.frozen(eq=False)
+class _Build:
+    """One step on its way:
+
+    captured -> fused -> priced -> planned -> assembled
+    (flat)      (clusters)         (stages, ranks)
+    """
+
+    builder: Builder
+    graph: Graph
+    args: Sequence[Any]
+    world: World | None
+    device: torch.device
+    show: Shown
+    artifacts: Artifacts
+    passes: Passes
+
+    @property
+    def options(self) -> Options:
+        return self.builder.options
+
+    def compiled(self) -> Compiled:
+        captured, flat = self._captured()
+        program = captured.program
+        if captured.warning() and not (self.world and self.world.rank):
+            log.warning(captured.warning())
+        machine = self.builder.machine or default_machine(_home(program, self.device))
+        order = scheduling(self.options, program)
+        fused = self._fused(program, splits(order))
+        clusters = self._priced(fused[-1].program, machine)
+        text = f"{self.options}\n{clusters}"
+        if self.world:
+            self.world.check_agreement(text, "the program")
+        plan, history = self._planned(captured, clusters, order, machine)
+        program = history[-1].program
+        schedule = verify_schedule(lower(plan.schedule, program))
+        network = self.builder.network
+        predicted = functools.partial(predict, program, schedule, machine, network)
+        self.artifacts.history(history)
+        self.artifacts.decisions(plan, schedule, predicted)
+        pipeline, borrowed = self._assembled(captured, program, schedule)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        way = (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:])
+        return Compiled(
+            captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way
+        )
+
+    def _captured(self) -> tuple[Captured, tuple[Recorded, ...]]:
         """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
         all do."""
-        with show.phase("capturing") as phase:
+        world, options = self.world, self.options
+        with self.show.phase("capturing") as phase:
             found, refused = None, None
             try:
-                captured = graph.captured(args, self.options)
+                captured = self.graph.captured(self.args, options)
                 # Where state has a home, a rank has no values of what others train.
-                known = world is not None and world.homes.among(args)
-                if self.options.check and self.options.microbatches > 1 and not known:
-                    check_first_call(graph.module, captured, args, graph.sure)
-                artifacts.program("capture", captured.program)
+                known = world is not None and world.homes.among(self.args)
+                if options.check and options.microbatches > 1 and not known:
+                    check_first_call(self.graph.module, captured, self.args, self.graph.sure)
+                self.artifacts.program("capture", captured.program)
+                passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:
                 refused = error
@@ -168,38 +151,92 @@ class Builder:
                 raise refused or AssertionError
             captured, history = found
             phase.outcome = lambda: _counted(history[-1].program)
-        artifacts.history(history)
+        self.artifacts.history(history)
         return attrs.evolve(captured, program=history[-1].program), history
 
-    def _fused(
-        self,
-        program: Program,
-        split: bool,
-        more: Sequence[Pass],
-        show: Shown,
-        artifacts: Artifacts,
-    ) -> tuple[Recorded, ...]:
-        """The clusters, with their backwards split if they shall be, and what `more` passes make of
+    def _fused(self, program: Program, split: bool) -> tuple[Recorded, ...]:
+        """The clusters, with their backwards split if they shall be, and what passes make of
         them."""
         borders = {**(self.options.split_at or {}), **boundaries(self.options.partition)}
         passes = [fuse(boundaries=borders)]  # type: ignore[arg-type]
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())
-        with show.phase("fusing") as phase:
-            history = record(program, *passes, *more)
+        with self.show.phase("fusing") as phase:
+            history = record(program, *passes, *self.passes.get("clusters", ()))
             clusters = history[-1].program
             phase.outcome = lambda: f"{clusters.units} clusters"
-        artifacts.history(history)
+        self.artifacts.history(history)
         return history
 
-    def _bodies(self, program: Program, world: World | None, show: Shown) -> dict[str, Callable]:
+    def _priced(self, clusters: Program, machine: Machine) -> Program:
+        """The clusters with their seconds."""
+        priced = annotate(costs_of(self.options, clusters, machine, self.show))(clusters)
+        self.artifacts.program("annotate", priced)
+        return priced
+
+    def _planned(
+        self, captured: Captured, clusters: Program, order: Scheduling, machine: Machine
+    ) -> tuple[Plan, tuple[Recorded, ...]]:
+        """The plan, and the programs on the way to that of the ranks on their devices."""
+        world, replicas = self.world, self.options.replicas
+        homes: Mapping[str, frozenset[int]] = {}
+        if world:
+            homes = world.homes.of(
+                captured.program, self._slots(captured), self.builder.mesh(world)
+            )
+        wishes = {"machine": machine, "homes": homes, "passes": self.passes}
+        with self.show.phase("planning") as phase:
+            more = {"network": self.builder.network, "progress": phase.progress}
+            plan = planned(self.options, clusters, order, world, wishes, more)
+            history = record(clusters, *rank_passes(clusters, plan, replicas, homes, self.passes))
+            asked = order if isinstance(order, str) else told(order)
+            phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
+        if world and {"stages", "ranks"} & set(self.passes):
+            world.check_agreement(str(history[-1].program), "the program that the passes made")
+        devices = self._devices(len(plan.schedule.ranks))
+        if devices:
+            history = (*history, *record(history[-1].program, place(devices))[1:])
+        return plan, history
+
+    def _assembled(
+        self, captured: Captured, program: Program, schedule: Schedule
+    ) -> tuple[Pipeline, Borrowed | None]:
+        """What runs the program's ranks in this process, and the state that it borrows of others'
+        homes."""
+        world, options = self.world, self.options
+        mesh = Mesh(len(schedule.ranks), options.replicas)
+        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
+        self.artifacts.ranks(program, mine)
+        bodies = self._bodies(program)
+        with self.show.phase("building") as phase:
+            actions = mesh.replicas * sum(map(len, schedule.ranks))
+            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
+            if options.runtime is not None:
+                return options.runtime(program, schedule, bodies), None
+            if world is None:
+                return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
+            device = _home(program, self.device)
+            pipeline = DistributedPipeline(
+                program, schedule, device, bodies, timeout=options.timeout
+            )
+            carried, modules = captured.carried, self.graph.inputs.modules
+            world.homes.settle(program, self._slots(captured), mesh, modules, world, carried)
+            names = [None if name in carried else name for name in captured.arguments]
+            return pipeline, world.homes.borrowed(program, names, self.args, mine[0])
+
+    def _slots(self, captured: Captured) -> dict[str | None, Any]:
+        """The call's arguments by the names of their ports, None for those that have none."""
+        return dict(zip(captured.arguments, self.args, strict=True))
+
+    def _bodies(self, program: Program) -> dict[str, Callable]:
         """The compiled bodies of a rank, or of all in this process. If one of several processes
         cannot compile its own, all refuse."""
+        world = self.world
         if self.options.compiler == "aot_eager" and not self.options.cuda_graphs:
             return {}
         bodies, refusal = {}, ""
         try:
-            with show.phase("compiling") as phase:
+            with self.show.phase("compiling") as phase:
                 bodies = compile_bodies(
                     program,
                     self.options.compiler,
@@ -224,16 +261,16 @@ class Builder:
         said = report.size(peak)
         return f"{report.summary(plan, program)}, {said} at the peak of the worst rank"
 
-    def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
+    def _devices(self, ranks: int) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""
         given = self.options.devices
         if given is None:
             return None
-        if many or len(given) != mesh.ranks:
+        if self.world or len(given) != ranks:
             raise ValueError(
                 f"devices={given}: this is for one process that runs all ranks of a pipeline, "
-                f"one device a rank; there are {mesh.ranks} ranks"
-                + (", a process each" if many else "")
+                f"one device a rank; there are {ranks} ranks"
+                + (", a process each" if self.world else "")
             )
         return [torch.device(name) for name in given]
 

@@ -9,12 +9,11 @@ from pfeife.backend.options import Options
 from pfeife.compilers import BodyCompiler, compiler_name
 from pfeife.cost import estimate, measure
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs, Plan
-from pfeife.data.progress import Progress, Shown
+from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program, Role
-from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
 from pfeife.sched import Scheduling, adopted, gpipe, partitioned, split_at
 from pfeife.sched import plan as make_plan
@@ -57,41 +56,36 @@ def planned(
     options: Options,
     clusters: Program,
     order: Scheduling,
-    target: Machine,
-    network: Network | None,
-    passes: Passes,
-    homes: Mapping[str, frozenset[int]],
     world: World | None,
-    progress: Progress | None,
+    wishes: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank. Raises ValueError
-    as `sched.plan` and `sched.adopted` do."""
+    """The plan of a program of clusters with costs, that of rank 0 on every rank. `wishes` are
+    further arguments of both `sched.plan` and `sched.adopted`, `more` those of the former alone.
+    Raises ValueError as these do."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
-    wishes: dict[str, Any] = {
-        "machine": target,
+    both: dict[str, Any] = {
+        **wishes,
         "microbatches": options.microbatches // options.replicas,
         "ranks": ranks,
         "memory_limit": options.memory_limit,
         "optimizer": options.optimizer,
         "replicas": options.replicas,
-        "homes": homes,
-        "passes": passes,
         "cuts": _cuts(options, clusters, order, ranks),
     }
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
-        make = functools.partial(adopted, options.plan, clusters, **wishes)
+        make = functools.partial(adopted, options.plan, clusters, **both)
     else:
         make = functools.partial(
             make_plan,
             clusters,
-            **wishes,
+            **both,
+            **more,
             schedule=order,
             stages=options.stages or _stages(options, order, ranks),
-            network=network,
             search_seconds=options.search_seconds,
             recompute=options.recompute,
-            progress=progress,
         )
     return _decided(make, world) if world else make()
 

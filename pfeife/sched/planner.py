@@ -1,5 +1,6 @@
 """Cuts and schedule decided together: a `Plan`."""
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -177,7 +178,8 @@ def _of_family(
         memory_limit=wishes.memory_limit // max(Counter(placed).values()),
         state_factor=wishes.state_factor,
     )
-    problem = stage_problem(
+    pose = functools.partial(
+        stage_problem,
         workload_of(program, duplicated),
         stage_of,
         placed,
@@ -185,8 +187,10 @@ def _of_family(
         machine=wishes.machine,
         network=wishes.network,
     )
+    problem = pose()
     if trained and callable(schedule) and not isinstance(schedule, Family):
-        order = _over(_asked(schedule, problem), wishes.ranks)
+        whole = pose(memory_limit=wishes.memory_limit, state_factor=wishes.state_factor)
+        order = _over(_asked(schedule, whole), wishes.ranks)
     if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
         raise ValueError(
             "the schedule has backwards in two parts, and those of the program are whole: apply "

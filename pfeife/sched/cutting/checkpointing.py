@@ -31,11 +31,11 @@ def with_recompute(
     """The plan of a program of clusters with what its stages recompute.
 
     "always": every stage keeps its inputs alone. "except_last": so does every stage but the last,
-    whose backwards follow their forwards at once (torchgpipe's word is of the last microbatch: its
-    backward comes first, and here a stage does the same with all of them). "never": nothing. A
+    whose backwards follow their forwards at once (torchgpipe means the last microbatch by that; a
+    plan recomputes by stages, with all microbatches alike). "never": nothing. A
     number k: the inside of every k-th block, as `torch.utils.checkpoint` around it would (blocks
     are the modules whose names end in a number, such as blocks.3, the outermost ones). Names: the
-    inside of these modules. "auto": the least that keeps every rank below `limit` bytes by its
+    inside of these modules. "auto": as little as keeps every rank to `limit` bytes by its
     `curves`, the cheapest bytes first. What cannot be done again is kept in any case, see
     `choose_recompute`. Raises ValueError for what is none of these, and for names without nodes.
     """
