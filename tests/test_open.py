@@ -1,8 +1,10 @@
 """What the toolkit makes, the backend takes: families, schedules, plans, costs, passes."""
 
 import copy
+import doctest
 import functools
 import itertools
+import sys
 from types import SimpleNamespace
 
 import attrs
@@ -141,6 +143,11 @@ def test_arguments_of_a_family():
     assert family(2, 4) == sched.loops(2, 4, loop_batch=2, prefetch=1)
     with pytest.raises(ValueError, match=r"loops has no arguments \['batch'\]; it has \['loop_b"):
         family.bind(batch=3)
+
+
+def test_the_example_of_a_family():
+    found = doctest.testmod(sys.modules["pfeife.sched.families.family"])
+    assert found.attempted and not found.failed
 
 
 def backwards_first(problem: sched.Problem) -> pfeife.Schedule:
