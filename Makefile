@@ -8,10 +8,10 @@ demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 3
 
 test-all: .venv/dev
-	WHOLE=1 $(BIN)/python -m pytest -q -n 2
+	WHOLE=1 $(BIN)/python -m pytest -q -n 3
 
 lint: .venv/dev
 	$(BIN)/ruff check .

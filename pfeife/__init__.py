@@ -12,6 +12,7 @@ from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.program import Call, Kind, Port, Program, Role, verify
 from pfeife.passes import (
+    Pass,
     annotate,
     compose,
     dp_wrap,
@@ -23,14 +24,17 @@ from pfeife.passes import (
     split_backward,
 )
 from pfeife.runtime.failure import PipelineError
+from pfeife.sched.families.family import Family
 
 __all__ = [
     "Action",
     "Call",
     "Costs",
+    "Family",
     "Kind",
     "Machine",
     "Mesh",
+    "Pass",
     "PipelineError",
     "Plan",
     "Port",

@@ -401,13 +401,13 @@ def test_what_was_left_out_is_left_room_for():
         asked.append(room)
         return pfeife.Plan((0,), sched.gpipe(1, room // 10))
 
-    def worst(plan: pfeife.Plan) -> MemoryCurve:
-        return MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())
+    def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
+        return [MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())]
 
     def counted(plan: pfeife.Plan) -> tuple[int, ...]:
         return (10 * plan.schedule.microbatches,)
 
-    plan = kept_within(108, "memory_limit=108", make, worst, counted)
+    plan = kept_within(108, "memory_limit=108", make, curves, counted)
     assert asked == [108, 58] and plan.schedule.microbatches == 5
 
 

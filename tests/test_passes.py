@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, EQUAL_TO_EAGER, case
+from pass_rows import ROWS
 from share import crossed, random_cases
 
 import pfeife
@@ -15,7 +16,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, measure
 from pfeife.ir.program import Port, Role
 from pfeife.runtime import LocalPipeline
-from pfeife.testing import assert_same, check_pass, eager_accumulation, nets, plans, tied_across
+from pfeife.testing import assert_same, check_pass, eager_accumulation, nets
 
 CPU_CORE = machine("cpu-core")
 
@@ -77,32 +78,23 @@ def test_random_programs(data):
         eager_accumulation(step, net, microbatches),
         pfeife.evaluate(program, state, microbatches),
     )
-    fused = check(pfeife.fuse(), program)
-    fused = check(pfeife.annotate(estimate(fused, CPU_CORE)), fused)
-    plan = data.draw(plans(fused, len(microbatches)))
-    tied = tied_across(plan, fused)
-    staged = check(pfeife.partition(plan), fused, rounding=tied)
-    if data.draw(st.booleans()):
-        staged = check(pfeife.split_backward(), staged)
-    sent = check(pfeife.insert_send_recv(), staged)
-    pipeline = LocalPipeline(sent, lowered(plan, sent))
+    tied: set[str] = set()
+    for row in ROWS:
+        if not row.sometimes or data.draw(st.booleans()):
+            one, rounding = data.draw(row.draw(program, len(microbatches)))
+            program = check(one, program, rounding=rounding)
+            tied |= set(rounding or ())
+    home = {call.unit: call.rank for call in program.calls}
+    each = len(microbatches) // program.replicas
+    family = sched.policy(data.draw(st.sampled_from(["gpipe", "1f1b"])))
+    order = family(program.units, each, [home[unit] for unit in range(program.units)])
+    pipeline = LocalPipeline(program, sched.verify_schedule(sched.lower(order, program)))
     # Parts of one sum may be added in another order on ranks with several stages.
-    assert_same(pfeife.evaluate(sent, state, microbatches), pipeline(state, microbatches), tied)
-    if len(microbatches) % 2 == 0:
-        half = data.draw(plans(fused, len(microbatches) // 2))
-        mesh = pfeife.Mesh(len(half.schedule.ranks), 2)
-        sent = pfeife.compose(pfeife.partition(half), pfeife.insert_send_recv())(fused)
-        # Averaging over replicas adds the microbatches in another order; a batch norm's buffers
-        # are those of the first replica's microbatches, which evaluate of the input cannot know.
-        if not program.ports(pfeife.Role.BUFFER_UPDATE):
-            check(pfeife.dp_wrap(mesh), sent, rounding=None)
-        replicated = pfeife.dp_wrap(mesh)(sent)
-        pipeline = LocalPipeline(replicated, lowered(half, replicated))
-        assert_same(
-            pfeife.evaluate(replicated, state, microbatches),
-            pipeline(state, microbatches),
-            rounding=tied_across(half, fused),
-        )
+    assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
+
+
+def test_every_pass_has_a_row():
+    assert {row.name for row in ROWS} == set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
 
 
 def test_boundaries_by_name_and_by_marker():

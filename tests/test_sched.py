@@ -213,7 +213,7 @@ def test_transfers_take_their_turn():
 
 
 def test_policies_by_name():
-    assert policy("gpipe") is gpipe and policy("1f1b") is one_f_one_b
+    assert policy("gpipe").make is gpipe and policy("1f1b").make is one_f_one_b
     with pytest.raises(ValueError, match=r"'2f2b' is not known; there are \['1f1b', 'br"):
         policy("2f2b")
     for make in (*TRAINING.values(), forward_only):

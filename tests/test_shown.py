@@ -214,13 +214,19 @@ def test_a_search_says_how_much_of_its_time_is_over():
 TRACED = """
 import sys
 sys.path.insert(0, {tests!r})
+import attrs
 import torch
 torch.set_num_threads(1)
 import pfeife
 from models import case
 from pfeife.data import plain
 one = case("GPT")
-step = pfeife.compile(one.step, microbatches=2, stages=2, schedule="zb-h1", devices=["cpu"] * 2)
+
+def my_pass(program):
+    return attrs.evolve(program)
+
+options = {{"stages": 2, "schedule": "zb-h1", "devices": ["cpu"] * 2}}
+step = pfeife.compile(one.step, microbatches=2, passes={{"stages": [my_pass]}}, **options)
 step(*one.batch(4)).backward()
 compiled = step.backend.compiled[0]
 print(plain.to_json(compiled.plan), compiled.schedule.to_csv(), compiled.program, sep="====")
@@ -277,8 +283,9 @@ def test_every_stop_is_in_torchs_trace(tmp_path):
     assert all(f"pfeife: {label} ..." in drawn for label in PHASES if label != "measuring")
 
     found = artifacts(trace)
-    programs = ["capture", "fuse", "split_backward", "annotate", "partition", "insert_send_recv"]
-    assert list(found) == [*programs, "place", "plan", "schedule", "timeline", "rank_0", "rank_1"]
+    programs = ["capture", "fuse", "split_backward", "annotate", "partition", "my_pass"]
+    programs += ["insert_send_recv", "place"]
+    assert list(found) == [*programs, "plan", "schedule", "timeline", "rank_0", "rank_1"]
     for record, _ in found.values():
         assert (record["frame_id"], record["frame_compile_id"], record["attempt"]) == (0, 0, 0)
     text = {name: payload for name, (_, payload) in found.items()}

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,14 +12,16 @@ import torch
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.call import Compiled
+from pfeife.backend.decide import costs_of, planned, scheduling
+from pfeife.backend.given import boundaries, guarded, told
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
-from pfeife.compilers import BodyCompiler, compile_bodies
-from pfeife.cost import default_machine, estimate, measure, memory_curves
-from pfeife.data import plain
+from pfeife.compilers import compile_bodies
+from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh, Network
-from pfeife.data.plan import Costs, Plan
-from pfeife.data.progress import Progress, Shown
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Shown
+from pfeife.data.schedule import Schedule
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.ir.program import Program, Role
@@ -28,13 +29,14 @@ from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, place, record, split_backward
-from pfeife.passes.compose import Recorded
+from pfeife.passes.compose import Passes, Recorded
+from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
-from pfeife.sched import plan as make_plan
-from pfeife.sched import split_at, splits
+from pfeife.runtime.protocols import Pipeline
+from pfeife.sched import Scheduling, splits
 from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")
@@ -57,59 +59,18 @@ class Builder:
         show: Shown,
         artifacts: Artifacts,
     ) -> Compiled:
+        """What runs a graph's step on the given shapes. Raises ValueError on all ranks for what
+        cannot be built."""
         options = self.options
-        captured = self._captured(graph, args, world, show)
-        program = captured.program
-        if captured.warning() and not (world and world.rank):
-            log.warning(captured.warning())
-        artifacts.program("capture", program)
-        device = _home(program, device)
-        target = self.machine or default_machine(device)
-        # With the loss outside the gradients arrive when all forwards are done.
-        order = options.schedule if program.ports(Role.LOSS) else "gpipe"
-        clusters = self._fused(program, splits(order), show, artifacts)
-        clusters = annotate(self._costs(clusters, target, show))(clusters)
-        artifacts.program("annotate", clusters)
-        text = f"{options}\n{clusters}"
-        if world:
-            world.check_agreement(text, "the program")
-        slots = dict(zip(captured.arguments, args, strict=True))
-        homes = world.homes.of(program, slots, self._mesh(world)) if world else {}
-        by_hand = split_at(clusters, options.split_at) if options.split_at else None
-        wishes = {"machine": target, "schedule": order, "cuts": by_hand, "homes": homes}
-        with show.phase("planning") as phase:
-            plan, history = self._planned(clusters, wishes, world, phase.progress)
-            phase.outcome = lambda: f"{order}, {self._described(plan, history[-1].program)}"
-        mesh = Mesh(len(plan.schedule.ranks), options.replicas)
-        devices = self._devices(mesh, world is not None)
-        if devices:
-            history = (*history, *record(history[-1].program, place(devices))[1:])
-        program = history[-1].program
-        schedule = verify_schedule(lower(plan.schedule, program))
-        predicted = functools.partial(predict, program, schedule, target, self.network)
-        artifacts.history(history)
-        artifacts.decisions(plan, schedule, predicted)
-        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
-        artifacts.ranks(program, mine)
-        bodies = self._bodies(program, world, show)
-        pipeline: DistributedPipeline | LocalPipeline
-        borrowed = None
-        with show.phase("building") as phase:
-            if world:
-                limit = options.timeout
-                pipeline = DistributedPipeline(program, schedule, device, bodies, timeout=limit)
-                carried = captured.carried
-                world.homes.settle(program, slots, mesh, graph.inputs.modules, world, carried)
-                names = [None if name in carried else name for name in captured.arguments]
-                borrowed = world.homes.borrowed(program, names, args, mine[0])
-            else:
-                pipeline = LocalPipeline(program, schedule, devices, bodies)
-            actions = mesh.replicas * sum(map(len, schedule.ranks))
-            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Compiled(captured, clusters, plan, program, schedule, pipeline, digest, borrowed)
+        if options.runtime is not None and (world or options.devices):
+            raise ValueError(
+                f"option runtime={told(options.runtime)}: it runs all ranks in one process, where "
+                "devices are its own matter; leave it out under torchrun, and devices with it"
+            )
+        passes = guarded(options.passes)
+        return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
 
-    def _mesh(self, world: World) -> Mesh:
+    def mesh(self, world: World) -> Mesh:
         replicas = self.options.replicas
         return Mesh(max(1, world.size // replicas), replicas)
 
@@ -117,95 +78,165 @@ class Builder:
         """Whether a step must be built anew, since another one has been the first to train state
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        return world.homes.outdated(compiled.program, slots, self._mesh(world))
+        return world.homes.outdated(compiled.program, slots, self.mesh(world))
 
-    def _captured(
-        self, graph: Graph, args: Sequence[Any], world: World | None, show: Shown
-    ) -> Captured:
-        """The program of a microbatch; if a rank refuses the step, all do."""
-        with show.phase("capturing") as phase:
-            captured, refused = None, None
+
+@attrs.frozen(eq=False)
+class _Build:
+    """One step on its way:
+
+    captured -> fused -> priced -> planned -> assembled
+    (flat)      (clusters)         (stages, ranks)
+    """
+
+    builder: Builder
+    graph: Graph
+    args: Sequence[Any]
+    world: World | None
+    device: torch.device
+    show: Shown
+    artifacts: Artifacts
+    passes: Passes
+
+    @property
+    def options(self) -> Options:
+        return self.builder.options
+
+    def compiled(self) -> Compiled:
+        captured, flat = self._captured()
+        program = captured.program
+        if captured.warning() and not (self.world and self.world.rank):
+            log.warning(captured.warning())
+        machine = self.builder.machine or default_machine(_home(program, self.device))
+        order = scheduling(self.options, program)
+        fused = self._fused(program, splits(order))
+        clusters = self._priced(fused[-1].program, machine)
+        text = f"{self.options}\n{clusters}"
+        if self.world:
+            self.world.check_agreement(text, "the program")
+        plan, history = self._planned(captured, clusters, order, machine)
+        program = history[-1].program
+        schedule = verify_schedule(lower(plan.schedule, program))
+        network = self.builder.network
+        predicted = functools.partial(predict, program, schedule, machine, network)
+        self.artifacts.history(history)
+        self.artifacts.decisions(plan, schedule, predicted)
+        pipeline, borrowed = self._assembled(captured, program, schedule)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        way = (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:])
+        return Compiled(
+            captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way
+        )
+
+    def _captured(self) -> tuple[Captured, tuple[Recorded, ...]]:
+        """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
+        all do."""
+        world, options = self.world, self.options
+        with self.show.phase("capturing") as phase:
+            found, refused = None, None
             try:
-                captured = graph.captured(args, self.options)
+                captured = self.graph.captured(self.args, options)
                 # Where state has a home, a rank has no values of what others train.
-                known = world is not None and world.homes.among(args)
-                if self.options.check and self.options.microbatches > 1 and not known:
-                    check_first_call(graph.module, captured, args, graph.sure)
+                known = world is not None and world.homes.among(self.args)
+                if options.check and options.microbatches > 1 and not known:
+                    check_first_call(self.graph.module, captured, self.args, self.graph.sure)
+                self.artifacts.program("capture", captured.program)
+                passes = self.passes.get("flat", ())
+                found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:
                 refused = error
             if world:
                 world.agreed("", "the captured program", refused=refused)
-            if refused or captured is None:
+            if refused or found is None:
                 raise refused or AssertionError
-            phase.outcome = lambda: _counted(captured.program)
-        return captured
+            captured, history = found
+            phase.outcome = lambda: _counted(history[-1].program)
+        self.artifacts.history(history)
+        return attrs.evolve(captured, program=history[-1].program), history
 
-    def _fused(self, program: Program, split: bool, show: Shown, artifacts: Artifacts) -> Program:
-        """The clusters, with their backwards split if they shall be."""
-        passes = [fuse(boundaries=self.options.split_at)]  # type: ignore[arg-type]
+    def _fused(self, program: Program, split: bool) -> tuple[Recorded, ...]:
+        """The clusters, with their backwards split if they shall be, and what passes make of
+        them."""
+        borders = {**(self.options.split_at or {}), **boundaries(self.options.partition)}
+        passes = [fuse(boundaries=borders)]  # type: ignore[arg-type]
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())
-        with show.phase("fusing") as phase:
-            history = record(program, *passes)
+        with self.show.phase("fusing") as phase:
+            history = record(program, *passes, *self.passes.get("clusters", ()))
             clusters = history[-1].program
             phase.outcome = lambda: f"{clusters.units} clusters"
-        artifacts.history(history)
-        return clusters
+        self.artifacts.history(history)
+        return history
+
+    def _priced(self, clusters: Program, machine: Machine) -> Program:
+        """The clusters with their seconds."""
+        priced = annotate(costs_of(self.options, clusters, machine, self.show))(clusters)
+        self.artifacts.program("annotate", priced)
+        return priced
 
     def _planned(
-        self,
-        clusters: Program,
-        wishes: Mapping[str, Any],
-        world: World | None,
-        progress: Progress | None,
+        self, captured: Captured, clusters: Program, order: Scheduling, machine: Machine
     ) -> tuple[Plan, tuple[Recorded, ...]]:
-        """The plan of the `clusters` with costs, and the programs on the way to that of the ranks;
-        `wishes` are those for the planner that are not options."""
-        options = self.options
-        ranks = world.size // options.replicas if world else None
-        ranks = len(options.devices) if options.devices else ranks
-        by_rank = not options.split_at and wishes["schedule"] != "search"
-        make = functools.partial(
-            make_plan,
-            clusters,
-            **wishes,
-            microbatches=options.microbatches // options.replicas,
-            stages=options.stages or (ranks if by_rank else None),
-            ranks=ranks,
-            replicas=options.replicas,
-            memory_limit=options.memory_limit,
-            optimizer=options.optimizer,
-            network=self.network,
-            search_seconds=None if options.search_work else options.search_seconds,
-            search_work=options.search_work,
-            progress=progress,
-        )
-        plan = self._decided(make, world) if world else make()
-        passes = rank_passes(clusters, plan, options.replicas, wishes["homes"])
-        return plan, record(clusters, *passes)
+        """The plan, and the programs on the way to that of the ranks on their devices."""
+        world, replicas = self.world, self.options.replicas
+        homes: Mapping[str, frozenset[int]] = {}
+        if world:
+            homes = world.homes.of(
+                captured.program, self._slots(captured), self.builder.mesh(world)
+            )
+        wishes = {"machine": machine, "homes": homes, "passes": self.passes}
+        with self.show.phase("planning") as phase:
+            more = {"network": self.builder.network, "progress": phase.progress}
+            plan = planned(self.options, clusters, order, world, wishes, more)
+            history = record(clusters, *rank_passes(clusters, plan, replicas, homes, self.passes))
+            asked = order if isinstance(order, str) else told(order)
+            phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
+        if world and {"stages", "ranks"} & set(self.passes):
+            world.check_agreement(str(history[-1].program), "the program that the passes made")
+        devices = self._devices(len(plan.schedule.ranks))
+        if devices:
+            history = (*history, *record(history[-1].program, place(devices))[1:])
+        return plan, history
 
-    @staticmethod
-    def _decided(make: Callable[[], Plan], world: World) -> Plan:
-        """Rank 0's plan, or its reason that there is none, on every rank."""
-        return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))
+    def _assembled(
+        self, captured: Captured, program: Program, schedule: Schedule
+    ) -> tuple[Pipeline, Borrowed | None]:
+        """What runs the program's ranks in this process, and the state that it borrows of others'
+        homes."""
+        world, options = self.world, self.options
+        mesh = Mesh(len(schedule.ranks), options.replicas)
+        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
+        self.artifacts.ranks(program, mine)
+        bodies = self._bodies(program)
+        with self.show.phase("building") as phase:
+            actions = mesh.replicas * sum(map(len, schedule.ranks))
+            phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
+            if options.runtime is not None:
+                return options.runtime(program, schedule, bodies), None
+            if world is None:
+                return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
+            device = _home(program, self.device)
+            pipeline = DistributedPipeline(
+                program, schedule, device, bodies, timeout=options.timeout
+            )
+            carried, modules = captured.carried, self.graph.inputs.modules
+            world.homes.settle(program, self._slots(captured), mesh, modules, world, carried)
+            names = [None if name in carried else name for name in captured.arguments]
+            return pipeline, world.homes.borrowed(program, names, self.args, mine[0])
 
-    def _costs(self, clusters: Program, target: Machine, show: Shown) -> Costs:
-        if self.options.costs == "estimate":
-            return estimate(clusters, target)
-        cache = Path(self.options.cache) if self.options.cache else None
-        given = self.options.compiler
-        compiler = None if given == "aot_eager" else BodyCompiler(given)
-        with show.phase("measuring") as phase:
-            return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
+    def _slots(self, captured: Captured) -> dict[str | None, Any]:
+        """The call's arguments by the names of their ports, None for those that have none."""
+        return dict(zip(captured.arguments, self.args, strict=True))
 
-    def _bodies(self, program: Program, world: World | None, show: Shown) -> dict[str, Callable]:
+    def _bodies(self, program: Program) -> dict[str, Callable]:
         """The compiled bodies of a rank, or of all in this process. If one of several processes
         cannot compile its own, all refuse."""
+        world = self.world
         if self.options.compiler == "aot_eager" and not self.options.cuda_graphs:
             return {}
         bodies, refusal = {}, ""
         try:
-            with show.phase("compiling") as phase:
+            with self.show.phase("compiling") as phase:
                 bodies = compile_bodies(
                     program,
                     self.options.compiler,
@@ -230,16 +261,16 @@ class Builder:
         said = report.size(peak)
         return f"{report.summary(plan, program)}, {said} at the peak of the worst rank"
 
-    def _devices(self, mesh: Mesh, many: bool) -> list[torch.device] | None:
+    def _devices(self, ranks: int) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""
         given = self.options.devices
         if given is None:
             return None
-        if many or len(given) != mesh.ranks:
+        if self.world or len(given) != ranks:
             raise ValueError(
                 f"devices={given}: this is for one process that runs all ranks of a pipeline, "
-                f"one device a rank; there are {mesh.ranks} ranks"
-                + (", a process each" if many else "")
+                f"one device a rank; there are {ranks} ranks"
+                + (", a process each" if self.world else "")
             )
         return [torch.device(name) for name in given]
 

@@ -19,10 +19,10 @@ from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, divisors
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
+from pfeife.passes.compose import Recorded
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.gradients import is_ours
-from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.local.pipeline import LocalPipeline
+from pfeife.runtime.protocols import Pipeline
 from pfeife.runtime.step import Observer, Watch
 
 log = logging.getLogger("pfeife")
@@ -31,17 +31,18 @@ Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
 
 @attrs.frozen(eq=False, slots=False)
 class Compiled:
-    """One graph at one shape, ready to run: what was captured, decided and built; `said` is what
-    has been logged about it."""
+    """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
+    programs on the way, `said` what has been logged."""
 
     captured: Captured
     clusters: Program
     plan: Plan
     program: Program
     schedule: Schedule
-    pipeline: LocalPipeline | DistributedPipeline
+    pipeline: Pipeline
     digest: str  # of the program, the same on every rank
     borrowed: Borrowed | None = None
+    history: tuple[Recorded, ...] = attrs.field(default=(), repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
 
     @property

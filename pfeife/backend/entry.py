@@ -29,7 +29,6 @@ from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
-from pfeife.sched import policy
 
 log = logging.getLogger("pfeife")
 _ARGUMENTS = "the arguments of this call"
@@ -44,8 +43,6 @@ class Backend:
         self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
         self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
-        if options.schedule != "search":
-            policy(options.schedule)
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network

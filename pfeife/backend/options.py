@@ -11,9 +11,28 @@ from typing import Any, Literal
 import attrs
 import torch
 
+from pfeife.backend.given import (
+    check_costs,
+    check_partition,
+    check_passes,
+    check_plan,
+    check_recompute,
+    check_runtime,
+    check_schedule,
+    check_together,
+    passes_of,
+    plan_of,
+    told,
+    told_passes,
+)
 from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.data.machine import Machine, Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
+from pfeife.data.plan import Costs, Plan
+from pfeife.ir.program import Program
+from pfeife.passes.compose import Passes
+from pfeife.runtime.protocols import Runtime
+from pfeife.sched import Partition, Recompute, Scheduling
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -77,6 +96,10 @@ def _optimizer(given: Any) -> Any:
         raise ValueError(f"option {error}") from None
 
 
+def _tuple(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
 def _devices(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     listed = value is None or isinstance(value, tuple)
     if not listed or not all(isinstance(one, str | torch.device) for one in value or ()):
@@ -104,12 +127,26 @@ class Options:
 
     microbatches: into how many equal parts the batch of a call is cut.
     stages: how many stages; one a rank unless given.
-    schedule: the name of a family, such as "1f1b" or "zb-h1", or "search" for cuts, placement and
-        schedule that are searched together for `search_seconds`; or, if `search_work` is given,
-        until so many operations were looked at, which gives the same plan on any machine.
+    schedule: the name of a family, such as "1f1b" or "zb-h1"; a `Family` of your own; a `Schedule`;
+        a function from a `Problem` (costs, bytes and ranks of the stages) to a `Schedule`; or
+        "search" for cuts, placement and schedule that are searched together for `search_seconds`;
+        or, if `search_work` is given, until so many operations were looked at, which gives the same
+        plan on any machine.
+    plan: cuts, schedule and what is recomputed, as `step.backend.compiled[0].plan` has them: a
+        `Plan` or the path to its JSON. Nothing is searched then; it is refused unless it fits the
+        program (see `sched.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
-    costs: "estimate", or "measure" by running every cluster on this machine.
+    partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
+        DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
+        which stages begin; or a function of a program that gives the stage of every cluster.
+    recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
+        (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
+        limit of memory. See `sched.with_recompute`.
+    costs: "estimate", or "measure" by running every cluster on this machine; `Costs`, or a function
+        of a program that gives them.
+    passes: functions of a `Program`, for programs of the levels {"flat": [...], "clusters": [...],
+        "stages": [...], "ranks": [...]}: as captured, fused, partitioned, and with all messages.
     machine: what to estimate for, a Machine, the name of a shipped one ("h100-sxm") or a path to
         its JSON; this machine's kind unless given.
     network: what `pfeife bench-network` has measured, a Network or the path to its JSON.
@@ -122,6 +159,8 @@ class Options:
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
+    runtime: in one process, what runs the schedule in place of a thread a rank: a function of
+        (program, lowered schedule, compiled bodies) that gives a `runtime.Pipeline`.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
     loss: which result is the loss, where several could be: a name ("loss"), a path (("aux", 0))
         or an index into the tensors that the step returns, or "outside" if none of them is.
@@ -140,14 +179,28 @@ class Options:
 
     microbatches: int = attrs.field(default=1, validator=_count)
     stages: int | None = attrs.field(default=None, validator=_count)
-    schedule: str = attrs.field(default="1f1b", validator=_of(str, "the name of a family"))
+    schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=told)
+    plan: Plan | str | os.PathLike[str] | None = attrs.field(
+        default=None, converter=plan_of, validator=check_plan, repr=told
+    )
     search_seconds: float = attrs.field(default=20.0, validator=_seconds)
     search_work: int | None = attrs.field(default=None, validator=_count)
     split_at: Mapping[str, str] | None = attrs.field(
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )
     replicas: int = attrs.field(default=1, validator=_count)
-    costs: Literal["estimate", "measure"] = attrs.field(default="estimate")
+    costs: str | Costs | Callable[[Program], Costs] = attrs.field(
+        default="estimate", validator=check_costs, repr=told
+    )
+    partition: Partition | None = attrs.field(
+        default=None, converter=_tuple, validator=check_partition, repr=told
+    )
+    recompute: Recompute | None = attrs.field(
+        default=None, converter=_tuple, validator=check_recompute
+    )
+    passes: Passes = attrs.field(
+        factory=dict, converter=passes_of, validator=check_passes, repr=told_passes
+    )
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
     cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
@@ -157,7 +210,7 @@ class Options:
     )
     devices: tuple[str, ...] | None = attrs.field(
         default=None,
-        converter=lambda given: tuple(given) if isinstance(given, list) else given,
+        converter=_tuple,
         validator=_devices,
     )
     loss: int | str | tuple[int | str, ...] | None = attrs.field(default=None, validator=_loss)
@@ -171,6 +224,7 @@ class Options:
         validator=_compiler,
         repr=compiler_name,  # the same on every rank
     )
+    runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=told)
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     check: bool = attrs.field(default=True, validator=_flag)
@@ -183,8 +237,6 @@ class Options:
                 f"options microbatches={self.microbatches} and replicas={self.replicas}: "
                 "every replica takes the same number of microbatches"
             )
-        if self.costs not in ("estimate", "measure"):
-            raise ValueError(f"option costs={self.costs!r}: must be 'estimate' or 'measure'")
         if self.loss_reduction not in ("mean", "sum", "auto"):
             raise ValueError(
                 f"option loss_reduction={self.loss_reduction!r}: must be 'mean', 'sum' or 'auto'"
@@ -207,4 +259,6 @@ def options_from(given: Mapping[str, Any]) -> Options:
     unknown = sorted(map(str, set(given) - set(known)))
     if unknown:
         raise ValueError(f"unknown options {unknown}; there are {known}")
-    return Options(**given)
+    options = Options(**given)
+    check_together(options)
+    return options

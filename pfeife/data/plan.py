@@ -53,8 +53,9 @@ class Plan:
     backward reads is saved. `stage_seconds` (forward and backward of one microbatch) and
     `step_seconds` are what the planner expects, None if it knew no costs; no schedule of these
     stages on these ranks takes less than `bound_seconds`. `interrupted` says that the clock cut
-    a search short, so that another one may find another plan. Raises ValueError if the schedule has
-    fewer stages, or if there is not one entry for every stage.
+    a search short, so that another one may find another plan. `program` is the digest of the
+    program that the plan was made for (see `ir.digest`), None if nobody said. Raises ValueError if
+    the schedule has fewer stages, or if there is not one entry for every stage.
     """
 
     stage_of_cluster: tuple[int, ...] = attrs.field(validator=checks.each(checks.not_negative))
@@ -65,6 +66,7 @@ class Plan:
     bound_seconds: float | None = attrs.field(default=None, validator=checks.seconds)
     recompute: tuple[RecomputeOption, ...] = ()
     interrupted: bool = False
+    program: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.stages > self.schedule.stages:

@@ -132,6 +132,18 @@ class Schedule:
         """Without the actions that `lower` puts in."""
         return Schedule(tuple(tuple(a for a in rank if a.do.kind) for rank in self.ranks))
 
+    def first(self, microbatches: int) -> "Schedule":
+        """The schedule of the first microbatches alone.
+
+        What is left keeps its order, so it deadlocks no more than before and needs no more memory.
+        """
+        return Schedule(
+            tuple(
+                tuple(a for a in rank if a.microbatch is None or a.microbatch < microbatches)
+                for rank in self.ranks
+            )
+        )
+
     def to_csv(self) -> str:
         """A row a rank, a cell an action, as torch.distributed.pipelining writes it."""
         text = io.StringIO()

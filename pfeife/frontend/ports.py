@@ -119,7 +119,8 @@ class Porter:
 
     def _copy(self, node: fx.Node, roots: Mapping[str, str]) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
-        copied.meta["module_path"] = _module_path(node, roots)
+        stack = copied.meta["module_stack"] = _module_stack(node, roots)
+        copied.meta["module_path"] = stack[-1][0] if stack else ""
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
             operation: Any = node.target
             copied.args = (operation, self.draws, self._seed(), *copied.args)
@@ -243,13 +244,13 @@ def _port(
     return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
 
 
-def _module_path(node: fx.Node, roots: Mapping[str, str]) -> str:
-    """The innermost module that a forward node comes from, "" for the outermost or none; `roots`
-    has the readable names of the outermost ones."""
-    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    if not stack:
-        return ""
-    path = stack[-1]
-    root = next((root for root in roots if is_below(path, root)), "")
-    rest = path.removeprefix(root).removeprefix(".")
-    return f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
+def _module_stack(node: fx.Node, roots: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The modules that a forward node comes from, the innermost last: their paths ("" for the
+    outermost) and the names of their classes; `roots` has the readable names of the outermost."""
+    found = []
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        root = next((root for root in roots if is_below(path, root)), "")
+        rest = path.removeprefix(root).removeprefix(".")
+        name = f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
+        found.append((name, getattr(kind, "__name__", str(kind))))
+    return tuple(found)

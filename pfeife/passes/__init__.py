@@ -5,7 +5,7 @@ Read them as a program meets them: `fuse`, `annotate`, `partition`, `split_backw
 """
 
 from pfeife.passes.annotate import annotate
-from pfeife.passes.compose import compose, record
+from pfeife.passes.compose import Pass, compose, record
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
 from pfeife.passes.partition import partition
@@ -14,6 +14,7 @@ from pfeife.passes.send_recv import insert_send_recv
 from pfeife.passes.split_backward import join_backward, split_backward
 
 __all__ = [
+    "Pass",
     "annotate",
     "compose",
     "dp_wrap",

@@ -1,6 +1,6 @@
 """Passes in a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 import attrs
@@ -8,6 +8,8 @@ import attrs
 from pfeife.ir.program import Program, verify
 
 Pass = Callable[[Program], Program]
+Passes = Mapping[str, Sequence[Pass]]  # by the level of the programs that they change
+LEVELS = ("flat", "clusters", "stages", "ranks")
 
 
 def compose(*passes: Pass) -> Pass:
@@ -26,10 +28,14 @@ class Recorded:
         return f"# ---- {self.maker} ----\n{self.program}"
 
 
-def record(program: Program, *passes: Pass) -> tuple[Recorded, ...]:
+def record(program: Program, *passes: Pass, start: str = "start") -> tuple[Recorded, ...]:
     """The program before and after every pass, each verified and headed by the pass's name."""
-    history = [Recorded("start", program)]
+    history = [Recorded(start, program)]
     for one in passes:
-        name = getattr(one, "__qualname__", type(one).__name__).split(".")[0]
-        history.append(Recorded(name, verify(one(history[-1].program))))
+        history.append(Recorded(pass_name(one), verify(one(history[-1].program))))
     return tuple(history)
+
+
+def pass_name(one: Pass) -> str:
+    """A pass's name, or that of the function that has made it."""
+    return getattr(one, "__qualname__", type(one).__name__).split(".")[0]

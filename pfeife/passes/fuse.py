@@ -1,7 +1,7 @@
 """Forward nodes into clusters along the model's own structure, each with its backward nodes."""
 
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from pfeife.ir.boundary import is_boundary
 from pfeife.ir.outline import Group, inline, is_view, outline, viewed
 from pfeife.ir.program import Kind, Program, Role, is_source, node_bytes
 from pfeife.ir.seeding import seeded
+from pfeife.passes.compose import Pass
 
-Pass = Callable[[Program], Program]
 Side = Literal["begin", "end"]
 
 

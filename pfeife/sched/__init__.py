@@ -11,9 +11,12 @@ from pfeife.lowering.predict import predict
 from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
 from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cutting.partitions import Partition, partitioned
 from pfeife.sched.cutting.recompute import choose_recompute, recompute_options
 from pfeife.sched.cutting.workload import stage_problem, workload_of
+from pfeife.sched.families.family import Family
 from pfeife.sched.families.orders import folded, looped
 from pfeife.sched.families.policies import (
     POLICIES,
@@ -29,16 +32,22 @@ from pfeife.sched.families.policies import (
 )
 from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 from pfeife.sched.following import follow
-from pfeife.sched.planner import choose_microbatches, in_flight, plan, splits
+from pfeife.sched.given import adopted
+from pfeife.sched.planner import Scheduling, choose_microbatches, in_flight, plan, splits
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.search import search_placements, search_schedule
 
 __all__ = [
     "POLICIES",
     "Edge",
+    "Family",
+    "Partition",
     "Problem",
+    "Recompute",
+    "Scheduling",
     "StageCosts",
     "Transfer",
+    "adopted",
     "balanced",
     "chain",
     "chain_edges",
@@ -63,6 +72,7 @@ __all__ = [
     "marked",
     "naive",
     "one_f_one_b",
+    "partitioned",
     "placement",
     "plan",
     "policy",
@@ -77,6 +87,7 @@ __all__ = [
     "v_half",
     "v_min",
     "verify_schedule",
+    "with_recompute",
     "workload_of",
     "zb_h1",
     "zb_h2",

@@ -1,8 +1,9 @@
 """Cuts and schedule decided together: a `Plan`."""
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,27 +11,39 @@ import attrs
 from pfeife.cost.memory import trained_parameters
 from pfeife.data.machine import Machine, Network
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
-from pfeife.data.plan import Plan
+from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Do, Schedule
-from pfeife.ir.program import Program, Role
+from pfeife.data.timeline import MemoryCurve
+from pfeife.ir.digest import program_digest
+from pfeife.ir.program import Kind, Program, Role
 from pfeife.lowering.lower import insert_actions
-from pfeife.lowering.problem import seconds_of, transfers
+from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
+from pfeife.passes.compose import Passes
 from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
-from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked
+from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
+from pfeife.sched.cutting.cuts import (
+    Clusters,
+    balanced,
+    cheap_to_recompute,
+    clusters_of,
+    marked,
+)
 from pfeife.sched.cutting.layouts import Wishes
-from pfeife.sched.cutting.room import kept_within, worst_rank
-from pfeife.sched.cutting.workload import stage_problem, workload_of
-from pfeife.sched.families.orders import looped
+from pfeife.sched.cutting.room import curves_of, kept_within
+from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
+from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
-from pfeife.sched.families.policies import placement as placement_of
 from pfeife.sched.following import follow
 from pfeife.sched.joint import SEARCH_SECONDS, search_plan
 from pfeife.sched.search.bound import lower_bound
 
 log = logging.getLogger("pfeife")
+
+# How to make a schedule: a family or its name, "search", a schedule, or a function of a problem.
+Scheduling = str | Family | Schedule | Callable[[Problem], Schedule]
 
 
 def plan(
@@ -40,7 +53,7 @@ def plan(
     microbatches: int,
     stages: int | None = None,
     ranks: int | None = None,
-    schedule: str = "1f1b",
+    schedule: Scheduling = "1f1b",
     cuts: Sequence[int] | None = None,
     memory_limit: int | None = None,
     network: Network | None = None,
@@ -53,14 +66,19 @@ def plan(
     placement: Sequence[int] | None = None,
     homes: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
+    recompute: Recompute | None = None,
+    passes: Passes | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
     schedule shall be; no rank of it needs more than `memory_limit` bytes.
 
-    `schedule` is the name of a family, or "search": then cuts, placement, stages a rank and
-    schedule are searched together for `search_seconds` (20 unless given), or until `search_work`
-    operations were looked at: then the same program and seed have the same plan on any machine,
-    where else the plan says if the clock cut it short. `jobs` searches run side by side.
+    `schedule` is a family or its name; a `Schedule`, whose stages, ranks and microbatches are then
+    those of the plan (with fewer microbatches, the first of its own); a function that makes one of
+    a `Problem`, which has the costs, bytes and ranks of the stages; or "search": then cuts,
+    placement, stages a rank and schedule are searched together for `search_seconds` (20 unless
+    given), or until `search_work` operations were looked at: then the same program and seed have
+    the same plan on any machine, where else the plan says if the clock cut it short. `jobs`
+    searches run side by side.
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
@@ -70,6 +88,10 @@ def plan(
     of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
     A measured `network` takes the place of the machine's figures for links. A search calls
     `progress` with how many of its seconds are over.
+
+    `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
+    decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
+    through, so that memory is that of their results.
 
     The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
@@ -84,6 +106,9 @@ def plan(
     if homes:
         stages, (cuts, placement) = None, follow(program, homes, ranks)
         schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
+    if isinstance(schedule, Schedule):
+        ranks = ranks or len(schedule.ranks)
+        stages = stages or (None if cuts else schedule.stages)
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
     wishes = Wishes(
@@ -100,11 +125,24 @@ def plan(
     # Every rank is given the whole batch, whatever the plan.
     batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
     search = schedule == "search" and trained and wishes.ranks > 1
+    if search and recompute not in (None, "auto"):
+        raise ValueError(
+            f"recompute={recompute!r} and schedule='search': the search decides what to recompute; "
+            "leave one of them out"
+        )
+
+    def curves(plan: Plan) -> tuple[MemoryCurve, ...]:
+        return curves_of(program, plan, optimizer, replicas, homes, passes)
+
+    def again(plan: Plan, how: Recompute) -> Plan:
+        limit = wishes.memory_limit
+        return with_recompute(plan, program, how, machine=machine, limit=limit, curves=curves)
 
     def make(room: int, tries: int) -> Plan:
         less = attrs.evolve(wishes, memory_limit=max(room - batch, 0))
         if not search:
-            return _of_family(program, schedule, less, homes or ())
+            how = recompute if trained else None
+            return _of_family(program, schedule, less, homes or (), how, again)
         return search_plan(
             program,
             less,
@@ -121,37 +159,49 @@ def plan(
         if search:
             sums = counted_by_search(work, plan, machine, factor)
         else:
-            sums = counted_by_cuts(work, plan, in_flight(plan.schedule), factor)
+            clusters = _to_cut(work, recompute)
+            sums = counted_by_cuts(clusters, plan, in_flight(plan.schedule), factor)
         return tuple(batch + size for size in sums)
 
     of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
-    return kept_within(
+    found = kept_within(
         wishes.memory_limit,
         of_machine if memory_limit is None else f"memory_limit={memory_limit}",
         make,
-        lambda plan: worst_rank(program, plan, optimizer, replicas, homes),
+        curves,
         counted,
     )
+    return attrs.evolve(found, program=program_digest(program))
 
 
-def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collection[str]) -> Plan:
-    """The plan with a family's schedule; its cuts keep to the memory by rough figures."""
+def _of_family(
+    program: Program,
+    schedule: Scheduling,
+    wishes: Wishes,
+    at_home: Collection[str],
+    recompute: Recompute | None,
+    again: Callable[[Plan, Recompute], Plan],
+) -> Plan:
+    """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
+    in what is recomputed."""
     trained = bool(program.ports(Role.TANGENT))
     count = wishes.cuts[-1] + 1 if wishes.cuts else wishes.stages or 1
-    placed = wishes.placement or _placed(schedule, count, wishes.ranks)
-    family = policy("1f1b" if schedule == "search" else schedule) if trained else forward_only
-    order = _over(family(count, wishes.microbatches, placed), wishes.ranks)
+    family = _family(schedule) or policy("1f1b")  # a function of a problem needs cuts before
+    placed = wishes.placement or _placed(family, count, wishes.ranks)
+    made = (family if trained else forward_only)(count, wishes.microbatches, placed)
+    order = _over(made, wishes.ranks)
     duplicated = cheap_to_recompute(program, wishes.machine, at_home)
     work = workload_of(program, duplicated)
     stage_of = wishes.cuts or balanced(
-        clusters_of(work),
+        _to_cut(work, recompute),
         count,
         machine=wishes.machine,
         in_flight=in_flight(order),
         memory_limit=wishes.memory_limit // max(Counter(placed).values()),
         state_factor=wishes.state_factor,
     )
-    problem = stage_problem(
+    pose = functools.partial(
+        stage_problem,
         work,
         stage_of,
         placed,
@@ -159,15 +209,65 @@ def _of_family(program: Program, schedule: str, wishes: Wishes, at_home: Collect
         machine=wishes.machine,
         network=wishes.network,
     )
+    problem = pose()
+    if trained and callable(schedule) and not isinstance(schedule, Family):
+        whole = pose(memory_limit=wishes.memory_limit, state_factor=wishes.state_factor)
+        order = _over(_asked(schedule, whole), wishes.ranks)
+    if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
+        raise ValueError(
+            "the schedule has backwards in two parts, and those of the program are whole: apply "
+            "split_backward() to it first (the backend does so for a Family with splits=True)"
+        )
     lowered = insert_actions(verify_schedule(order), transfers(problem))
-    return Plan(
-        stage_of_cluster=stage_of,
-        schedule=order,
-        duplicated=duplicated,
+    plan = Plan(stage_of, order, duplicated)
+    if recompute is not None:
+        plan = again(plan, recompute)
+        problem = _slower(problem, plan.recompute)
+    return attrs.evolve(
+        plan,
         stage_seconds=tuple(stage.seconds for stage in problem.stages),
         step_seconds=simulate(lowered, seconds_of(problem)).seconds,
         bound_seconds=lower_bound(problem) if trained else None,
     )
+
+
+def _to_cut(work: Workload, recompute: Recompute | None) -> Clusters:
+    """The clusters as they are cut; what is saved is up to those who recompute."""
+    clusters = clusters_of(work)
+    if recompute in (None, "never"):
+        return clusters
+    return attrs.evolve(clusters, saved=(0,) * len(clusters.saved))
+
+
+def _slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:
+    """The problem with what its stages recompute in the first part of their backwards."""
+    pairs = zip(problem.stages, recompute, strict=True) if recompute else ()
+    stages = tuple(
+        attrs.evolve(stage, input_backward=stage.input_backward + option.extra_seconds)
+        for stage, option in pairs
+    )
+    return attrs.evolve(problem, stages=stages) if stages else problem
+
+
+def _family(schedule: Scheduling) -> Family | None:
+    """The family of a schedule; None for what a search or a function finds."""
+    if isinstance(schedule, str | Family | Schedule) and schedule != "search":
+        return policy(schedule)
+    return None
+
+
+def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
+    """What a function makes of a problem. Raises ValueError unless it is a schedule of it."""
+    order = make(problem)
+    if not isinstance(order, Schedule):
+        raise ValueError(f"schedule={make!r}: it returned {type(order).__name__}, not a Schedule")
+    found, wanted = order.stage_ranks, problem.stage_ranks
+    if found != wanted or order.microbatches != problem.microbatches:
+        raise ValueError(
+            f"schedule={make!r}: it returned {order.microbatches} microbatches of stages on ranks "
+            f"{list(found)}; the problem has {problem.microbatches} of stages on {list(wanted)}"
+        )
+    return order
 
 
 def choose_microbatches(
@@ -217,23 +317,25 @@ def _cuts_by_hand(
     return found
 
 
-def _possible(schedule: str, placement: Sequence[int], microbatches: int, ranks: int | None) -> str:
+def _possible(
+    schedule: Scheduling, placement: Sequence[int], microbatches: int, ranks: int | None
+) -> Scheduling:
     """The family if it can run stages that are placed so, else one that always can."""
+    family, why = _family(schedule), ""
     try:
-        if schedule == "search":
-            idle = set(range(ranks or 0)) - set(placement)
-            why = f"ranks {sorted(idle)} have nothing to do" if idle else ""
-        else:
-            verify_schedule(policy(schedule)(len(placement), microbatches, placement))
-            why = ""
+        if family is not None:
+            verify_schedule(family(len(placement), microbatches, placement))
     except ValueError as error:
         why = str(error)
+    idle = set(range(ranks or 0)) - set(placement)
+    if schedule == "search" and idle:
+        why = f"ranks {sorted(idle)} have nothing to do"
     if not why:
         return schedule
     log.info(
-        "schedule=%r is not for the stages of this step, which follow the trained state on ranks "
+        "schedule=%s is not for the stages of this step, which follow the trained state on ranks "
         "%s (%s): it runs with 1f1b",
-        schedule,
+        repr(schedule) if isinstance(schedule, str) else family,
         list(placement),
         why,
     )
@@ -255,21 +357,20 @@ def state_factor(program: Program, optimizer: Optimizer | None) -> float:
     return kept / sum(port.bytes for port in ports)
 
 
-def splits(schedule: str) -> bool:
-    """Whether the schedules of a family, or those that a search finds, split backwards."""
-    if schedule == "search":
-        return True
-    order = policy(schedule)(4, 4, placement_of(schedule, 4, 2))
-    return any(a.do == Do.INPUT_BACKWARD for actions in order.ranks for a in actions)
+def splits(schedule: Scheduling) -> bool:
+    """Whether the schedules of a family, or those that a search or a function may find, split
+    backwards."""
+    family = _family(schedule)
+    return family is None or family.splits
 
 
-def _placed(schedule: str, stages: int, ranks: int) -> tuple[int, ...]:
+def _placed(family: Family, stages: int, ranks: int) -> tuple[int, ...]:
     if stages < ranks:
         raise ValueError(
             f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
             f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
         )
-    return looped(stages, ranks) if schedule == "search" else placement_of(schedule, stages, ranks)
+    return family.placement(stages, ranks)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

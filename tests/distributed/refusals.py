@@ -1,13 +1,17 @@
 """What one rank cannot do, none does."""
 
+import copy
 import shutil
 
+import attrs
 import torch
 import torch.distributed as dist
 from models import case
 from rows import row
+from torch import fx, nn
 
 import pfeife
+from pfeife import sched
 from pfeife.cost import machine
 from pfeife.runtime.distributed.process_group import join_world
 
@@ -97,3 +101,35 @@ def compilers() -> None:
         assert str(error).startswith("rank 1: compiler=") and "no lowering" in str(error)
     else:
         raise AssertionError("a rank without compiled stages went on")
+
+
+def other_on_rank_one(program: pfeife.Program) -> pfeife.Program:
+    """A pass that makes another program on rank 1."""
+    module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
+    if dist.get_rank() == 1:
+        first = next(iter(module.graph.nodes))
+        with module.graph.inserting_after(first):
+            module.graph.call_function(torch.ops.aten.neg.default, (first,))
+    return attrs.evolve(program, module=module)
+
+
+@row(ranks=(2,))
+def decisions_that_differ() -> None:
+    """Ranks that were given other schedules, or whose passes make other programs, stop before
+    anything is sent; the same ones run."""
+    orders, world = (sched.gpipe(2, 2), sched.one_f_one_b(2, 2)), join_world(torch.device("cpu"))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
+    for options, message in (
+        ({"schedule": orders[world.rank]}, "schedule=Schedule "),
+        ({"passes": {"flat": [other_on_rank_one]}}, "the program: ranks [1] have another"),
+        ({"passes": {"ranks": [other_on_rank_one]}}, "the passes made: ranks [1] have another"),
+        ({"schedule": orders[1], "passes": {"ranks": [pfeife.compose()]}}, ""),
+    ):
+        torch._dynamo.reset()
+        try:
+            pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, **options)(x)
+        except ValueError as error:
+            assert message and message in str(error), error
+        else:
+            assert not message, f"{options} was not refused"

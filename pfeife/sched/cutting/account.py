@@ -14,7 +14,7 @@ import attrs
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
 from pfeife.lowering.problem import peak_memory
-from pfeife.sched.cutting.cuts import clusters_of, stage_bytes
+from pfeife.sched.cutting.cuts import Clusters, stage_bytes
 from pfeife.sched.cutting.workload import Workload, stage_problem
 
 _AMPLE = 2**50  # bytes; floats still tell single ones apart
@@ -45,11 +45,11 @@ def counted_by_search(
 
 
 def counted_by_cuts(
-    work: Workload, plan: Plan, in_flight: Sequence[int], state_factor: float
+    clusters: Clusters, plan: Plan, in_flight: Sequence[int], state_factor: float
 ) -> tuple[int, ...]:
     """Bytes of every rank as `balanced` has them, which gives each of a rank's stages as much as
     the others: those of the largest, as often as the most stages that a rank has."""
-    size, home = stage_bytes(clusters_of(work), state_factor), plan.stage_ranks
+    size, home = stage_bytes(clusters, state_factor), plan.stage_ranks
     stages, ranks = [0.0] * len(home), [0.0] * (1 + max(home))
     for unit, stage in enumerate(plan.stage_of_cluster):
         stages[stage] += size(in_flight[stage], unit, unit + 1)

@@ -32,7 +32,7 @@ from pfeife.ir.program import (
     returned,
 )
 
-Budget = Literal["none", "full", "selective"] | int
+Budget = Literal["none", "full", "selective"] | int | Collection[str]
 
 SEARCH_NODES = 500  # of the search tree, so that large stages take no longer than seconds
 
@@ -46,7 +46,8 @@ def choose_recompute(
     what keeps the fewest bytes when only operations that the machine computes faster than it
     moves their bytes are done again (Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, 2022, section 5). A number: at most so many bytes a microbatch and
-    stage, in the least time. `duplicated` are the nodes that the plan has every reader compute.
+    stage, in the least time. Names of nodes: of what the backward reads all that these compute, and
+    nothing else. `duplicated` are the nodes that the plan has every reader compute.
     Raises ValueError if a stage cannot keep as little as the budget, or has no whole backward.
     """
     return tuple(_choice(stage, budget) for stage in _stages(program, machine, duplicated))
@@ -70,6 +71,10 @@ def _choice(stage: "_Stage", budget: Budget) -> RecomputeOption:
     if budget == "selective":
         heavy = {node for node in stage.nodes if compute_bound(node, stage.machine)}
         return attrs.evolve(stage, fixed=_with_parts(stage.fixed | heavy, stage.nodes)).fewest
+    if isinstance(budget, Collection) and not isinstance(budget, str):
+        others = {n for n in stage.nodes if n.name not in budget and n not in stage.duplicated}
+        fixed = _with_parts(stage.fixed | others, stage.nodes)
+        return attrs.evolve(stage, fixed=fixed).option(())
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise ValueError(
             f"recompute: {budget!r} is not 'none', 'full', 'selective' or a number of bytes"

@@ -1,7 +1,7 @@
 """A limit of memory that a plan keeps to, by the account of every byte."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pfeife.cost.memory import memory_curves
 from pfeife.data.machine import Mesh
@@ -11,7 +11,7 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.program import Kind, Program
 from pfeife.lowering.lower import lower
 from pfeife.passes import dp_wrap, insert_send_recv, join_backward, partition, split_backward
-from pfeife.passes.compose import Pass, compose
+from pfeife.passes.compose import Pass, Passes, compose
 
 log = logging.getLogger("pfeife")
 _TRIES = 6
@@ -27,38 +27,41 @@ def rank_passes(
     plan: Plan,
     replicas: int = 1,
     homes: Mapping[str, frozenset[int]] | None = None,
+    more: Passes | None = None,
 ) -> tuple[Pass, ...]:
     """The passes from a program of clusters to that of the ranks, as a plan has it; `homes` are
-    the ranks that train some of the state already."""
+    the ranks that train some of the state already, and `more` has what else the programs of
+    "stages" and "ranks" become."""
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     cut: tuple[Pass, ...] = (partition(plan),)
     if split and plan.recompute:  # which part repeats what is known of whole backwards
         cut = (join_backward(), partition(plan), split_backward())
     mesh = Mesh(len(plan.schedule.ranks), replicas)
-    return (*cut, insert_send_recv(homes=homes), dp_wrap(mesh))
+    stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
+    return (*cut, *stages, insert_send_recv(homes=homes), dp_wrap(mesh), *ranks)
 
 
-def worst_rank(
+def curves_of(
     program: Program,
     plan: Plan,
-    optimizer: Optimizer | None,
-    replicas: int,
+    optimizer: Optimizer | None = None,
+    replicas: int = 1,
     homes: Mapping[str, frozenset[int]] | None = None,
-) -> MemoryCurve:
-    """The bytes of the rank that needs most, for a plan of a program of clusters."""
-    ranks = compose(*rank_passes(program, plan, replicas, homes))(program)
-    curves = memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
-    return max(curves, key=lambda curve: curve.peak)
+    more: Passes | None = None,
+) -> tuple[MemoryCurve, ...]:
+    """The bytes of every rank, for a plan of a program of clusters."""
+    ranks = compose(*rank_passes(program, plan, replicas, homes, more))(program)
+    return memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
 
 
 def kept_within(
     limit: int,
     limited_by: str,
     make: Callable[[int, int], Plan],
-    worst: Callable[[Plan], MemoryCurve],
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
     counted: Callable[[Plan], Sequence[int]],
 ) -> Plan:
-    """A plan whose `worst` rank needs no more than `limit` bytes.
+    """A plan whose ranks need no more than `limit` bytes by their `curves`.
 
     `make(bytes, tries)` is a planner that counts in sums, and `counted` what it has counted for
     each rank of a plan. A plan that needs too much is made again for the limit without what these
@@ -83,7 +86,7 @@ def kept_within(
             continue
         if found and plan == found[-1][0]:
             break  # less memory changes nothing, as with cuts by hand
-        curve = worst(plan)
+        curve = max(curves(plan), key=lambda one: one.peak)
         if curve.peak <= limit:
             return plan
         found.append((plan, curve))
@@ -92,13 +95,14 @@ def kept_within(
         asked = over - (curve.peak - limit)
         asked = asked if asked > refused else (over + refused) // 2
     least = min((curve for _, curve in found), key=lambda curve: curve.peak)
-    raise ValueError(_refusal(least, limited_by))
+    raise ValueError(refusal(least, limited_by))
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")
 
 
-def _refusal(curve: MemoryCurve, limited_by: str) -> str:
+def refusal(curve: MemoryCurve, limited_by: str) -> str:
+    """What to say of a plan whose worst rank needs too much."""
     bytes_of = {**curve.held, **curve.at_peak}
     parts = {word: bytes_of.pop(word, 0) for word in ("parameters", "gradients", "optimizer")}
     parts["activations"] = sum(bytes_of.pop(word, 0) for word in _ACTIVATIONS)

@@ -1,12 +1,13 @@
 """Schedules by name: each a small function from stages, ranks and microbatches to actions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched.families.orders import Timed, dealt, folded, looped, placed
+from pfeife.sched.families.family import Family, family_of_one
+from pfeife.sched.families.orders import Timed, dealt, folded, placed
 from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 
@@ -169,39 +170,44 @@ def forward_only(stages: int, microbatches: int, ranks: Sequence[int] | None = N
     return dealt([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], home)
 
 
-POLICIES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+# The families that have a name. Somebody's own is passed as a `Family`, not entered here. Those
+# that begin a search come first, the best of them before the others: it has not time for all.
+POLICIES: Mapping[str, Family] = MappingProxyType(
     {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "eager-1f1b": eager_one_f_one_b,
-        "interleaved": interleaved,
-        "breadth-first": gpipe,
-        "loops": loops,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zb-v": zb_v,
-        "v-half": v_half,
-        "v-min": v_min,
-        "dualpipe-v": dual_pipe_v,
+        family.name: family
+        for family in (
+            Family("zb-v", zb_v, folded, splits=True, seeds=True),
+            Family("zb-h1", zb_h1, splits=True, seeds=True),
+            Family("v-half", v_half, folded, splits=True, seeds=True),
+            Family("v-min", v_min, folded, splits=True, seeds=True),
+            Family("interleaved", interleaved, seeds=True),
+            Family("dualpipe-v", dual_pipe_v, folded, splits=True, seeds=True),
+            Family("1f1b", one_f_one_b, seeds=True),
+            Family("zb-h2", zb_h2, splits=True, seeds=True),
+            Family("eager-1f1b", eager_one_f_one_b, seeds=True),
+            Family("gpipe", gpipe, seeds=True),
+            Family("naive", naive),
+            Family("breadth-first", gpipe),
+            Family("loops", loops),
+        )
     }
 )
 
 
-_ON_A_V = frozenset({"zb-v", "v-half", "v-min", "dualpipe-v"})
+def policy(given: str | Family | Schedule) -> Family:
+    """The family of a name, that of one schedule, or the family itself.
 
-
-def placement(name: str, stages: int, ranks: int) -> tuple[int, ...]:
-    """The stages' ranks that a policy is made for: folded for those on a V, else looped.
-
-    Raises ValueError for names that are not known.
+    Raises ValueError for a name that is not known, with those that are.
     """
-    policy(name)
-    return (folded if name in _ON_A_V else looped)(stages, ranks)
+    if isinstance(given, Family):
+        return given
+    if isinstance(given, Schedule):
+        return family_of_one(given)
+    if given not in POLICIES:
+        raise ValueError(f"schedule={given!r} is not known; there are {sorted(POLICIES)}")
+    return POLICIES[given]
 
 
-def policy(name: str) -> Callable[..., Schedule]:
-    """A policy by its name. Raises ValueError that lists the names."""
-    if name not in POLICIES:
-        raise ValueError(f"schedule={name!r} is not known; there are {sorted(POLICIES)}")
-    return POLICIES[name]
+def placement(given: str | Family | Schedule, stages: int, ranks: int) -> tuple[int, ...]:
+    """The stages' ranks that a family is made for, such as a V. Raises as `policy` does."""
+    return policy(given).placement(stages, ranks)

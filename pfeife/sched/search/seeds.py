@@ -7,15 +7,11 @@ import attrs
 
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges, fits
-from pfeife.sched.families.policies import policy
+from pfeife.sched.families.family import Family
+from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.search.pattern import Pattern, pattern_of
 from pfeife.sched.search.shop import compile_problem, orders_of, starts_of
 
-# The best ones first: what a search has time for depends on its budget.
-_FAMILIES = (
-    *("zb-v", "zb-h1", "v-half", "v-min", "interleaved"),
-    *("dualpipe-v", "1f1b", "zb-h2", "eager-1f1b", "gpipe"),
-)
 STRIDE = 6  # times as many microbatches as ranks bring a family into its stride
 _REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")
 
@@ -23,8 +19,8 @@ _REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")
 def families(problem: Problem) -> Iterator[list[Schedule]]:
     """What each family makes of a problem, as it is or with forwards that wait for memory."""
     whole = not all(stage.splittable for stage in problem.stages)
-    for name in _FAMILIES:
-        schedule = _made(name, problem)
+    for family in POLICIES.values():
+        schedule = _made(family, problem) if family.seeds else None
         if schedule is not None:
             yield list(fitting(problem, fused(schedule) if whole else schedule))
 
@@ -41,7 +37,7 @@ def patterns(problem: Problem) -> Iterator[Pattern]:
     )
     shop, seen = compile_problem(unit), set()
     for name in _REPEATING:
-        schedule = _made(name, unit)
+        schedule = _made(POLICIES[name], unit)
         starts = None if schedule is None else starts_of(shop, orders_of(shop, schedule))
         found = None if starts is None else pattern_of(shop, starts)
         if found is not None and found not in seen:
@@ -49,10 +45,10 @@ def patterns(problem: Problem) -> Iterator[Pattern]:
             yield found
 
 
-def _made(name: str, problem: Problem) -> Schedule | None:
+def _made(family: Family, problem: Problem) -> Schedule | None:
     """A family's schedule, None if it is not for this placement."""
     try:
-        return policy(name)(len(problem.stages), problem.microbatches, problem.stage_ranks)
+        return family(len(problem.stages), problem.microbatches, problem.stage_ranks)
     except ValueError:
         return None
 

@@ -1,0 +1,114 @@
+"""From what was asked for to a plan: costs, cuts, and what the planner is told."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pfeife.backend.options import Options
+from pfeife.compilers import BodyCompiler, compiler_name
+from pfeife.cost import estimate, measure
+from pfeife.data import plain
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Costs, Plan
+from pfeife.data.progress import Shown
+from pfeife.data.schedule import Schedule
+from pfeife.ir.program import Program, Role
+from pfeife.runtime.distributed.world import World
+from pfeife.sched import Scheduling, adopted, gpipe, partitioned, split_at
+from pfeife.sched import plan as make_plan
+
+
+def scheduling(options: Options, program: Program) -> Scheduling:
+    """How a program is scheduled. A given plan is for programs that train; others run where it has
+    the stages. With the loss outside the gradients arrive when all forwards are done: GPipe, on
+    the ranks of a given schedule."""
+    if isinstance(options.plan, Plan):
+        return options.plan.schedule
+    given = options.schedule
+    if program.ports(Role.LOSS):
+        return given
+    if isinstance(given, Schedule):
+        return gpipe(given.stages, given.microbatches, given.stage_ranks)
+    return "gpipe"
+
+
+def costs_of(options: Options, clusters: Program, target: Machine, show: Shown) -> Costs:
+    """The seconds of a program of clusters. Raises ValueError for a function without `Costs`."""
+    given = options.costs
+    if isinstance(given, Costs):
+        return given
+    if given == "estimate":
+        return estimate(clusters, target)
+    with show.phase("measuring") as phase:
+        if callable(given):
+            found = given(clusters)
+            if not isinstance(found, Costs):
+                name = compiler_name(given)
+                raise ValueError(f"option costs={name}: it returned {found!r}, not Costs")
+            return found
+        cache = Path(options.cache) if options.cache else None
+        compiler = None if options.compiler == "aot_eager" else BodyCompiler(options.compiler)
+        return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
+
+
+def planned(
+    options: Options,
+    clusters: Program,
+    order: Scheduling,
+    world: World | None,
+    wishes: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> Plan:
+    """The plan of a program of clusters with costs, that of rank 0 on every rank. `wishes` are
+    further arguments of both `sched.plan` and `sched.adopted`, `more` those of the former alone.
+    Raises ValueError as these do."""
+    ranks = world.size // options.replicas if world else None
+    ranks = len(options.devices) if options.devices else ranks
+    both: dict[str, Any] = {
+        **wishes,
+        "microbatches": options.microbatches // options.replicas,
+        "ranks": ranks,
+        "memory_limit": options.memory_limit,
+        "optimizer": options.optimizer,
+        "replicas": options.replicas,
+        "cuts": _cuts(options, clusters, order, ranks),
+    }
+    if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
+        make = functools.partial(adopted, options.plan, clusters, **both)
+    else:
+        make = functools.partial(
+            make_plan,
+            clusters,
+            **both,
+            **more,
+            schedule=order,
+            stages=options.stages or _stages(options, order, ranks),
+            search_seconds=None if options.search_work else options.search_seconds,
+            search_work=options.search_work,
+            recompute=options.recompute,
+        )
+    return _decided(make, world) if world else make()
+
+
+def _stages(options: Options, order: Scheduling, ranks: int | None) -> int | None:
+    """A stage a rank, where neither cuts nor schedule say how many."""
+    said = options.split_at or options.partition is not None
+    return None if said or order == "search" or isinstance(order, Schedule) else ranks
+
+
+def _cuts(
+    options: Options, clusters: Program, order: Scheduling, ranks: int | None
+) -> tuple[int, ...] | None:
+    """The stage of every cluster, if it was said where to cut."""
+    if options.split_at:
+        return split_at(clusters, options.split_at)
+    if options.partition is None:
+        return None
+    count = order.stages if isinstance(order, Schedule) else options.stages or ranks or 1
+    return partitioned(clusters, options.partition, count)
+
+
+def _decided(make: Callable[[], Plan], world: World) -> Plan:
+    """Rank 0's plan, or its reason that there is none, on every rank."""
+    return plain.from_json(Plan, world.decided_by_rank_zero(lambda: plain.to_json(make())))

@@ -1,0 +1,41 @@
+"""Which program this is, in a short text: what a plan must find as it was."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from pfeife.ir.program import Kind, Program, Role, is_source
+
+
+def program_digest(program: Program) -> str:
+    """A text that programs of clusters share if a plan of one of them is one of the others.
+
+    It has the names that a plan speaks of, and what they stand for: each cluster's forward
+    operations with what these read, and what is put in, comes out and is trained. It has no sizes
+    of the batch, no devices and no versions: a plan holds for other ones, as long as these make
+    the same clusters of the same operations. Whether backwards are split makes no difference.
+    """
+    text = "\n".join([*_ports(program), *_forwards(program)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _ports(program: Program) -> Iterator[str]:
+    for port in (*program.inputs, *program.outputs):
+        size = f"{port.dtype} {port.shape}" if port.role == Role.PARAMETER else ""
+        yield f"{port.role} {','.join(port.names)} {size}"
+
+
+def _forwards(program: Program) -> Iterator[str]:
+    for unit in range(program.units):
+        for node in program.body(program.call(Kind.FORWARD, unit)).graph.nodes:
+            if not is_source(node) and node.op != "output":
+                read = ",".join(source.name for source in node.all_input_nodes)
+                yield f"{unit} {node.name} {_name(node)} {read}"
+
+
+def _name(node: fx.Node) -> str:
+    """The name of what a node runs; a function's own text has its address in this process."""
+    target: Any = node.target
+    return target.__qualname__ if type(target).__name__ == "function" else str(target)

@@ -1,0 +1,135 @@
+"""What stages recompute, in the words that users of torchgpipe and DeepSpeed know."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import attrs
+from torch import fx
+
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.data.timeline import MemoryCurve
+from pfeife.ir.outline import inline
+from pfeife.ir.program import Kind, Program
+from pfeife.passes import join_backward, partition
+from pfeife.sched.cutting.recompute import choose_recompute, recompute_options
+
+# "always", "except_last", "never", "auto"; every so many blocks; or modules by their names.
+Recompute = str | int | Sequence[str]
+WORDS = ("always", "except_last", "never", "auto")
+
+
+def with_recompute(
+    plan: Plan,
+    program: Program,
+    how: Recompute,
+    *,
+    machine: Machine,
+    limit: int,
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
+) -> Plan:
+    """The plan of a program of clusters with what its stages recompute.
+
+    "always": every stage keeps its inputs alone. "except_last": so does every stage but the last,
+    whose backwards follow their forwards at once (torchgpipe means the last microbatch by that; a
+    plan recomputes by stages, with all microbatches alike). "never": nothing. A
+    number k: the inside of every k-th block, as `torch.utils.checkpoint` around it would (blocks
+    are the modules whose names end in a number, such as blocks.3, the outermost ones). Names: the
+    inside of these modules. "auto": as little as keeps every rank to `limit` bytes by its
+    `curves`, the cheapest bytes first. What cannot be done again is kept in any case, see
+    `choose_recompute`. Raises ValueError for what is none of these, and for names without nodes.
+    """
+    split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
+    whole = join_backward()(program) if split else program
+    staged = partition(plan)(whole)
+
+    def choice(budget: str | Collection[str]) -> tuple[RecomputeOption, ...]:
+        return choose_recompute(staged, budget, machine=machine, duplicated=plan.duplicated)
+
+    if how == "never":
+        return plan
+    if how == "auto":
+        options = recompute_options(staged, machine, duplicated=plan.duplicated, most=5)
+        return _relieved(plan, options, limit, curves)
+    if how == "always":
+        return attrs.evolve(plan, recompute=choice("full"))
+    if how == "except_last":
+        return attrs.evolve(plan, recompute=(*choice("full")[:-1], choice("none")[-1]))
+    if isinstance(how, str | bool):
+        raise ValueError(f"recompute={how!r}: must be one of {WORDS}, a number of blocks, or names")
+    forwards = _forwards(whole)
+    modules = _every(forwards, how) if isinstance(how, int) else list(how)
+    return attrs.evolve(plan, recompute=choice(_inside(forwards, modules)))
+
+
+def _relieved(
+    plan: Plan,
+    options: Sequence[Sequence[RecomputeOption]],
+    limit: int,
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
+) -> Plan:
+    """On each rank over the limit, again and again, the stage with the cheapest bytes goes on to
+    its next option, until all ranks have room or recompute what they can."""
+    at = [0] * plan.stages
+
+    def price(stage: int) -> float:
+        now, then = options[stage][at[stage]], options[stage][at[stage] + 1]
+        return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
+
+    while True:
+        chosen = tuple(options[stage][index] for stage, index in enumerate(at))
+        found = attrs.evolve(plan, recompute=chosen if any(at) else ())
+        open_ = [
+            [
+                stage
+                for stage, rank in enumerate(plan.stage_ranks)
+                if rank == curve.rank and at[stage] + 1 < len(options[stage])
+            ]
+            for curve in curves(found)
+            if curve.peak > limit
+        ]
+        if not any(open_):
+            return found
+        for stages in filter(None, open_):
+            at[min(stages, key=price)] += 1
+
+
+def _forwards(program: Program) -> dict[fx.Node, str]:
+    """The forward's operations, with the paths of their modules."""
+    flat, groups = inline(program)
+    return {
+        node: str(node.meta.get("module_path") or "")
+        for node in flat.module.graph.nodes
+        if node.name in groups and groups[node.name].kind == Kind.FORWARD
+    }
+
+
+_BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
+
+
+def _every(forwards: dict[fx.Node, str], step: int) -> list[str]:
+    """Every so many of the outermost modules with a number for a name."""
+    if step < 1:
+        raise ValueError(f"recompute={step}: of the blocks, every first, second, third...")
+    found = (_BLOCK.match(path) for path in forwards.values())
+    blocks = list(dict.fromkeys(one.group() for one in found if one))
+    if len(blocks) < step:
+        raise ValueError(
+            f"recompute={step}: the model has {len(blocks)} blocks (modules such as blocks.3)"
+        )
+    return blocks[step - 1 :: step]
+
+
+def _inside(forwards: dict[fx.Node, str], modules: Iterable[str]) -> set[str]:
+    """The names of what modules compute for themselves; what they hand on is kept."""
+    found: set[str] = set()
+    for module in modules:
+        members = {n for n, path in forwards.items() if f"{path}.".startswith(f"{module}.")}
+        if not members:
+            known = sorted({path for path in forwards.values() if path})
+            raise ValueError(
+                f"recompute: no module {module!r} computes anything; there are {known}"
+            )
+        inner = (n for n in members if all(u in members for u in n.users if u in forwards))
+        found |= {node.name for node in inner}
+    return found

@@ -1,0 +1,139 @@
+"""Cuts by other measures than seconds, in the words that users of DeepSpeed know."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+from torch import fx
+
+from pfeife.ir.outline import inline
+from pfeife.ir.program import Kind, Program, Role, holders
+from pfeife.sched.cutting.cuts import split_at
+from pfeife.sched.cutting.workload import blocked_borders
+
+# "parameters", "uniform", "type:Regex"; the clusters at which stages begin, or the modules; or a
+# function that gives the stage of every cluster.
+Partition = str | Sequence[int] | Sequence[str] | Callable[[Program], Sequence[int]]
+
+
+def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...]:
+    """The stage of every cluster of a fused program.
+
+    "uniform" gives the stages about as many clusters, "parameters" about as many elements of
+    trained parameters, "type:Regex" about as many of the modules whose class has a name that the
+    expression is found in (in any case; stages begin where such modules begin): DeepSpeed's
+    `partition_method`. In all of these the largest stage is as small as can be. Numbers are the
+    clusters at which a stage begins, names the modules (`fuse` must have been given those as
+    boundaries). What a function returns is taken as it is. Raises ValueError for fewer borders than
+    it takes, for names and numbers that are not there, and for a border between those that update
+    and read one buffer.
+    """
+    units = program.units
+    if callable(how):
+        found = tuple(how(program))
+        if len(found) != units:
+            raise ValueError(
+                f"partition={how!r}: it returned {len(found)} stages for {units} clusters"
+            )
+        return found
+    if not isinstance(how, str):
+        return _by_hand(program, how)
+    borders, weights = list(range(1, units)), [1.0] * units
+    if how == "parameters":
+        weights = _elements(program)
+    elif how.startswith("type:"):
+        begins = _modules(program, how.removeprefix("type:"))
+        borders, weights = sorted({*begins} - {0}), [float(begins.count(u)) for u in range(units)]
+    open_ = [border for border in borders if border not in blocked_borders(program)]
+    if stages > len(open_) + 1:
+        raise ValueError(
+            f"partition={how!r}: {stages} stages, and only {len(open_)} places for a border "
+            "between them"
+        )
+    return even(weights, open_, stages)
+
+
+def even(weights: Sequence[float], borders: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The stage of every cluster, stages beginning at some of the borders, such that the heaviest
+    is as light as can be, and among such cuts the least sum of squares.
+
+    Dynamic programming: row s has for every edge the best that s stages before it can be.
+
+        edges   0    b1    b2    b3    end       load[i, j]: the weight between two edges
+        row 1   0   load  load  load  load
+        row 2        -    min over i of join(row 1 at edge i, load[i, j])
+    """
+    edges = [0, *borders, len(weights)]
+    before = np.array([0.0, *accumulate(weights)])[edges]
+    load = np.where(np.triu(np.ones((len(edges),) * 2), 1) > 0, before - before[:, None], np.inf)
+
+    def best(join: Callable, load: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        row, chosen = np.full(len(edges), np.inf), []
+        row[0] = 0.0
+        for _ in range(stages):
+            cost = join(row[:, None], load)
+            chosen.append(cost.argmin(0))
+            row = cost.min(0)
+        return float(row[-1]), chosen
+
+    heaviest, _ = best(np.maximum, load)
+    allowed = np.where(load <= heaviest, load, np.inf)
+    _, chosen = best(lambda row, load: row + load**2, allowed)
+    at, starts = len(edges) - 1, []
+    for row in reversed(chosen):
+        at = int(row[at])
+        starts.append(edges[at])
+    return tuple(sum(start <= unit for start in starts) - 1 for unit in range(len(weights)))
+
+
+def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int, ...]:
+    if all(isinstance(one, str) for one in how):
+        return split_at(program, {str(one): "begin" for one in how})
+    starts = [int(one) for one in how]
+    inside = range(1, program.units)
+    if starts != sorted(set(starts)) or any(start not in inside for start in starts):
+        raise ValueError(
+            f"partition={starts}: the clusters at which stages begin go up, from 1 to "
+            f"{program.units - 1}: the program has {program.units} clusters"
+        )
+    return tuple(sum(start <= unit for start in starts) for unit in range(program.units))
+
+
+def _elements(program: Program) -> list[float]:
+    """By cluster the elements of trained parameters, each where it is used first."""
+    trained = {port.fqn for port in program.ports(Role.GRADIENT)}
+    found = [0.0] * program.units
+    users = holders(program)
+    for port in program.ports(Role.PARAMETER):
+        if users.get(port.fqn) and (port.fqn in trained or not trained):
+            first = min(call.unit for call in users[port.fqn])
+            found[first] += port.bytes // port.dtype.itemsize
+    return found
+
+
+def _modules(program: Program, pattern: str) -> list[int]:
+    """The clusters in which modules begin whose class has such a name, once a module."""
+    try:
+        wanted = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f"partition='type:{pattern}': {error}") from None
+    flat, groups = inline(program)
+    first: dict[str, int] = {}
+    known: set[str] = set()
+    for node in flat.module.graph.nodes:
+        if node.name in groups and groups[node.name].kind == Kind.FORWARD:
+            for path, kind in module_stack(node):
+                known.add(kind)
+                if wanted.search(kind):
+                    first.setdefault(path, groups[node.name].unit)
+    if not first:
+        raise ValueError(
+            f"partition='type:{pattern}': no module has such a class; there are {sorted(known)}"
+        )
+    return list(first.values())
+
+
+def module_stack(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The modules that a node was captured in, from the outermost: paths and names of classes."""
+    return tuple(node.meta.get("module_stack") or ())

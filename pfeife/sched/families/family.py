@@ -1,0 +1,85 @@
+"""A family of schedules as a value: what makes them, and where their stages go."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from pfeife.data.schedule import Do, Schedule
+from pfeife.sched.families.orders import looped
+
+
+@attrs.frozen
+class Family:
+    """Schedules by one formula, for any number of stages and microbatches.
+
+    `make(stages, microbatches, ranks, **arguments)` gives the schedule of stages that are placed
+    on `ranks`, one rank a stage if that is None; it raises ValueError for what it is not for.
+    `placement(stages, ranks)` places the stages where nobody else does. `splits` says whether
+    backwards are in two parts (I and W), `seeds` whether `schedule="search"` begins with the
+    schedules of this family too.
+
+    >>> import pfeife
+    >>> pairs = pfeife.Family("pairs", pfeife.sched.loops).bind(loop_batch=2, prefetch=1)
+    >>> print(pairs, len(pairs(2, 4).ranks))
+    pairs(loop_batch=2, prefetch=1) 2
+    """
+
+    name: str
+    make: Callable[..., Schedule]
+    placement: Callable[[int, int], tuple[int, ...]] = looped
+    splits: bool = False
+    seeds: bool = False
+    arguments: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def __call__(
+        self, stages: int, microbatches: int, ranks: Sequence[int] | None = None
+    ) -> Schedule:
+        return self.make(stages, microbatches, ranks, **self.arguments)
+
+    def bind(self, **arguments: Any) -> "Family":
+        """The family with some of its arguments given. Raises ValueError for unknown ones."""
+        known = [
+            one.name
+            for one in inspect.signature(self.make).parameters.values()
+            if one.kind == one.KEYWORD_ONLY
+        ]
+        unknown = sorted(set(arguments) - set(known))
+        if unknown:
+            raise ValueError(f"the family {self.name} has no arguments {unknown}; it has {known}")
+        return attrs.evolve(self, arguments={**self.arguments, **arguments})
+
+    def __str__(self) -> str:
+        bound = ", ".join(f"{name}={value!r}" for name, value in sorted(self.arguments.items()))
+        return f"{self.name}({bound})" if bound else self.name
+
+
+def family_of_one(schedule: Schedule) -> Family:
+    """The family that has one schedule, and what the schedule is with fewer microbatches."""
+    home = schedule.stage_ranks
+
+    def make(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
+        wanted = home if ranks is None else tuple(ranks)
+        if stages != len(home) or wanted != home:
+            raise ValueError(
+                f"the given schedule has {len(home)} stages on ranks {list(home)}, "
+                f"but {stages} stages on ranks {list(wanted)} were asked for"
+            )
+        if microbatches > schedule.microbatches:
+            raise ValueError(
+                f"the given schedule runs {schedule.microbatches} microbatches, not {microbatches}"
+            )
+        return schedule.first(microbatches)
+
+    def placement(stages: int, ranks: int) -> tuple[int, ...]:
+        if ranks < len(schedule.ranks):
+            raise ValueError(f"the given schedule is for {len(schedule.ranks)} ranks, not {ranks}")
+        return home
+
+    return Family("given", make, placement, splits=splits_backwards(schedule))
+
+
+def splits_backwards(schedule: Schedule) -> bool:
+    """Whether some backwards of a schedule are in two parts."""
+    return any(a.do == Do.INPUT_BACKWARD for actions in schedule.ranks for a in actions)

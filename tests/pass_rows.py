@@ -1,0 +1,72 @@
+"""The passes under test, in the order in which a program meets them, with strategies for their
+options. A new pass needs no more than a row here."""
+
+from collections.abc import Callable, Collection
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+import pfeife
+from pfeife.passes import join_backward
+from pfeife.testing import plans, tied_across
+
+# A pass, and the gradients that it may change by rounding (None: everything).
+Drawn = tuple[pfeife.Pass, Collection[str] | None]
+
+
+@attrs.frozen
+class Row:
+    """One pass: `draw` gives it with options for a program and a number of microbatches; a pass
+    that programs do not need is left out `sometimes`."""
+
+    name: str
+    draw: Callable[[pfeife.Program, int], st.SearchStrategy[Drawn]]
+    sometimes: bool = False
+
+
+def exactly(one: pfeife.Pass) -> st.SearchStrategy[Drawn]:
+    """A pass that changes no bit."""
+    return st.just((one, ()))
+
+
+def with_costs(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    names = [call.node for call in program.calls]
+    seconds = st.lists(st.floats(1e-6, 1e-3), min_size=len(names), max_size=len(names))
+    costs = seconds.map(lambda each: pfeife.Costs("drawn", dict(zip(names, each, strict=True))))
+    return costs.map(lambda drawn: (pfeife.annotate(drawn), ()))
+
+
+def by_plan(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    """A weight that several stages use has its gradient summed in another order."""
+    return plans(program, microbatches).map(
+        lambda plan: (pfeife.partition(plan), tied_across(plan, program))
+    )
+
+
+def on_devices(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    ranks = 1 + max(call.rank or 0 for call in program.calls)
+    return exactly(pfeife.place([torch.device("cpu")] * ranks))
+
+
+def in_replicas(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    """Replicas add the microbatches in another order, and each has batch statistics of its own."""
+    ranks = 1 + max(call.rank or 0 for call in program.calls)
+    two = microbatches % 2 == 0 and not program.ports(pfeife.Role.BUFFER_UPDATE)
+    counts = st.sampled_from([1, 2] if two else [1])
+    return counts.map(lambda n: (pfeife.dp_wrap(pfeife.Mesh(ranks, n)), None if n > 1 else ()))
+
+
+SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
+
+ROWS = (
+    Row("fuse", lambda program, _: exactly(pfeife.fuse())),
+    SPLIT,  # of clusters
+    Row("join_backward", lambda program, _: exactly(join_backward()), sometimes=True),
+    Row("annotate", with_costs),
+    Row("partition", by_plan),
+    SPLIT,  # of stages
+    Row("insert_send_recv", lambda program, _: exactly(pfeife.insert_send_recv())),
+    Row("dp_wrap", in_replicas),
+    Row("place", on_devices),
+)
