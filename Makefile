@@ -8,10 +8,17 @@ demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q -n 3
+	$(BIN)/python -m pytest -q -n 2
+
+# A minute: every folder of the package, in one process.
+CHECKED := house tiny envelope predict clocks machine seeded_bugs sched plan joint capture passes search edges
+
+check: lint
+	$(BIN)/python -m pytest -q -n 2 $(CHECKED:%=tests/test_%.py) \
+		-k "not trains and not readme_runs and not side_by_side and (not edges or batch-1 or words-1)"
 
 test-all: .venv/dev
-	WHOLE=1 $(BIN)/python -m pytest -q -n 3
+	WHOLE=1 $(BIN)/python -m pytest -q -n 2
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from rows import Item, on_ranks, together
 from share import WHOLE
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 settings.register_profile(
     "pfeife",
     deadline=None,
