@@ -154,10 +154,10 @@ def a_cut_after_others() -> None:
 def a_connection_that_is_lost() -> None:
     """Where a message is posted, sent or waited for: the loss of the other rank, not an error of
     this one, and no message."""
-    other = 1 - dist.get_rank()
     envelope = Envelope((Layout.of(torch.zeros(4)),))
     for fails in ("expect", "send", "receive"):
         transport = interleaved()[0].transport.for_step()
+        other = 1 - transport.world.rank
         run = {
             "expect": partial(transport.expect, other, Channel((envelope,))),
             "send": partial(transport.send, other, (torch.zeros(4),), envelope),
@@ -173,6 +173,21 @@ def a_connection_that_is_lost() -> None:
             assert "its connection is closed" in str(error), (fails, error)
         else:
             raise AssertionError(f"{fails}: the connection is cut")
+
+
+@row(ranks=(2,))
+def an_operation_of_all_that_is_lost() -> None:
+    """The same where all ranks are waited for; no rank has announced a failure before."""
+    world = interleaved()[0].transport.world
+    connection, other = world.connection, 1 - world.rank
+    work = connection.group.recv([torch.empty(1)], connection.index(other), 7)  # nobody sends it
+    connection.cut()
+    try:
+        world.wait(work)
+    except pfeife.PipelineError as error:
+        assert "its connection is closed" in str(error), error
+    else:
+        raise AssertionError("the connection is cut")
 
 
 class Overtaken:
