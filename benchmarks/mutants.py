@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import Queue
 
 import attrs
 import pytest
@@ -269,14 +271,16 @@ class Copy:
         return code == 0
 
 
-def hits_of(copy: Copy, faults: Sequence[Fault], tests: Sequence[str]) -> dict[int, list[str]]:
+def hits_of(
+    copy: Copy, faults: Sequence[Fault], tests: Sequence[str], jobs: int
+) -> dict[int, list[str]]:
     """The tests that come to the place of every fault."""
     files = {one.file for one in faults}
     sources = {file: (HERE / file).read_text() for file in files}
     for file, source in sources.items():
         mine = [(number, one) for number, one in enumerate(faults) if one.file == file]
         (copy.root / file).write_text(noting(source, mine))
-    if not copy.run(tests):
+    if not copy.run([*tests, *(["-n", str(jobs)] if jobs > 1 else [])]):
         raise NotRun((copy.root / "log").read_text()[-2000:])
     for file, source in sources.items():
         (copy.root / file).write_text(source)
@@ -301,6 +305,31 @@ def verdict(copy: Copy, fault: Fault, tests: Sequence[str]) -> str:
     return f"missed by {tests[:AT_MOST]}" if passed else ""
 
 
+def verdicts(
+    copies: Sequence[Copy], faults: Sequence[Fault], hits: Mapping[int, list[str]]
+) -> Iterator[tuple[Fault, str]]:
+    """The verdict of every fault, as they come; each copy is tried by one thread at a time."""
+    busy = Counter(test for tests in hits.values() for test in tests)
+    free = Queue[Copy]()
+    for copy in copies:
+        free.put(copy)
+
+    def one(number: int) -> tuple[Fault, str]:
+        copy = free.get()
+        try:
+            tests = sorted(hits.get(number, []), key=busy.__getitem__)
+            return faults[number], verdict(copy, faults[number], tests)
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        running = [pool.submit(one, number) for number in range(len(faults))]
+        for done in tqdm(
+            as_completed(running), total=len(running), disable=not sys.stderr.isatty()
+        ):
+            yield done.result()
+
+
 def files_of(given: Sequence[str]) -> list[str]:
     """The Python files of some files and folders."""
     paths = [HERE / one for one in given or ("pfeife",)]
@@ -316,6 +345,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="what pytest is given")
     parser.add_argument("--hits", type=Path, help="a file for which test comes to which place")
+    parser.add_argument("--jobs", type=int, default=1, help="copies that are tested at once")
     args = parser.parse_args()
     files = files_of(args.files)
     if args.faults:
@@ -327,20 +357,17 @@ def main() -> None:
         lines = {f: set(range(f.begin[0], f.end[0] + 1)) for f in faults}
         faults = [f for f in faults if new.get(f.file, set()) & lines[f]]
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
+        copies = [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
         if args.hits and args.hits.exists():
             known = json.loads(args.hits.read_text())
             hits = {at: known.get(str(one), []) for at, one in enumerate(faults)}
         else:
-            hits = hits_of(copy, faults, args.tests)
+            hits = hits_of(copies[0], faults, args.tests, args.jobs)
         if args.hits:
             texts = {str(one): hits.get(at, []) for at, one in enumerate(faults)}
             args.hits.write_text(json.dumps(texts, indent=1))
-        busy = Counter(test for tests in hits.values() for test in tests)
         left = Counter[str]()
-        for number, fault in enumerate(tqdm(faults, disable=not sys.stderr.isatty())):
-            tests = sorted(hits.get(number, []), key=busy.__getitem__)
-            said = verdict(copy, fault, tests)
+        for fault, said in verdicts(copies, faults, hits):
             if said:
                 left[fault.file] += 1
                 print(f"{fault}\n    {said}", flush=True)
