@@ -216,7 +216,7 @@ def cost(action: Action) -> float:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_simulator_agrees(data):
-    """The figures here are those of `simulate`, and of the times that dealing goes by."""
+    """The figures here are those of `simulate`, and of the times that `assign` goes by."""
     order = data.draw(placed_schedules())
     timeline = simulate(lowered(order), cost)
     assert timeline.seconds == figures(order).makespan

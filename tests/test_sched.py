@@ -392,7 +392,7 @@ def test_inserted_actions(order, data):
     assert nx.is_directed_acyclic_graph(graph), "ranks reduce in different orders"
 
 
-def test_tied_weights_on_dealt_stages_do_not_deadlock():
+def test_tied_weights_on_looped_stages_do_not_deadlock():
     """Once every rank waited in the reduction before it had sent its last gradients."""
     order = gpipe(4, 2, (0, 1, 0, 1))
     full = insert_actions(order, chain(order), [Reduction("embed", (0, 1), (0, 3))])

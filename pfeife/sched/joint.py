@@ -51,7 +51,7 @@ def search_plan(
     """The plan with the shortest simulated step that was found within a budget.
 
     The budget is that of `search_schedule`, `SEARCH_SECONDS` if none is given; with `search_work`
-    alone the plan is the same on every machine. One, two and three stages a rank are tried, dealt
+    alone the plan is the same on every machine. One, two and three stages a rank are tried, assigned
     in turn and folded (V), with cuts that balance the ranks' loads; where memory is short also with
     as little recomputed as makes room. Then borders move under the schedule that was found, and it
     is searched once more. `jobs` searches with seeds of their own run side by side. The program is

@@ -83,7 +83,7 @@ def plan(
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
     the `stage_boundary` markers in the model; without those they minimise the seconds of the
     slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
-    than ranks are dealt to them in turn. `placement` has the ranks of the stages where they are
+    than ranks are assigned to them in turn. `placement` has the ranks of the stages where they are
     given. With `homes`, the ranks that hold some of the state, stages, cuts and placement are those
     of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
     A measured `network` takes the place of the machine's figures for links. A search calls

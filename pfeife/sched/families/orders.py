@@ -11,7 +11,7 @@ Timed = Iterable[tuple[Any, Action]]
 
 
 def looped(stages: int, ranks: int) -> tuple[int, ...]:
-    """Stages dealt to the ranks in turn: 0, 1, ..., p-1, 0, 1, ..."""
+    """Stages assigned to the ranks in turn: 0, 1, ..., p-1, 0, 1, ..."""
     return tuple(stage % ranks for stage in range(stages))
 
 
@@ -41,7 +41,7 @@ def placed(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple
     return home
 
 
-def dealt(timed: Timed, home: Sequence[int]) -> Schedule:
+def assign(timed: Timed, home: Sequence[int]) -> Schedule:
     """Every rank runs the actions of its stages in the order of their times.
 
     Of actions that start at the same time the deeper stage's comes first. If every action starts

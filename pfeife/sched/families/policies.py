@@ -7,7 +7,7 @@ from types import MappingProxyType
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families.family import Family, family_of_one
-from pfeife.sched.families.orders import Timed, dealt, folded, placed
+from pfeife.sched.families.orders import Timed, assign, folded, placed
 from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 
@@ -17,7 +17,7 @@ def naive(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     pairs = [(stage, k) for k in range(microbatches) for stage in range(stages)]
     forwards = [((k, 0, stage), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
     backwards = [((k, 1, -stage), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
-    return dealt([*forwards, *backwards], home)
+    return assign([*forwards, *backwards], home)
 
 
 def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -32,7 +32,7 @@ def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     pairs = [(stage, k) for stage in range(stages) for k in range(microbatches)]
     forwards = [((0, stage, k), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
     backwards = [((1, -stage, k), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
-    return dealt([*forwards, *backwards], home)
+    return assign([*forwards, *backwards], home)
 
 
 def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -54,7 +54,7 @@ def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = No
             timed.append((start, Action(stage, Do.FORWARD, k)))
             start = 2 * stages - 1 - stage + 2 * k
             timed.append((start, Action(stage, Do.BACKWARD, k)))
-    return dealt(timed, home)
+    return assign(timed, home)
 
 
 def eager_one_f_one_b(
@@ -66,7 +66,7 @@ def eager_one_f_one_b(
     Model Parallelism, MLSys 2023, section 4: "eager-1F1B").
     """
     home = placed(stages, microbatches, ranks)
-    return dealt(_in_rounds(stages, microbatches, stages), home)
+    return assign(_in_rounds(stages, microbatches, stages), home)
 
 
 def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -79,7 +79,7 @@ def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     placements the actions keep their order in time.
     """
     home = placed(stages, microbatches, ranks)
-    return dealt(_in_rounds(stages, microbatches, len(set(home))), home)
+    return assign(_in_rounds(stages, microbatches, len(set(home))), home)
 
 
 def _in_rounds(stages: int, microbatches: int, ranks: int) -> Timed:
@@ -167,7 +167,7 @@ def forward_only(stages: int, microbatches: int, ranks: Sequence[int] | None = N
     """All forwards of all microbatches in order: inference."""
     home = placed(stages, microbatches, ranks)
     pairs = [(k, stage) for k in range(microbatches) for stage in range(stages)]
-    return dealt([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], home)
+    return assign([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], home)
 
 
 # The families that have a name. Somebody's own is passed as a `Family`, not entered here. Those

@@ -3,7 +3,7 @@
 Sources: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 ("ZB"); Qi et al., Pipeline
 Parallelism with Controllable Memory, NeurIPS 2024 ("CM"); DeepSeek, DualPipe (2025).
 Each is made for a placement of its own, one stage a rank or a V; on any other one the actions
-keep their order in time (see `dealt`).
+keep their order in time (see `assign`).
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from pfeife.data.schedule import Action, Do, Schedule
-from pfeife.sched.families.orders import Timed, dealt, folded, halves, placed, unit_times
+from pfeife.sched.families.orders import Timed, assign, folded, halves, placed, unit_times
 
 # Seconds from a stage's forward or input-backward to that of the next stage, by the stage.
 Hops = Callable[[int], int]
@@ -35,7 +35,7 @@ def _zb_h(
 ) -> Schedule:
     home = placed(stages, microbatches, ranks)
     block = _block(stages, lambda s: 1, lambda s: back)
-    return dealt(_listed(block, range(stages), microbatches, limit), home)
+    return assign(_listed(block, range(stages), microbatches, limit), home)
 
 
 def v_half(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -46,7 +46,7 @@ def v_half(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -
     home, p = _on_v(stages, microbatches, ranks), halves(stages)
     # From the first rank to the last it takes two seconds a stage, from the last to the first one.
     block = _block(stages, lambda s: 2 if s < p - 1 else 1, lambda s: 1 if s < p - 1 else 2)
-    return dealt(_listed(block, folded(stages, p), microbatches, 2 * ((p + 2) // 2)), home)
+    return assign(_listed(block, folded(stages, p), microbatches, 2 * ((p + 2) // 2)), home)
 
 
 def v_min(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -57,7 +57,7 @@ def v_min(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     home, p = _on_v(stages, microbatches, ranks), halves(stages)
     pause = 2 if p % 3 == 0 else 0  # else a rank would have two actions at the same time
     block = _block(stages, lambda s: 1, lambda s: 1, pause)
-    return dealt(_listed(block, folded(stages, p), microbatches, 2 * ((p + 4) // 3)), home)
+    return assign(_listed(block, folded(stages, p), microbatches, 2 * ((p + 4) // 3)), home)
 
 
 def _on_v(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
@@ -165,9 +165,9 @@ def zb_v(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> 
     home, p = _on_v(stages, microbatches, ranks), halves(stages)
     if microbatches <= p:
         block = _block(stages, lambda s: 1 if s < p else 5, lambda s: 5 if s < p - 1 else 1)
-        return dealt(_listed(block, folded(stages, p), microbatches, 2 * p), home)
+        return assign(_listed(block, folded(stages, p), microbatches, 2 * p), home)
     orders = [_zb_v_words(p, rank, max(microbatches, 2 * p - 1)) for rank in range(p)]
-    return dealt(_spelled(orders, stages, microbatches), home)
+    return assign(_spelled(orders, stages, microbatches), home)
 
 
 def _zb_v_words(p: int, rank: int, microbatches: int) -> list[str]:
@@ -194,7 +194,7 @@ def dual_pipe_v(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     """
     home, p = _on_v(stages, microbatches, ranks), halves(stages)
     orders = [_dual_pipe_v_words(p, rank, max(microbatches, 2 * p)) for rank in range(p)]
-    return dealt(_spelled(orders, stages, microbatches), home)
+    return assign(_spelled(orders, stages, microbatches), home)
 
 
 def _dual_pipe_v_words(p: int, rank: int, microbatches: int) -> list[str]:
