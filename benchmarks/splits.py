@@ -28,7 +28,7 @@ class Split:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
-    def homes(self) -> dict[str, frozenset[int]]:
+    def owners(self) -> dict[str, frozenset[int]]:
         """The stages that hold a parameter, by its name in the whole model."""
         at: dict[int, set[int]] = {}
         for index, stage in enumerate(self.stages):

@@ -64,7 +64,7 @@ def plan(
     jobs: int = 1,
     seed: int = 0,
     placement: Sequence[int] | None = None,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
     recompute: Recompute | None = None,
     passes: Passes | None = None,
@@ -80,14 +80,14 @@ def plan(
     the same plan on any machine, where else the plan says if the clock cut it short. `jobs`
     searches run side by side.
 
-    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
-    the `stage_boundary` markers in the model; without those they minimise the seconds of the
-    slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
-    than ranks are assigned to them in turn. `placement` has the ranks of the stages where they are
-    given. With `homes`, the ranks that hold some of the state, stages, cuts and placement are those
-    of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
-    A measured `network` takes the place of the machine's figures for links. A search calls
-    `progress` with how many of its seconds are over.
+    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are the
+    `stage_boundary` markers in the model; without those they minimise the seconds of the slowest
+    stage. There are as many ranks as stages unless `ranks` says otherwise; more stages than ranks
+    are assigned to them in turn. `placement` has the ranks of the stages where they are given. With
+    `owners`, the ranks that hold some of the state, stages, cuts and placement are those of
+    `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any. A
+    measured `network` takes the place of the machine's figures for links. A search calls `progress`
+    with how many of its seconds are over.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -103,8 +103,8 @@ def plan(
     """
     machine = network.seen_by(machine) if network else machine
     trained = bool(program.ports(Role.TANGENT))
-    if homes:
-        stages, (cuts, placement) = None, follow(program, homes, ranks)
+    if owners:
+        stages, (cuts, placement) = None, follow(program, owners, ranks)
         schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
     if isinstance(schedule, Schedule):
         ranks = ranks or len(schedule.ranks)
@@ -132,7 +132,7 @@ def plan(
         )
 
     def curves(plan: Plan) -> tuple[MemoryCurve, ...]:
-        return curves_of(program, plan, optimizer, replicas, homes, passes)
+        return curves_of(program, plan, optimizer, replicas, owners, passes)
 
     def again(plan: Plan, how: Recompute) -> Plan:
         limit = constraints.memory_limit
@@ -142,7 +142,7 @@ def plan(
         less = attrs.evolve(constraints, memory_limit=max(room - batch, 0))
         if not search:
             how = recompute if trained else None
-            return _of_family(program, schedule, less, homes or (), how, again)
+            return _of_family(program, schedule, less, owners or (), how, again)
         return search_plan(
             program,
             less,
@@ -150,7 +150,7 @@ def plan(
             search_work=search_work and (max(1, search_work // 4) if tries else search_work),
             seed=seed,
             jobs=jobs,
-            at_home=homes or (),
+            owned=owners or (),
             progress=progress,
         )
 
@@ -178,7 +178,7 @@ def _of_family(
     program: Program,
     schedule: Scheduling,
     constraints: Constraints,
-    at_home: Collection[str],
+    owned: Collection[str],
     recompute: Recompute | None,
     again: Callable[[Plan, Recompute], Plan],
 ) -> Plan:
@@ -190,7 +190,7 @@ def _of_family(
     placed = constraints.placement or _placed(family, count, constraints.ranks)
     made = (family if trained else forward_only)(count, constraints.microbatches, placed)
     order = _over(made, constraints.ranks)
-    duplicated = cheap_to_recompute(program, constraints.machine, at_home)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated)
     stage_of = constraints.cuts or balanced(
         _to_cut(work, recompute),
