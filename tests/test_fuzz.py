@@ -734,7 +734,7 @@ def test_what_reads_an_updated_buffer_is_not_duplicated():
 
 # ---- options, as anybody may write them
 
-WISHES = st.sampled_from(
+ASKED = st.sampled_from(
     [*OTHERS, float("nan"), -1.0, "outside", "cpu", ("cpu",), ["cpu"], {1: "mean"}, {1: []}, 3, "/"]
 )
 
@@ -743,7 +743,7 @@ WISHES = st.sampled_from(
 @given(
     st.dictionaries(
         st.sampled_from([field.name for field in attrs.fields(Options)] + ["colour", 3]),
-        WISHES,
+        ASKED,
         max_size=3,
     )
 )

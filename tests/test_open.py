@@ -586,7 +586,7 @@ def peaks(found) -> int:
         ({"partition": "uniform", "split_at": {"blocks.1": "end"}}, "both say where to cut"),
     ],
 )
-def test_wrong_wishes_to_recompute_are_refused(options, message):
+def test_wrong_requests_to_recompute_are_refused(options, message):
     one = net()
     with pytest.raises(ValueError, match=message):
         pfeife.compile(one.step, microbatches=4, stages=2, **options)(one.batch(8))

@@ -124,7 +124,7 @@ def test_boundaries_by_name_and_by_marker():
     assert sched.marked(fused) == (0, 1)
 
 
-def test_wrong_wishes_are_refused():
+def test_wrong_requests_are_refused():
     _, program, _, _ = captured("GPT")
     with pytest.raises(ValueError, match="no module of that name"):
         pfeife.fuse(boundaries={"blocks.9": "begin"})(program)

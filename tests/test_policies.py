@@ -342,7 +342,7 @@ def test_eager_warm_up_hides_transfers():
     assert plain.seconds > eager.seconds + m / 2
 
 
-# What torch makes of the same wishes.
+# What torch makes of the same requests.
 
 
 def torchs(kind: str, p: int, m: int, v: int = 1) -> Schedule:

@@ -184,10 +184,10 @@ class _Build:
             homes = world.homes.of(
                 captured.program, self._slots(captured), self.builder.mesh(world)
             )
-        wishes = {"machine": machine, "homes": homes, "passes": self.passes}
+        constraints = {"machine": machine, "homes": homes, "passes": self.passes}
         with self.show.phase("planning") as phase:
             more = {"network": self.builder.network, "progress": phase.progress}
-            plan = planned(self.options, clusters, order, world, wishes, more)
+            plan = planned(self.options, clusters, order, world, constraints, more)
             history = record(clusters, *rank_passes(clusters, plan, replicas, homes, self.passes))
             asked = order if isinstance(order, str) else told(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"

@@ -191,9 +191,9 @@ def check_together(options: Any) -> None:
     if plan is not None and schedule != "1f1b":
         raise ValueError(f"options plan and schedule={told(schedule)}: the plan has its schedule")
     for name in ("partition", "recompute"):
-        wish = getattr(options, name)
-        if plan is not None and wish is not None:
-            raise ValueError(f"options plan and {name}={wish!r}: the plan has decided that")
+        asked = getattr(options, name)
+        if plan is not None and asked is not None:
+            raise ValueError(f"options plan and {name}={asked!r}: the plan has decided that")
     if options.partition is not None and options.split_at:
         raise ValueError("options partition and split_at: both say where to cut; take one of them")
     if schedule == "search" and options.recompute not in (None, "auto"):
