@@ -14,7 +14,8 @@ from pfeife.compilers import compiler_name
 from pfeife.data import plain
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
-from pfeife.ir.program import Program, verify
+from pfeife.ir.program import Program
+from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES, Family, Partition
 from pfeife.sched.cutting.checkpointing import WORDS

@@ -676,7 +676,7 @@ def two_parameters_in_one_memory():
 
 
 @row(ranks=(2,))
-def homes_outlive_a_failure():
+def owners_outlive_a_failure():
     model, step, mine, other, theirs = trained(2)
     if dist.get_rank() == 1:
         join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))
