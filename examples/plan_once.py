@@ -34,8 +34,8 @@ def main() -> None:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     searched = {"schedule": "search", "search_seconds": 0.5, "devices": ["cpu", "cpu"]}
-    wishes = searched if given.record else {"plan": given.use}
-    step = pfeife.compile(loss_fn, microbatches=MICROBATCHES, **wishes)
+    request = searched if given.record else {"plan": given.use}
+    step = pfeife.compile(loss_fn, microbatches=MICROBATCHES, **request)
     tokens, targets = torch.randint(256, (2, 8, 16))
     parts = zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     expected = sum(loss_fn(*part) / MICROBATCHES for part in parts)

@@ -10,7 +10,8 @@ from pfeife.data.timeline import Timeline
 from pfeife.frontend.capture import capture
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
-from pfeife.ir.program import Call, Kind, Port, Program, Role, verify
+from pfeife.ir.program import Call, Kind, Port, Program, Role
+from pfeife.ir.verify import verify
 from pfeife.passes import (
     Pass,
     annotate,

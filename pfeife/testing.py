@@ -18,7 +18,8 @@ from pfeife.cost import machine
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.evaluate import Result, State, combined, evaluate
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program, Role, verify
+from pfeife.ir.program import Kind, Program, Role
+from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
 from pfeife.sched import choose_recompute, policy

@@ -49,10 +49,10 @@ def shuffled(draw: st.DrawFn) -> Schedule:
 @st.composite
 def reductions(draw: st.DrawFn, schedule: Schedule) -> list[Reduction]:
     """Gradients of parameters that one or several stages use."""
-    home, found = schedule.stage_ranks, []
+    stage_ranks, found = schedule.stage_ranks, []
     for index in range(draw(st.integers(0, 4))):
         stages = sorted(draw(st.sets(st.integers(0, schedule.stages - 1), min_size=1)))
-        ranks = tuple(sorted({home[stage] for stage in stages}))
+        ranks = tuple(sorted({stage_ranks[stage] for stage in stages}))
         found.append(Reduction(f"w{index}", ranks, tuple(stages), 2))
     return found
 

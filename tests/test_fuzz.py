@@ -557,7 +557,7 @@ def outcome(name: str, order: str, plan: Plan) -> str:
 
 
 CHANGES = (
-    *("cut", "drop", "double", "swap", "near", "move", "microbatch", "stage", "do", "deal"),
+    *("cut", "drop", "double", "swap", "near", "move", "microbatch", "stage", "do", "permute"),
     *("merge", "empty", "without", "duplicated", "recompute", "csv"),
 )
 
@@ -598,7 +598,7 @@ def edited(draw: st.DrawFn, plan: Plan, names: tuple[str, ...]) -> Plan:
         case "do":
             do = draw(st.sampled_from([do for do in Do if do.kind] + [Do.REDUCE_GRAD]))
             ranks[rank][index] = attrs.evolve(ranks[rank][index], do=do)
-        case "deal":
+        case "permute":
             ranks = draw(st.permutations(ranks))
         case "merge" if len(ranks) > 1:
             taken = ranks.pop(rank)
@@ -734,7 +734,7 @@ def test_what_reads_an_updated_buffer_is_not_duplicated():
 
 # ---- options, as anybody may write them
 
-WISHES = st.sampled_from(
+ASKED = st.sampled_from(
     [*OTHERS, float("nan"), -1.0, "outside", "cpu", ("cpu",), ["cpu"], {1: "mean"}, {1: []}, 3, "/"]
 )
 
@@ -743,7 +743,7 @@ WISHES = st.sampled_from(
 @given(
     st.dictionaries(
         st.sampled_from([field.name for field in attrs.fields(Options)] + ["colour", 3]),
-        WISHES,
+        ASKED,
         max_size=3,
     )
 )

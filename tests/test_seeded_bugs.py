@@ -9,7 +9,7 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import machine
-from pfeife.ir.program import verify
+from pfeife.ir.verify import verify
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
 

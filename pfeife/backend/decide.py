@@ -57,16 +57,16 @@ def planned(
     clusters: Program,
     order: Scheduling,
     world: World | None,
-    wishes: Mapping[str, Any],
+    constraints: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank. `wishes` are
+    """The plan of a program of clusters with costs, that of rank 0 on every rank. `constraints` are
     further arguments of both `sched.plan` and `sched.adopted`, `more` those of the former alone.
     Raises ValueError as these do."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
     both: dict[str, Any] = {
-        **wishes,
+        **constraints,
         "microbatches": options.microbatches // options.replicas,
         "ranks": ranks,
         "memory_limit": options.memory_limit,

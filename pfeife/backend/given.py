@@ -14,7 +14,8 @@ from pfeife.compilers import compiler_name
 from pfeife.data import plain
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
-from pfeife.ir.program import Program, verify
+from pfeife.ir.program import Program
+from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES, Family, Partition
 from pfeife.sched.cutting.checkpointing import WORDS
@@ -190,9 +191,9 @@ def check_together(options: Any) -> None:
     if plan is not None and schedule != "1f1b":
         raise ValueError(f"options plan and schedule={told(schedule)}: the plan has its schedule")
     for name in ("partition", "recompute"):
-        wish = getattr(options, name)
-        if plan is not None and wish is not None:
-            raise ValueError(f"options plan and {name}={wish!r}: the plan has decided that")
+        asked = getattr(options, name)
+        if plan is not None and asked is not None:
+            raise ValueError(f"options plan and {name}={asked!r}: the plan has decided that")
     if options.partition is not None and options.split_at:
         raise ValueError("options partition and split_at: both say where to cut; take one of them")
     if schedule == "search" and options.recompute not in (None, "auto"):

@@ -9,8 +9,9 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below
 from pfeife.frontend.captured import Captured
-from pfeife.ir.program import Port, Program, Role, output_node, returned, verify
+from pfeife.ir.program import Port, Program, Role, output_node, returned
 from pfeife.ir.seeding import is_random, seeded
+from pfeife.ir.verify import verify
 
 
 class Porter:

@@ -5,8 +5,6 @@ receives) the graph takes one microbatch: its placeholders are the input ports, 
 dict from the names of the output ports to tensors.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -356,94 +354,3 @@ def messages(program: Program) -> tuple[Message, ...]:
             )
         )
     return tuple(found)
-
-
-def verify(program: Program) -> Program:
-    """Returns the program if it is well formed, else raises ValueError with all that is wrong.
-
-    Well formed: the graph and every body pass fx's own lint; placeholders are exactly the
-    input ports and the returned dict has exactly the output ports; no body keeps parameters or
-    buffers of its own; calls name call_module nodes, each node once; and after the ranks are
-    known and messages inserted, every call reads only what its own rank defined or received.
-    """
-    problems = list(_problems(program))
-    if problems:
-        raise ValueError("the program is not well formed: " + "; ".join(problems))
-    return program
-
-
-def _problems(program: Program) -> Iterator[str]:
-    graph = program.module.graph
-    broken = _lint(program.module)
-    if broken is not None:
-        yield broken
-        return  # what follows would stumble over it
-    placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if placeholders != [port.name for port in program.inputs]:
-        yield f"placeholders {placeholders} are not the input ports"
-    results = returned(program.module)
-    if not isinstance(results, dict) or list(results) != [port.name for port in program.outputs]:
-        yield "the graph does not return a dict of the output ports"
-    for port in program.inputs:
-        if port.role not in INPUT_ROLES:
-            yield f"input {port.name} has the role {port.role}"
-    state = Counter(p.fqn for p in program.inputs if p.role not in (Role.TANGENT, Role.SEED))
-    for name, count in state.items():
-        if count > 1:
-            yield f"{count} inputs have the name {name}"
-    for name, count in Counter(p.name for p in (*program.inputs, *program.outputs)).items():
-        if count > 1:
-            yield f"{count} ports are called {name}"
-    bodies = [node for node in graph.nodes if node.op == "call_module"]
-    if sorted(node.name for node in bodies) != sorted(call.node for call in program.calls):
-        yield "the calls are not the call_module nodes of the graph"
-    for node in bodies:
-        body = program.module.get_submodule(str(node.target))
-        if not isinstance(body, fx.GraphModule):
-            yield f"{node.name} calls {type(body).__name__}, not a graph module"
-            continue
-        broken = _lint(body)
-        if broken is not None:
-            yield f"the body of {node.name}: {broken}"
-        held = [name for name, _ in (*body.named_parameters(), *body.named_buffers())]
-        if held:
-            yield f"the body of {node.name} keeps {held[0]} for itself"
-    if any(node.target is send for node in graph.nodes):
-        yield from _misplaced_reads(program)
-
-
-def _lint(module: fx.GraphModule) -> str | None:
-    """What fx finds wrong in a graph."""
-    try:
-        module.graph.lint()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def _misplaced_reads(program: Program) -> Iterator[str]:
-    ranks = {call.node: call.rank for call in program.calls}
-    home: dict[fx.Node, int | None] = {}
-    for node in program.module.graph.nodes:
-        home[node] = _home(node, ranks, home)
-        if node.op == "output" or node.target is receive:
-            continue
-        for source in node.all_input_nodes:
-            if home[source] not in (None, home[node]):
-                yield (
-                    f"{node.name} on rank {home[node]} reads {source.name}, "
-                    f"which lives on rank {home[source]}"
-                )
-
-
-def _home(
-    node: fx.Node, ranks: Mapping[str, int | None], home: Mapping[fx.Node, int | None]
-) -> int | None:
-    """The rank on which a node's value is; None for inputs, which are everywhere."""
-    if is_source(node) or node.op == "output":
-        return None
-    if node.target in (send, receive):
-        return int(node.args[2 if node.target is receive else 1])  # type: ignore[arg-type]
-    if node.op == "call_module":
-        return ranks.get(node.name)
-    return next((home[source] for source in node.all_input_nodes), None)

@@ -5,7 +5,8 @@ from functools import reduce
 
 import attrs
 
-from pfeife.ir.program import Program, verify
+from pfeife.ir.program import Program
+from pfeife.ir.verify import verify
 
 Pass = Callable[[Program], Program]
 Passes = Mapping[str, Sequence[Pass]]  # by the level of the programs that they change

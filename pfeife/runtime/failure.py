@@ -57,7 +57,7 @@ class PipelineError(RuntimeError):
 
 
 class Refusal(ValueError):
-    """A wish that all ranks refuse together: nothing is broken, and they may go on."""
+    """What all ranks refuse together: nothing is broken, and they may go on."""
 
 
 def describe(action: Action) -> str:

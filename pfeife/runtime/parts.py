@@ -19,7 +19,7 @@ class Parts:
     def running(self, forward: bool, backward: bool) -> Iterator[None]:
         """While parts run. Raises RuntimeError if they cannot: each runs once, in this order, and
         none after a failure; ValueError if the schedule has no parts."""
-        wanted = {name for name, wish in (("forward", forward), ("backward", backward)) if wish}
+        wanted = {name for name, asked in (("forward", forward), ("backward", backward)) if asked}
         self._check_alive()
         if len(wanted) == 1 and not self.divided:
             raise ValueError(

@@ -16,9 +16,9 @@ from pfeife.lowering.problem import fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.cutting.layouts import (
+    Constraints,
     Layout,
     Loads,
-    Wishes,
     begins,
     layout_of,
     layouts_for,
@@ -39,40 +39,40 @@ _JUDGED = 20  # operations looked at, per operation of a schedule whose makespan
 
 def search_plan(
     program: Program,
-    wishes: Wishes,
+    constraints: Constraints,
     *,
     search_seconds: float | None = None,
     search_work: int | None = None,
     seed: int = 0,
     jobs: int = 1,
-    at_home: Collection[str] = (),
+    owned: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
 
     The budget is that of `search_schedule`, `SEARCH_SECONDS` if none is given; with `search_work`
-    alone the plan is the same on every machine. One, two and three stages a rank are tried, dealt
-    in turn and folded (V), with cuts that balance the ranks' loads; where memory is short also with
-    as little recomputed as makes room. Then borders move under the schedule that was found, and it
-    is searched once more. `jobs` searches with seeds of their own run side by side. The program is
-    fused and annotated; if it is split into input- and weight-backwards, the schedules are too.
-    What is `at_home` on some ranks is read there alone. Raises NoRoom if nothing fits into the
-    memory, with the figures of what comes nearest.
+    alone the plan is the same on every machine. One, two and three stages a rank are tried,
+    assigned in turn and folded (V), with cuts that balance the ranks' loads; where memory is short
+    also with as little recomputed as makes room. Then borders move under the schedule that was
+    found, and it is searched once more. `jobs` searches with seeds of their own run side by side.
+    The program is fused and annotated; if it is split into input- and weight-backwards, the
+    schedules are too. What is `owned` on some ranks is read there alone. Raises NoRoom if nothing
+    fits into the memory, with the figures of what comes nearest.
     """
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
     budget = Budget.of(search_seconds, search_work)
     budget.tick = _ticks(budget, progress)
-    duplicated = cheap_to_recompute(program, wishes.machine, at_home)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated)
     found = search_workload(
         work,
         clusters_of(work),
-        wishes,
+        constraints,
         budget,
         seed=seed,
         jobs=jobs,
-        options=lambda: _options(program, wishes.machine, duplicated),
+        options=lambda: _options(program, constraints.machine, duplicated),
     )
     return attrs.evolve(found, duplicated=duplicated)
 
@@ -96,7 +96,7 @@ def _options(
 def search_workload(
     work: Workload,
     clusters: Clusters,
-    wishes: Wishes,
+    constraints: Constraints,
     budget: Budget,
     *,
     seed: int = 0,
@@ -105,16 +105,18 @@ def search_workload(
 ) -> Plan:
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
     fastest option to the one that keeps least) where memory is short."""
-    layouts = layouts_for(work, clusters, wishes)
-    if options is not None and any(short_of_memory(layout, wishes) for layout in layouts):
-        layouts += lighter(layouts, wishes, options())
+    layouts = layouts_for(work, clusters, constraints)
+    if options is not None and any(short_of_memory(layout, constraints) for layout in layouts):
+        layouts += lighter(layouts, constraints, options())
     fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
     if not fitting_ones:
-        raise NoRoom(_refusal(layouts, wishes))
+        raise NoRoom(_refusal(layouts, constraints))
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
     problems = [layout.problem for layout in fitting_ones]
     at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
-    layout, schedule = _moved(clusters, wishes, fitting_ones[at], found.schedule, budget.part(0.5))
+    layout, schedule = _moved(
+        clusters, constraints, fitting_ones[at], found.schedule, budget.part(0.5)
+    )
     interrupted, bound = found.interrupted, None
     if found.gap > 1e-6 and not budget.over():
         _, again = search_within(
@@ -148,14 +150,14 @@ def _recompute(layout: Layout) -> tuple[RecomputeOption, ...]:
 
 
 def _moved(
-    clusters: Clusters, wishes: Wishes, layout: Layout, schedule: Schedule, budget: Budget
+    clusters: Clusters, constraints: Constraints, layout: Layout, schedule: Schedule, budget: Budget
 ) -> tuple[Layout, Schedule]:
     """Cuts moved border by border as long as the same schedule becomes shorter by it."""
     best, units = makespan(layout.problem, schedule), len(clusters.seconds)
     starts = [unit for unit in range(1, units) if begins(layout.stage_of, unit)]
-    loads = Loads(clusters, layout.problem.stage_ranks, wishes.machine)
+    loads = Loads(clusters, layout.problem.stage_ranks, constraints.machine)
     each = _JUDGED * sum(map(len, schedule.ranks))
-    moved = wishes.cuts is None
+    moved = constraints.cuts is None
     while moved:
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -2, 2)):
@@ -166,7 +168,7 @@ def _moved(
                 continue
             budget.spend(each)
             other = layout_of(
-                layout.work, wishes, stages_from(tried, units), layout.problem.stage_ranks
+                layout.work, constraints, stages_from(tried, units), layout.problem.stage_ranks
             )
             if fits(other.problem, schedule):
                 seconds = makespan(other.problem, schedule)
@@ -175,10 +177,10 @@ def _moved(
     return layout, schedule
 
 
-def _refusal(layouts: Sequence[Layout], wishes: Wishes) -> str:
+def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> str:
     best = min(layouts, key=lambda layout: layout.shortage)
     return (
-        f"no cut fits {wishes.memory_limit} bytes a rank on {wishes.ranks} ranks: the best lacks "
-        f"{best.shortage:.0f} bytes for one microbatch on its worst rank; use more ranks, smaller "
-        "microbatches, or a larger limit"
+        f"no cut fits {constraints.memory_limit} bytes a rank on {constraints.ranks} ranks: the "
+        f"best lacks {best.shortage:.0f} bytes for one microbatch on its worst rank; use more "
+        "ranks, smaller microbatches, or a larger limit"
     )

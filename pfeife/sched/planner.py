@@ -31,7 +31,7 @@ from pfeife.sched.cutting.cuts import (
     clusters_of,
     marked,
 )
-from pfeife.sched.cutting.layouts import Wishes
+from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.room import curves_of, kept_within
 from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
 from pfeife.sched.families.family import Family, splits_backwards
@@ -64,7 +64,7 @@ def plan(
     jobs: int = 1,
     seed: int = 0,
     placement: Sequence[int] | None = None,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
     recompute: Recompute | None = None,
     passes: Passes | None = None,
@@ -80,14 +80,14 @@ def plan(
     the same plan on any machine, where else the plan says if the clock cut it short. `jobs`
     searches run side by side.
 
-    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
-    the `stage_boundary` markers in the model; without those they minimise the seconds of the
-    slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
-    than ranks are dealt to them in turn. `placement` has the ranks of the stages where they are
-    given. With `homes`, the ranks that hold some of the state, stages, cuts and placement are those
-    of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
-    A measured `network` takes the place of the machine's figures for links. A search calls
-    `progress` with how many of its seconds are over.
+    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are the
+    `stage_boundary` markers in the model; without those they minimise the seconds of the slowest
+    stage. There are as many ranks as stages unless `ranks` says otherwise; more stages than ranks
+    are assigned to them in turn. `placement` has the ranks of the stages where they are given. With
+    `owners`, the ranks that hold some of the state, stages, cuts and placement are those of
+    `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any. A
+    measured `network` takes the place of the machine's figures for links. A search calls `progress`
+    with how many of its seconds are over.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -98,20 +98,20 @@ def plan(
     torch.optim, or bytes for each element of a parameter, master weights among them),
     activations and buffers; with `replicas` pipelines, what they reduce. A search whose plan needs
     too much is made again, a quarter as long: most often once (see `kept_within`). Raises
-    ValueError if the wishes contradict each other or the program, or no plan was found within the
-    limit, with what the worst rank of the best one needs.
+    ValueError if the constraints contradict each other or the program, or no plan was found within
+    the limit, with what the worst rank of the best one needs.
     """
     machine = network.seen_by(machine) if network else machine
     trained = bool(program.ports(Role.TANGENT))
-    if homes:
-        stages, (cuts, placement) = None, follow(program, homes, ranks)
+    if owners:
+        stages, (cuts, placement) = None, follow(program, owners, ranks)
         schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
     if isinstance(schedule, Schedule):
         ranks = ranks or len(schedule.ranks)
         stages = stages or (None if cuts else schedule.stages)
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
-    wishes = Wishes(
+    constraints = Constraints(
         machine,
         microbatches,
         ranks or count,
@@ -124,7 +124,7 @@ def plan(
     )
     # Every rank is given the whole batch, whatever the plan.
     batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
-    search = schedule == "search" and trained and wishes.ranks > 1
+    search = schedule == "search" and trained and constraints.ranks > 1
     if search and recompute not in (None, "auto"):
         raise ValueError(
             f"recompute={recompute!r} and schedule='search': the search decides what to recompute; "
@@ -132,17 +132,17 @@ def plan(
         )
 
     def curves(plan: Plan) -> tuple[MemoryCurve, ...]:
-        return curves_of(program, plan, optimizer, replicas, homes, passes)
+        return curves_of(program, plan, optimizer, replicas, owners, passes)
 
     def again(plan: Plan, how: Recompute) -> Plan:
-        limit = wishes.memory_limit
+        limit = constraints.memory_limit
         return with_recompute(plan, program, how, machine=machine, limit=limit, curves=curves)
 
     def make(room: int, tries: int) -> Plan:
-        less = attrs.evolve(wishes, memory_limit=max(room - batch, 0))
+        less = attrs.evolve(constraints, memory_limit=max(room - batch, 0))
         if not search:
             how = recompute if trained else None
-            return _of_family(program, schedule, less, homes or (), how, again)
+            return _of_family(program, schedule, less, owners or (), how, again)
         return search_plan(
             program,
             less,
@@ -150,12 +150,12 @@ def plan(
             search_work=search_work and (max(1, search_work // 4) if tries else search_work),
             seed=seed,
             jobs=jobs,
-            at_home=homes or (),
+            owned=owners or (),
             progress=progress,
         )
 
     def counted(plan: Plan) -> tuple[int, ...]:
-        work, factor = workload_of(program, plan.duplicated), wishes.state_factor
+        work, factor = workload_of(program, plan.duplicated), constraints.state_factor
         if search:
             sums = counted_by_search(work, plan, machine, factor)
         else:
@@ -163,9 +163,9 @@ def plan(
             sums = counted_by_cuts(clusters, plan, in_flight(plan.schedule), factor)
         return tuple(batch + size for size in sums)
 
-    of_machine = f"the {wishes.memory_limit} bytes of machine {machine.name}"
+    of_machine = f"the {constraints.memory_limit} bytes of machine {machine.name}"
     found = kept_within(
-        wishes.memory_limit,
+        constraints.memory_limit,
         of_machine if memory_limit is None else f"memory_limit={memory_limit}",
         make,
         curves,
@@ -177,42 +177,42 @@ def plan(
 def _of_family(
     program: Program,
     schedule: Scheduling,
-    wishes: Wishes,
-    at_home: Collection[str],
+    constraints: Constraints,
+    owned: Collection[str],
     recompute: Recompute | None,
     again: Callable[[Plan, Recompute], Plan],
 ) -> Plan:
     """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
     in what is recomputed."""
     trained = bool(program.ports(Role.TANGENT))
-    count = wishes.cuts[-1] + 1 if wishes.cuts else wishes.stages or 1
+    count = constraints.cuts[-1] + 1 if constraints.cuts else constraints.stages or 1
     family = _family(schedule) or policy("1f1b")  # a function of a problem needs cuts before
-    placed = wishes.placement or _placed(family, count, wishes.ranks)
-    made = (family if trained else forward_only)(count, wishes.microbatches, placed)
-    order = _over(made, wishes.ranks)
-    duplicated = cheap_to_recompute(program, wishes.machine, at_home)
+    placed = constraints.placement or _placed(family, count, constraints.ranks)
+    made = (family if trained else forward_only)(count, constraints.microbatches, placed)
+    order = _over(made, constraints.ranks)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated)
-    stage_of = wishes.cuts or balanced(
+    stage_of = constraints.cuts or balanced(
         _to_cut(work, recompute),
         count,
-        machine=wishes.machine,
+        machine=constraints.machine,
         in_flight=in_flight(order),
-        memory_limit=wishes.memory_limit // max(Counter(placed).values()),
-        state_factor=wishes.state_factor,
+        memory_limit=constraints.memory_limit // max(Counter(placed).values()),
+        state_factor=constraints.state_factor,
     )
     pose = functools.partial(
         stage_problem,
         work,
         stage_of,
         placed,
-        wishes.microbatches,
-        machine=wishes.machine,
-        network=wishes.network,
+        constraints.microbatches,
+        machine=constraints.machine,
+        network=constraints.network,
     )
     problem = pose()
     if trained and callable(schedule) and not isinstance(schedule, Family):
-        whole = pose(memory_limit=wishes.memory_limit, state_factor=wishes.state_factor)
-        order = _over(_asked(schedule, whole), wishes.ranks)
+        whole = pose(memory_limit=constraints.memory_limit, state_factor=constraints.state_factor)
+        order = _over(_asked(schedule, whole), constraints.ranks)
     if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
         raise ValueError(
             "the schedule has backwards in two parts, and those of the program are whole: apply "
@@ -275,7 +275,7 @@ def choose_microbatches(
     *,
     search_seconds: float | None = None,
     search_work: int | None = None,
-    **wishes: Any,
+    **request: Any,
 ) -> tuple[int, Plan]:
     """The number of microbatches with the shortest step, and its plan.
 
@@ -295,7 +295,7 @@ def choose_microbatches(
     }
     for count, program in programs.items():
         try:
-            found[count] = plan(program, microbatches=count, **share, **wishes)
+            found[count] = plan(program, microbatches=count, **share, **request)
         except ValueError as error:
             refused.append(error)
     if not found:

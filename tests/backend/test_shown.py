@@ -96,7 +96,7 @@ def test_a_failure_ends_the_line(lines, error):
 
 
 def test_who_is_shown_what(monkeypatch):
-    """A bar needs a terminal, rank 0 and the wish; a log needs no one."""
+    """A bar needs a terminal, rank 0 and to be wanted; a log needs no one."""
     for stream, options in (
         (io.StringIO(), {}),
         (None, {}),
@@ -200,12 +200,12 @@ def test_a_search_says_how_much_of_its_time_is_over():
     program = pfeife.split_backward()(fused("GPT"))
     program = pfeife.annotate(estimate(program, machine("cpu-core")))(program)
     seen = []
-    wishes = {"microbatches": 4, "ranks": 2, "schedule": "search", "search_seconds": 1.2}
+    request = {"microbatches": 4, "ranks": 2, "schedule": "search", "search_seconds": 1.2}
     sched.plan(
         program,
         machine=machine("cpu-core"),
         progress=lambda *counts: seen.append(counts),
-        **wishes,
+        **request,
     )
     assert seen and seen == sorted(seen)
     assert {total for _, total in seen} == {2} and {done for done, _ in seen} <= {0, 1, 2}

@@ -37,7 +37,7 @@ def a_refusal_on_one_rank() -> None:
 
 @row(ranks=(2,))
 def refusals() -> None:
-    """Wrong wishes end on every rank, before anything is sent."""
+    """Wrong requests end on every rank, before anything is sent."""
     one = case("GPT")
     world = dist.get_world_size()
     for options, message in (

@@ -315,7 +315,7 @@ def overwritten(program: pfeife.Program) -> pfeife.Program:
     return pfeife.verify(attrs.evolve(program, module=module))
 
 
-def test_wrong_wishes_are_refused():
+def test_wrong_requests_are_refused():
     fused, plan, staged = planned("GPT", 2)
     choose = functools.partial(choose_recompute, staged, machine=CPU_CORE)
     with pytest.raises(

@@ -16,7 +16,7 @@ from pfeife.cost import estimate, machine
 from pfeife.ir.program import Kind
 from pfeife.lowering.problem import fits, makespan
 from pfeife.sched.cutting.cuts import Clusters
-from pfeife.sched.cutting.layouts import Wishes
+from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.workload import Flow, Workload, stage_problem, workload_of
 from pfeife.sched.families.orders import folded, looped
 from pfeife.sched.families.policies import POLICIES
@@ -62,23 +62,23 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
     what needs the least memory."""
     units = len(work.temporaries)
     assume(units >= ranks)
-    wishes = Wishes(CORE, count, ranks, limit)
+    constraints = Constraints(CORE, count, ranks, limit)
     possible = False
     for stages in (v * ranks for v in (1, 2, 3) if v * ranks <= units):
         for starts in itertools.combinations(range(1, units), stages - 1):
             cut = tuple(sum(start <= unit for start in starts) for unit in range(units))
-            for home in {looped(stages, ranks), folded(stages, ranks)}:
-                one = stage_problem(work, cut, home, count, machine=CORE, memory_limit=limit)
+            for stage_ranks in {looped(stages, ranks), folded(stages, ranks)}:
+                one = stage_problem(work, cut, stage_ranks, count, machine=CORE, memory_limit=limit)
                 room = one.memory or ()
                 possible |= all(one.smallest_memory(r) <= room[r] for r in range(ranks))
     if not possible:
         with pytest.raises(ValueError, match="bytes for one microbatch on its worst rank"):
-            search_workload(work, clusters(work), wishes, Budget.of(0.05, None))
+            search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
         return
-    plan = search_workload(work, clusters(work), wishes, Budget.of(0.05, None))
-    home = plan.stage_ranks
+    plan = search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
+    stage_ranks = plan.stage_ranks
     problem = stage_problem(
-        work, plan.stage_of_cluster, home, count, machine=CORE, memory_limit=limit
+        work, plan.stage_of_cluster, stage_ranks, count, machine=CORE, memory_limit=limit
     )
     assert fits(problem, plan.schedule)
     assert sched.verify_schedule(plan.schedule, problem=problem)
@@ -90,7 +90,7 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
 @settings(max_examples=20, deadline=None)
 def test_no_family_is_better_on_its_cuts(work, count):
     plan = search_workload(
-        work, clusters(work), Wishes(CORE, count, 2, 10**9), Budget.of(0.3, None)
+        work, clusters(work), Constraints(CORE, count, 2, 10**9), Budget.of(0.3, None)
     )
     units = len(work.temporaries)
     even = tuple(unit * 2 // units for unit in range(units))
@@ -164,13 +164,13 @@ def test_what_cannot_be_planned_says_why():
 
 def test_a_budget_of_work_gives_the_same_plan_again():
     program = pfeife.annotate(estimate(fused("DropoutNet"), CORE))(fused("DropoutNet"))
-    wishes = {"machine": CORE, "microbatches": 4, "ranks": 2, "schedule": "search"}
-    first, again = (sched.plan(program, **wishes, search_work=50_000) for _ in range(2))
+    request = {"machine": CORE, "microbatches": 4, "ranks": 2, "schedule": "search"}
+    first, again = (sched.plan(program, **request, search_work=50_000) for _ in range(2))
     assert first == again and not first.interrupted
-    assert sched.plan(program, **wishes, search_seconds=1e-3).interrupted
+    assert sched.plan(program, **request, search_seconds=1e-3).interrupted
     for budget in ({"search_seconds": 0.0}, {"search_work": 0.5}):
         with pytest.raises(ValueError, match=r"seconds=0.0|work=0.5"):
-            sched.plan(program, **wishes, **budget)
+            sched.plan(program, **request, **budget)
 
 
 def test_the_number_of_microbatches_is_chosen():

@@ -18,7 +18,7 @@ _FEW = 4000  # cuts that are looked at one by one where memory is short
 
 
 @attrs.frozen
-class Wishes:
+class Constraints:
     """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank,
     optimizer state in multiples of the parameters, stages if their number is given, cuts
     and the stages' ranks likewise."""
@@ -54,71 +54,77 @@ def begins(stage_of: Sequence[int], unit: int) -> bool:
     return stage_of[unit] != stage_of[unit - 1]
 
 
-def layouts_for(work: Workload, clusters: Clusters, wishes: Wishes) -> list[Layout]:
+def layouts_for(work: Workload, clusters: Clusters, constraints: Constraints) -> list[Layout]:
     """Layouts worth a search; where none has room for a microbatch, also the roomiest ones.
 
     Raises ValueError if there are fewer clusters than stages.
     """
     found: dict[tuple, Layout] = {}
-    for home in _placements(len(clusters.seconds), wishes):
-        for cut in _cuts(work, clusters, wishes, home):
-            if (cut, home) not in found:
-                found[cut, home] = layout_of(work, wishes, cut, home)
+    for placement in _placements(len(clusters.seconds), constraints):
+        for cut in _cuts(work, clusters, constraints, placement):
+            if (cut, placement) not in found:
+                found[cut, placement] = layout_of(work, constraints, cut, placement)
     if not found:
-        count = wishes.stages or wishes.ranks
+        count = constraints.stages or constraints.ranks
         raise ValueError(
-            f"{count} stages on {wishes.ranks} ranks, but the program has only "
+            f"{count} stages on {constraints.ranks} ranks, but the program has only "
             f"{len(clusters.seconds)} clusters to cut between"
         )
     if all(layout.shortage > 0 for layout in found.values()):
-        for home in _placements(len(clusters.seconds), wishes):
-            for cut in _roomiest(work, clusters, wishes, home):
-                found[cut, home] = layout_of(work, wishes, cut, home)
+        for placement in _placements(len(clusters.seconds), constraints):
+            for cut in _roomiest(work, clusters, constraints, placement):
+                found[cut, placement] = layout_of(work, constraints, cut, placement)
     return list(found.values())
 
 
 def layout_of(
-    work: Workload, wishes: Wishes, cut: tuple[int, ...], home: tuple[int, ...]
+    work: Workload, constraints: Constraints, cut: tuple[int, ...], placement: tuple[int, ...]
 ) -> Layout:
     problem = stage_problem(
         work,
         cut,
-        home,
-        wishes.microbatches,
-        machine=wishes.machine,
-        network=wishes.network,
-        memory_limit=wishes.memory_limit,
-        state_factor=wishes.state_factor,
+        placement,
+        constraints.microbatches,
+        machine=constraints.machine,
+        network=constraints.network,
+        memory_limit=constraints.memory_limit,
+        state_factor=constraints.state_factor,
     )
     return Layout(cut, problem, work)
 
 
-def _placements(units: int, wishes: Wishes) -> Iterator[tuple[int, ...]]:
-    if wishes.placement:
-        yield wishes.placement
+def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
+    if constraints.placement:
+        yield constraints.placement
         return
-    if wishes.cuts:
-        counts = [wishes.cuts[-1] + 1]
+    if constraints.cuts:
+        counts = [constraints.cuts[-1] + 1]
     else:
-        counts = [wishes.stages] if wishes.stages else [v * wishes.ranks for v in (1, 2, 3)]
+        counts = (
+            [constraints.stages]
+            if constraints.stages
+            else [v * constraints.ranks for v in (1, 2, 3)]
+        )
     for stages in counts:
-        if wishes.ranks <= stages <= units:
-            yield from dict.fromkeys((looped(stages, wishes.ranks), folded(stages, wishes.ranks)))
+        if constraints.ranks <= stages <= units:
+            yield from dict.fromkeys(
+                (looped(stages, constraints.ranks), folded(stages, constraints.ranks))
+            )
 
 
 def _cuts(
-    work: Workload, clusters: Clusters, wishes: Wishes, home: tuple[int, ...]
+    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Cuts whose ranks are loaded evenly, from those whose stages are."""
-    if wishes.cuts:
-        yield wishes.cuts
+    if constraints.cuts:
+        yield constraints.cuts
         return
-    loads = Loads(clusters, home, wishes.machine)
+    loads = Loads(clusters, placement, constraints.machine)
     start = loads.even()
     if start is not None:
         yield stages_from(start, len(clusters.seconds))
         yield stages_from(loads.improved(start), len(clusters.seconds))
-    units, stages = len(clusters.seconds), len(home)
+    units, stages = len(clusters.seconds), len(placement)
     stage_of = [unit * stages // units for unit in range(units)]
     by_count = [unit for unit in range(1, units) if begins(stage_of, unit)]
     if loads.allowed(by_count):
@@ -134,8 +140,8 @@ class Loads:
     """Seconds of every rank for cuts, given by the cluster at which each stage but the first
     begins."""
 
-    def __init__(self, clusters: Clusters, home: tuple[int, ...], machine: Machine):
-        self.clusters, self.home = clusters, home
+    def __init__(self, clusters: Clusters, placement: tuple[int, ...], machine: Machine):
+        self.clusters, self.placement = clusters, placement
         self.units = len(clusters.seconds)
         self.before = [0.0, *accumulate(clusters.seconds)]
         self.transfers = [
@@ -145,16 +151,16 @@ class Loads:
     def cost(self, starts: Sequence[int]) -> tuple[float, float]:
         """The busiest rank's seconds, then what is sent and the sum of squares."""
         edges = [0, *starts, self.units]
-        load = [0.0] * (1 + max(self.home))
+        load = [0.0] * (1 + max(self.placement))
         for stage, (first, end) in enumerate(pairwise(edges)):
-            load[self.home[stage]] += self.before[end] - self.before[first]
+            load[self.placement[stage]] += self.before[end] - self.before[first]
         sent = sum(self.transfers[start] for start in starts)
         return max(load), sent + math.sqrt(sum(value**2 for value in load))
 
     def even(self) -> list[int] | None:
         """Stages of about the same seconds, at borders that are open; None without enough."""
         allowed = [b for b in range(1, self.units) if b not in self.clusters.blocked]
-        stages = len(self.home)
+        stages = len(self.placement)
         if len(allowed) < stages - 1:
             return None
         starts: list[int] = []
@@ -187,62 +193,66 @@ class Loads:
 
 
 def _roomiest(
-    work: Workload, clusters: Clusters, wishes: Wishes, home: tuple[int, ...]
+    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Cuts for a placement that need the least memory for one microbatch."""
-    if wishes.cuts:
+    if constraints.cuts:
         return
-    units, stages = len(clusters.seconds), len(home)
+    units, stages = len(clusters.seconds), len(placement)
     allowed = [b for b in range(1, units) if b not in clusters.blocked]
     if math.comb(len(allowed), stages - 1) <= _FEW:
         chosen = itertools.combinations(allowed, stages - 1)
         every = (stages_from(starts, units) for starts in chosen)
-        yield min(every, key=lambda cut: layout_of(work, wishes, cut, home).shortage, default=())
+        yield min(
+            every, key=lambda cut: layout_of(work, constraints, cut, placement).shortage, default=()
+        )
         return
-    loads = Loads(clusters, home, wishes.machine)
+    loads = Loads(clusters, placement, constraints.machine)
     starts = loads.even()
     if starts is None:
         return
-    shortage = layout_of(work, wishes, stages_from(starts, units), home).shortage
+    shortage = layout_of(work, constraints, stages_from(starts, units), placement).shortage
     moved = True
     while moved and shortage > 0:
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
             tried = [s + step if i == at else s for i, s in enumerate(starts)]
             if loads.allowed(tried):
-                less = layout_of(work, wishes, stages_from(tried, units), home).shortage
+                less = layout_of(work, constraints, stages_from(tried, units), placement).shortage
                 if less < shortage:
                     starts, shortage, moved = tried, less, True
     yield stages_from(starts, units)
 
 
-def short_of_memory(layout: Layout, wishes: Wishes) -> bool:
+def short_of_memory(layout: Layout, constraints: Constraints) -> bool:
     """Whether a rank cannot hold as many microbatches as there are ranks."""
-    return any(_needed(layout, rank, 1.0, wishes) > 0 for rank in range(wishes.ranks))
+    return any(_needed(layout, rank, 1.0, constraints) > 0 for rank in range(constraints.ranks))
 
 
-def _needed(layout: Layout, rank: int, share: float, wishes: Wishes) -> float:
+def _needed(layout: Layout, rank: int, share: float, constraints: Constraints) -> float:
     """Bytes that a rank lacks to have a share of as many microbatches in flight as there are
     ranks, and one in any case."""
     limits = layout.problem.memory or ()
-    return _wanted(share, wishes) * layout.problem.smallest_memory(rank) - limits[rank]
+    return _wanted(share, constraints) * layout.problem.smallest_memory(rank) - limits[rank]
 
 
-def _wanted(share: float, wishes: Wishes) -> int:
+def _wanted(share: float, constraints: Constraints) -> int:
     """Microbatches that want to be in flight."""
-    return max(1, round(share * min(wishes.ranks, wishes.microbatches)))
+    return max(1, round(share * min(constraints.ranks, constraints.microbatches)))
 
 
 def lighter(
-    layouts: Sequence[Layout], wishes: Wishes, options: Sequence[Sequence[RecomputeOption]]
+    layouts: Sequence[Layout],
+    constraints: Constraints,
+    options: Sequence[Sequence[RecomputeOption]],
 ) -> list[Layout]:
     """The layouts with as little recomputed on every rank as makes room for all, half or one of
     the microbatches that want to be in flight."""
     found = []
     for layout, share in itertools.product(layouts, (1.0, 0.5, 0.0)):
         chosen: dict[int, RecomputeOption] = {}
-        for rank in range(wishes.ranks):
-            lacking = _needed(layout, rank, share, wishes) / _wanted(share, wishes)
+        for rank in range(constraints.ranks):
+            lacking = _needed(layout, rank, share, constraints) / _wanted(share, constraints)
             units = [
                 unit
                 for unit, stage in enumerate(layout.stage_of)
@@ -252,8 +262,8 @@ def lighter(
         if chosen:
             relieved = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
             work = attrs.evolve(layout.work, recompute=chosen, relieved=relieved)
-            home = layout.problem.stage_ranks
-            found.append(layout_of(work, wishes, layout.stage_of, home))
+            placement = layout.problem.stage_ranks
+            found.append(layout_of(work, constraints, layout.stage_of, placement))
     return found
 
 
