@@ -136,9 +136,9 @@ class Case:
     def nearby(self, stage: int) -> list[int]:
         """The stages where a wrong value of a stage may be noticed: those beside it on its rank
         get it without a message."""
-        homes = self.schedule.stage_ranks
-        beside = [one for one in (stage - 1, stage + 1) if 0 <= one < len(homes)]
-        return [stage, *(one for one in beside if homes[one] == homes[stage])]
+        stage_ranks = self.schedule.stage_ranks
+        beside = [one for one in (stage - 1, stage + 1) if 0 <= one < len(stage_ranks)]
+        return [stage, *(one for one in beside if stage_ranks[one] == stage_ranks[stage])]
 
     def operations(self, action: Action) -> int:
         """How many operations of an action can fail: none of those that only send or receive, nor

@@ -58,7 +58,7 @@ PLACEMENTS = ("linear", "looped", "v")
 def problem_of(case: Case, placement: str) -> Problem:
     """The case with its clusters placed."""
     p, merged = case.ranks, 2 if placement == "linear" else 1
-    home = {
+    stage_ranks = {
         "linear": tuple(range(p)),
         "looped": (*range(p), *range(p)),
         "v": (*range(p), *reversed(range(p))),
@@ -66,7 +66,7 @@ def problem_of(case: Case, placement: str) -> Problem:
     speeds = case.speeds or (1.0,) * p
     stages = [
         total(case.clusters[s * merged : (s + 1) * merged], speeds[rank])
-        for s, rank in enumerate(home)
+        for s, rank in enumerate(stage_ranks)
     ]
     wires: dict[tuple[int, int], float] = defaultdict(float)
     for a, b in [*((c, c + 1) for c in range(2 * p - 1)), *case.skips]:
@@ -74,7 +74,7 @@ def problem_of(case: Case, placement: str) -> Problem:
             wires[a // merged, b // merged] += case.wire
     edges = tuple(Edge(a, b, seconds, seconds) for (a, b), seconds in sorted(wires.items()))
     memory = None if case.memory is None else (case.memory,) * p
-    return Problem(tuple(stages), home, case.microbatches, edges, memory)
+    return Problem(tuple(stages), stage_ranks, case.microbatches, edges, memory)
 
 
 def total(clusters: Sequence[StageCosts], slow: float) -> StageCosts:
@@ -288,9 +288,9 @@ def ascending(row: Sequence[tuple[int, Do]]) -> tuple[Action, ...]:
 
 @cache
 def family(name: str, placement: str, p: int, m: int) -> Schedule | None:
-    home = problem_of(Case("", "", (layer(),) * (2 * p), m), placement).stage_ranks
+    stage_ranks = problem_of(Case("", "", (layer(),) * (2 * p), m), placement).stage_ranks
     try:
-        return POLICIES[name](len(home), m, home)
+        return POLICIES[name](len(stage_ranks), m, stage_ranks)
     except (ValueError, AssertionError, IndexError):
         return None
 

@@ -75,7 +75,7 @@ def skip(ranks: int) -> Cases:
 
 
 def uneven(ranks: int) -> Cases:
-    """A large head: Pfeife plans, the peer has its blocks dealt evenly. Real ranks are no more
+    """A large head: Pfeife plans, the peer has its blocks assigned evenly. Real ranks are no more
     than there are cores here, sleeping ones four."""
     for name, stages in (("1f1b", ranks), ("interleaved", 2 * ranks)):
         if ranks == 2:

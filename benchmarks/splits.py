@@ -28,7 +28,7 @@ class Split:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
-    def homes(self) -> dict[str, frozenset[int]]:
+    def owners(self) -> dict[str, frozenset[int]]:
         """The stages that hold a parameter, by its name in the whole model."""
         at: dict[int, set[int]] = {}
         for index, stage in enumerate(self.stages):
@@ -75,9 +75,9 @@ def sleeping(stages: int, rows: int) -> Split:
 def sleeping_gpt(stages: int, blocks: int = 8, head: int = 4) -> Split:
     """An embedding, blocks and a head that takes as long as some blocks, on virtual accelerators:
     the same number of blocks in every stage."""
-    dealt = [range(part.start + 1, part.stop + 1) for part in parts(blocks, stages)]
-    dealt[0], dealt[-1] = range(dealt[0].stop), range(dealt[-1].start, blocks + 2)
-    return _sleeping([1] * (blocks + 1) + [head], dealt, 64)
+    assigned = [range(part.start + 1, part.stop + 1) for part in parts(blocks, stages)]
+    assigned[0], assigned[-1] = range(assigned[0].stop), range(assigned[-1].start, blocks + 2)
+    return _sleeping([1] * (blocks + 1) + [head], assigned, 64)
 
 
 class GPTPart(nn.Module):

@@ -30,8 +30,8 @@ def even_plans(clusters: pfeife.Program) -> dict[str, pfeife.Plan]:
         for stages in (RANKS, 2 * RANKS):
             cut = tuple(unit * stages // clusters.units for unit in range(clusters.units))
             try:
-                home = placement(name, stages, RANKS)
-                order = sched.verify_schedule(POLICIES[name](stages, MICROBATCHES, home))
+                stage_ranks = placement(name, stages, RANKS)
+                order = sched.verify_schedule(POLICIES[name](stages, MICROBATCHES, stage_ranks))
             except ValueError:
                 continue  # a family that wants another number of stages
             found[f"{name}, {stages} stages"] = pfeife.Plan(cut, order)

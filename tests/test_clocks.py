@@ -54,13 +54,13 @@ def test_news_of_a_third_rank():
 def order(schedule: Schedule) -> nx.DiGraph:
     """What happens before what, written down a second time; nodes are ranks with actions."""
     graph = nx.DiGraph()
-    home = schedule.stage_ranks
+    stage_ranks = schedule.stage_ranks
     for rank, actions in enumerate(schedule.ranks):
         graph.add_nodes_from((rank, action) for action in actions)
         graph.add_edges_from(pairwise((rank, action) for action in actions))
     for rank, action in list(graph):
         if action.do in SENDS:
-            graph.add_edge((rank, action), (home[action.peer], received_as(action)))
+            graph.add_edge((rank, action), (stage_ranks[action.peer], received_as(action)))
     for rank, actions in enumerate(schedule.ranks):
         for before, action in pairwise((None, *actions)):
             if action.do == Do.REDUCE_GRAD and before:
@@ -87,13 +87,13 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @given(schedules())
 def test_exactly_what_can_be_known(schedule):
     """A message is released at the first receive or reduction that its receive comes before."""
-    graph, home, found = order(schedule), schedule.stage_ranks, released(schedule)
+    graph, stage_ranks, found = order(schedule), schedule.stage_ranks, released(schedule)
     for rank, actions in enumerate(schedule.ranks):
         expected: dict[int, dict[int, int]] = {}
         waiting: list[tuple[int, Action]] = []
         for index, action in enumerate(actions):
             if action.do in SENDS:
-                waiting.append((home[action.peer], received_as(action)))
+                waiting.append((stage_ranks[action.peer], received_as(action)))
             elif action.do in RECEIVES or action.do == Do.REDUCE_GRAD:
                 past = nx.ancestors(graph, (rank, action))
                 for message in [m for m in waiting if m in past]:
@@ -112,12 +112,12 @@ def test_released_after_it_was_received(schedule, seed):
     busy = {a: drawn.choice((0.0, 1.0)) for rank in schedule.ranks for a in rank}
     timeline = simulate(schedule, times.__getitem__, occupied=busy.__getitem__)
     end = {(event.rank, event.action): event.end for event in timeline.events}
-    home = schedule.stage_ranks
+    stage_ranks = schedule.stage_ranks
     for rank, (actions, found) in enumerate(zip(schedule.ranks, released(schedule), strict=True)):
         leaving: dict[int, list[Action]] = {}
         for index, action in enumerate(actions):
             if action.do in SENDS:
-                leaving.setdefault(home[action.peer], []).append(received_as(action))
+                leaving.setdefault(stage_ranks[action.peer], []).append(received_as(action))
             for destination, count in found.get(index, {}).items():
                 gone = leaving[destination]
                 assert 0 < count <= len(gone), "more than was sent"

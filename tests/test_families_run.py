@@ -65,8 +65,8 @@ def test_a_family(name, data):
     if name in ("zb-v", "v-half", "v-min", "dualpipe-v"):
         stages = 2 * ranks
     microbatches = data.draw(st.integers(1, 9), "microbatches")
-    home = placement(name, stages, ranks)
-    check_runs(POLICIES[name](stages, microbatches, home))
+    stage_ranks = placement(name, stages, ranks)
+    check_runs(POLICIES[name](stages, microbatches, stage_ranks))
 
 
 @given(data=st.data())
@@ -75,7 +75,7 @@ def test_what_a_search_finds(data):
     """Over random times and memory, on any placement."""
     ranks = data.draw(st.integers(1, 4), "ranks")
     stages = data.draw(st.integers(ranks, min(2 * ranks, 6)), "stages")
-    home = data.draw(st.permutations([s % ranks for s in range(stages)]), "home")
+    stage_ranks = data.draw(st.permutations([s % ranks for s in range(stages)]), "stage_ranks")
     seconds = st.floats(0.1, 3.0)
     costs = tuple(
         StageCosts(data.draw(seconds), data.draw(seconds), data.draw(seconds), 2.0, 1.0)
@@ -84,6 +84,6 @@ def test_what_a_search_finds(data):
     count = data.draw(st.integers(1, 6), "microbatches")
     room = data.draw(st.integers(1, count), "room") * 2.0 * stages
     problem = Problem(
-        costs, tuple(home), count, chain_edges(stages, data.draw(seconds)), (room,) * ranks
+        costs, tuple(stage_ranks), count, chain_edges(stages, data.draw(seconds)), (room,) * ranks
     )
     check_runs(search_schedule(problem, work=20_000, seconds=60.0).schedule)

@@ -12,35 +12,35 @@ from pfeife import sched
 from pfeife.cost import estimate
 from pfeife.ir.program import Role, holders
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.distributed.homes import ranks_of
+from pfeife.runtime.distributed.ownership import ranks_of
 from pfeife.sched.families.policies import POLICIES
 from pfeife.testing import assert_same, nets, tied_across
 
 
-def planned(fused, homes, ranks, schedule="1f1b"):
+def planned(fused, owners, ranks, schedule="1f1b"):
     """The plan of clusters that follow their state, and the program of the ranks."""
     plan = sched.plan(
         fused,
         machine=CPU_CORE,
         microbatches=4,
         ranks=ranks,
-        homes=homes,
+        owners=owners,
         schedule=schedule,
         search_seconds=0.1,
     )
-    passes = [pfeife.partition(plan), pfeife.insert_send_recv(homes=homes)]
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv(owners=owners)]
     return plan, pfeife.compose(*passes, pfeife.dp_wrap(pfeife.Mesh(ranks)))(fused)
 
 
-def check(fused, state, microbatches, homes, ranks, schedule="1f1b"):
+def check(fused, state, microbatches, owners, ranks, schedule="1f1b"):
     if sched.splits(schedule):
         split = pfeife.split_backward()(fused)
         fused = pfeife.annotate(estimate(split, CPU_CORE))(split)
-    plan, program = planned(fused, homes, ranks, schedule)
+    plan, program = planned(fused, owners, ranks, schedule)
     assert len(plan.schedule.ranks) == ranks
     found = ranks_of(program)
-    for name, home in homes.items():
-        assert found.get(name, frozenset()) <= home, f"{name} is used on {found[name]}"
+    for name, allowed in owners.items():
+        assert found.get(name, frozenset()) <= allowed, f"{name} is used on {found[name]}"
     expected = pfeife.evaluate(fused, state, microbatches)
     local = LocalPipeline(program, lowered(plan, program))
     assert_same(expected, local(state, microbatches), tied_across(plan, fused))
@@ -48,8 +48,8 @@ def check(fused, state, microbatches, homes, ranks, schedule="1f1b"):
 
 @random_cases(16)
 @given(st.data())
-def test_random_homes(data):
-    """Each cluster has a rank, and some of what it uses is at home there."""
+def test_random_owners(data):
+    """Each cluster has a rank, and some of what it uses is owned there."""
     torch._dynamo.reset()
     net = data.draw(nets(linear=3))
     generator = torch.Generator().manual_seed(0)
@@ -58,27 +58,27 @@ def test_random_homes(data):
     state, fused = pfeife.state_of(program, net), clusters(program)
     ranks = data.draw(st.integers(1, 3))
     rank_of = data.draw(st.lists(st.integers(0, ranks - 1), min_size=12, max_size=12))
-    homes: dict[str, frozenset[int]] = {}
+    owners: dict[str, frozenset[int]] = {}
     for name, users in sorted(holders(fused, Role.PARAMETER, Role.BUFFER).items()):
         if data.draw(st.booleans()):
-            homes[name] = frozenset(rank_of[call.unit % 12] for call in users)
+            owners[name] = frozenset(rank_of[call.unit % 12] for call in users)
     try:
-        sched.follow(fused, homes, ranks)
+        sched.follow(fused, owners, ranks)
     except ValueError as error:
         assert "is trained on ranks" in str(error)
         return
-    check(fused, state, microbatches, homes, ranks, data.draw(st.sampled_from(sorted(POLICIES))))
+    check(fused, state, microbatches, owners, ranks, data.draw(st.sampled_from(sorted(POLICIES))))
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks"), crossed([*POLICIES, "search"], [(2, 0), (0, 0), (1, 2)])
 )
 def test_any_schedule_on_any_placement(schedule, ranks):
-    """The first block is at home on the last rank, the head on the first, and the other way."""
+    """The first block is owned by the last rank, the head by the first, and the other way."""
     _, program, state, microbatches = captured("GPT")
     first, last = (frozenset({rank}) for rank in ranks)
-    homes = {"blocks.0.qkv.weight": first, "head.weight": last}
-    check(clusters(program), state, microbatches, homes, 3, schedule)
+    owners = {"blocks.0.qkv.weight": first, "head.weight": last}
+    check(clusters(program), state, microbatches, owners, 3, schedule)
 
 
 def test_what_is_new_is_shared_by_the_ranks():
@@ -89,12 +89,12 @@ def test_what_is_new_is_shared_by_the_ranks():
     assert used == {0, 1, 2}, plan.stage_ranks
 
 
-def test_a_gradient_reaches_all_homes_of_its_parameter():
+def test_a_gradient_reaches_all_owners_of_its_parameter():
     """A weight that two ranks train, used by one of them: both add up the whole gradient."""
     _, program, state, microbatches = captured("GPT")
-    homes = {name: frozenset({0}) for name in ranks_of(clusters(program))}
-    homes["head.weight"] = frozenset({0, 1})
-    plan, sent = planned(clusters(program), homes, 2)
+    owners = {name: frozenset({0}) for name in ranks_of(clusters(program))}
+    owners["head.weight"] = frozenset({0, 1})
+    plan, sent = planned(clusters(program), owners, 2)
     (reduction,) = sent.reductions
     assert (reduction.name, reduction.ranks) == ("head.weight", (0, 1))
     found = LocalPipeline(sent, lowered(plan, sent))(state, microbatches)
@@ -106,5 +106,5 @@ def test_ranks_without_anything_to_do(schedule):
     """Of three ranks the middle one trains all that a program uses."""
     _, program, state, microbatches = captured("UNet")
     fused = clusters(program)
-    homes = dict.fromkeys(ranks_of(fused), frozenset({1}))
-    check(fused, state, microbatches, homes, 3, schedule)
+    owners = dict.fromkeys(ranks_of(fused), frozenset({1}))
+    check(fused, state, microbatches, owners, 3, schedule)

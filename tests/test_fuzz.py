@@ -557,7 +557,7 @@ def outcome(name: str, order: str, plan: Plan) -> str:
 
 
 CHANGES = (
-    *("cut", "drop", "double", "swap", "near", "move", "microbatch", "stage", "do", "deal"),
+    *("cut", "drop", "double", "swap", "near", "move", "microbatch", "stage", "do", "permute"),
     *("merge", "empty", "without", "duplicated", "recompute", "csv"),
 )
 
@@ -598,7 +598,7 @@ def edited(draw: st.DrawFn, plan: Plan, names: tuple[str, ...]) -> Plan:
         case "do":
             do = draw(st.sampled_from([do for do in Do if do.kind] + [Do.REDUCE_GRAD]))
             ranks[rank][index] = attrs.evolve(ranks[rank][index], do=do)
-        case "deal":
+        case "permute":
             ranks = draw(st.permutations(ranks))
         case "merge" if len(ranks) > 1:
             taken = ranks.pop(rank)

@@ -67,8 +67,8 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
     for stages in (v * ranks for v in (1, 2, 3) if v * ranks <= units):
         for starts in itertools.combinations(range(1, units), stages - 1):
             cut = tuple(sum(start <= unit for start in starts) for unit in range(units))
-            for home in {looped(stages, ranks), folded(stages, ranks)}:
-                one = stage_problem(work, cut, home, count, machine=CORE, memory_limit=limit)
+            for stage_ranks in {looped(stages, ranks), folded(stages, ranks)}:
+                one = stage_problem(work, cut, stage_ranks, count, machine=CORE, memory_limit=limit)
                 room = one.memory or ()
                 possible |= all(one.smallest_memory(r) <= room[r] for r in range(ranks))
     if not possible:
@@ -76,9 +76,9 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
             search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
         return
     plan = search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
-    home = plan.stage_ranks
+    stage_ranks = plan.stage_ranks
     problem = stage_problem(
-        work, plan.stage_of_cluster, home, count, machine=CORE, memory_limit=limit
+        work, plan.stage_of_cluster, stage_ranks, count, machine=CORE, memory_limit=limit
     )
     assert fits(problem, plan.schedule)
     assert sched.verify_schedule(plan.schedule, problem=problem)

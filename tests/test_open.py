@@ -85,9 +85,9 @@ def check(one, step, rows: int, microbatches: int) -> None:
 
 def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
     """A function of a problem: the family "loops", two microbatches at a time."""
-    home = problem.stage_ranks
+    stage_ranks = problem.stage_ranks
     assert problem.memory is not None and len(problem.memory) == problem.ranks
-    return sched.loops(len(home), problem.microbatches, home, loop_batch=2)
+    return sched.loops(len(stage_ranks), problem.microbatches, stage_ranks, loop_batch=2)
 
 
 OURS = pfeife.Family("ours", sched.zb_v, sched.folded, splits=True)
@@ -126,8 +126,8 @@ def test_a_schedule_brings_its_stages_and_its_first_microbatches():
 
 def test_the_table_says_what_its_families_do():
     for name, family in sched.POLICIES.items():
-        home = family.placement(4, 2)
-        order = family(4, 4, home)
+        stage_ranks = family.placement(4, 2)
+        order = family(4, 4, stage_ranks)
         split = any(action.do == "I" for rank in order.ranks for action in rank)
         assert (family.name, family.splits) == (name, split)
     assert {name for name, f in sched.POLICIES.items() if not f.seeds} == {
@@ -325,9 +325,9 @@ def test_a_plan_keeps_to_where_state_is_trained():
     program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.one_f_one_b(2, 4))
     first = program.ports(pfeife.Role.PARAMETER)[0].fqn
     adopt = functools.partial(sched.adopted, plan, program, machine=CORE, microbatches=4)
-    assert adopt(homes={first: frozenset({0, 1})}) == plan
+    assert adopt(owners={first: frozenset({0, 1})}) == plan
     with pytest.raises(ValueError, match=rf"{first} on ranks \[0\], .* it on ranks \[1\]"):
-        adopt(homes={first: frozenset({1})})
+        adopt(owners={first: frozenset({1})})
 
 
 # Costs of one's own.

@@ -84,10 +84,10 @@ def test_random_programs(data):
             one, rounding = data.draw(row.draw(program, len(microbatches)))
             program = check(one, program, rounding=rounding)
             tied |= set(rounding or ())
-    home = {call.unit: call.rank for call in program.calls}
+    rank_of = {call.unit: call.rank for call in program.calls}
     each = len(microbatches) // program.replicas
     family = sched.policy(data.draw(st.sampled_from(["gpipe", "1f1b"])))
-    order = family(program.units, each, [home[unit] for unit in range(program.units)])
+    order = family(program.units, each, [rank_of[unit] for unit in range(program.units)])
     pipeline = LocalPipeline(program, sched.verify_schedule(sched.lower(order, program)))
     # Parts of one sum may be added in another order on ranks with several stages.
     assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
@@ -104,16 +104,16 @@ def test_boundaries_by_name_and_by_marker():
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
     plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
     staged = pfeife.partition(plan)(fused)
-    homes = {
+    stages_of = {
         port.fqn: {call.unit for call in calls}
         for port in program.ports(pfeife.Role.PARAMETER)
         for calls in [pfeife.ir.program.holders(staged)[port.fqn]]
     }
-    assert {name: stages for name, stages in homes.items() if name.startswith("blocks.0")} == {
-        name: {0} for name in homes if name.startswith("blocks.0")
+    assert {name: stages for name, stages in stages_of.items() if name.startswith("blocks.0")} == {
+        name: {0} for name in stages_of if name.startswith("blocks.0")
     }
-    assert homes["blocks.1.qkv.weight"] == homes["blocks.2.out.weight"] == {1}
-    assert homes["head.weight"] == {2}
+    assert stages_of["blocks.1.qkv.weight"] == stages_of["blocks.2.out.weight"] == {1}
+    assert stages_of["head.weight"] == {2}
 
     def marked(tokens, targets):
         x = one.model.embed(tokens)

@@ -152,8 +152,8 @@ def _looped(p: int, m: int, v: int, held: int) -> Figures:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_figures_of_the_papers(name, p):
     for m in (p, 2 * p, 4 * p):
-        home = natural(name, p)
-        order = policy(name)(len(home), m, home)
+        stage_ranks = natural(name, p)
+        order = policy(name)(len(stage_ranks), m, stage_ranks)
         assert figures(order) == FORMULAS[name](p, m), m
 
 
@@ -187,8 +187,11 @@ def test_splitting_families_of_any_size(p):
     formula: too many to hold them all at once, too few for a steady state."""
     for m in {p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1}:
         for name in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min"):
-            home = natural(name, p)
-            found, expected = figures(policy(name)(len(home), m, home)), FORMULAS[name](p, m)
+            stage_ranks = natural(name, p)
+            found, expected = (
+                figures(policy(name)(len(stage_ranks), m, stage_ranks)),
+                FORMULAS[name](p, m),
+            )
             odd = p % 2 if name == "v-half" else 0
             few = p - 2 if name == "zb-v" and p < m < 2 * p - 1 else 0
             assert 0 <= found.makespan - expected.makespan + odd <= few, (name, m)
@@ -216,7 +219,7 @@ def cost(action: Action) -> float:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_simulator_agrees(data):
-    """The figures here are those of `simulate`, and of the times that dealing goes by."""
+    """The figures here are those of `simulate`, and of the times that `assign` goes by."""
     order = data.draw(placed_schedules())
     timeline = simulate(lowered(order), cost)
     assert timeline.seconds == figures(order).makespan
@@ -231,11 +234,11 @@ def placed_schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(POLICIES)))
     stages, microbatches = draw(st.integers(1, 10)), draw(st.integers(1, 12))
     count = draw(st.integers(1, 5))
-    homes = st.sampled_from([None, looped(stages, count), folded(stages, count)])
+    placements = st.sampled_from([None, looped(stages, count), folded(stages, count)])
     anywhere = st.lists(st.integers(0, 4), min_size=stages, max_size=stages)
-    home = draw(homes if name == "loops" else homes | anywhere)
+    stage_ranks = draw(placements if name == "loops" else placements | anywhere)
     if name != "loops":
-        return policy(name)(stages, microbatches, home)
+        return policy(name)(stages, microbatches, stage_ranks)
     return loops(stages, microbatches, None, prefetch=draw(st.integers(0, 3)))
 
 
@@ -253,15 +256,15 @@ def test_loops(p, v, m, data):
     """Every member of the family runs, or is refused with what would have happened."""
     batch = data.draw(st.integers(1, m))
     prefetch = data.draw(st.integers(0, 5) | st.lists(st.integers(0, 5), min_size=p, max_size=p))
-    home = data.draw(st.sampled_from([looped, folded]))(p * v, p)
+    stage_ranks = data.draw(st.sampled_from([looped, folded]))(p * v, p)
     try:
-        order = loops(p * v, m, home, loop_batch=batch, prefetch=prefetch)
+        order = loops(p * v, m, stage_ranks, loop_batch=batch, prefetch=prefetch)
     except ValueError as error:
         assert "deadlocks: rank" in str(error) or "of the same rank comes before" in str(error)
         assert f"loop_batch={batch}, prefetch={prefetch}" in str(error)
         assert v > 1 or isinstance(prefetch, list)
     else:
-        assert verify_schedule(order).stage_ranks == home
+        assert verify_schedule(order).stage_ranks == stage_ranks
 
 
 def test_loops_has_the_others():
@@ -269,10 +272,10 @@ def test_loops_has_the_others():
         assert loops(p, m) == one_f_one_b(p, m)
         assert loops(p, m, prefetch=p - 1) == eager_one_f_one_b(p, m)
         assert loops(p, m, prefetch=[m] * p) == gpipe(p, m)
-        home = looped(3 * p, p)
-        batches = loops(3 * p, 2 * p, home, loop_batch=p, prefetch=p - 1)
-        assert batches == interleaved(3 * p, 2 * p, home)
-        assert loops(3 * p, m, home, prefetch=[3 * m] * p) == gpipe(3 * p, m, home)
+        stage_ranks = looped(3 * p, p)
+        batches = loops(3 * p, 2 * p, stage_ranks, loop_batch=p, prefetch=p - 1)
+        assert batches == interleaved(3 * p, 2 * p, stage_ranks)
+        assert loops(3 * p, m, stage_ranks, prefetch=[3 * m] * p) == gpipe(3 * p, m, stage_ranks)
 
 
 def test_loops_that_wait_for_one_another():

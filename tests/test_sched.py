@@ -77,10 +77,10 @@ def shuffled(draw: st.DrawFn) -> Schedule:
 @st.composite
 def reductions(draw: st.DrawFn, schedule: Schedule) -> list[Reduction]:
     """Gradients of parameters that one or several stages use."""
-    home, found = schedule.stage_ranks, []
+    stage_ranks, found = schedule.stage_ranks, []
     for index in range(draw(st.integers(0, 4))):
         stages = sorted(draw(st.sets(st.integers(0, schedule.stages - 1), min_size=1)))
-        ranks = tuple(sorted({home[stage] for stage in stages}))
+        ranks = tuple(sorted({stage_ranks[stage] for stage in stages}))
         found.append(Reduction(f"w{index}", ranks, tuple(stages), 2))
     return found
 
@@ -179,11 +179,11 @@ def test_simulated_times(order, data):
     end = {event.action: event.end for event in timeline.events}
     free: dict[tuple[int, int], float] = {}
     arrival: dict[Action, float] = {}
-    home = full.stage_ranks
+    stage_ranks = full.stage_ranks
     for rank, actions in enumerate(full.ranks):
         for action in actions:
             if action.do in SENDS:
-                channel = (rank, home[action.peer])
+                channel = (rank, stage_ranks[action.peer])
                 begin = max(start[action], free.get(channel, 0.0))
                 free[channel] = arrival[action] = begin + cost(action)
     arrives = {(a.peer, a.stage, a.do, a.microbatch): t for a, t in arrival.items()}
@@ -313,9 +313,9 @@ def test_ranks_are_asked_again_only_when_something_has_come():
         asked.append(rank)
         if action.do in SENDS:
             arrived.add(received_as(action))
-        return home[action.peer] if action.do in RECEIVES and action not in arrived else None
+        return stage_ranks[action.peer] if action.do in RECEIVES and action not in arrived else None
 
-    home = full.stage_ranks
+    stage_ranks = full.stage_ranks
     replay(full.ranks, advance)
     actions = sum(map(len, full.ranks))
     assert actions < len(asked) < 2 * actions
@@ -370,7 +370,7 @@ def test_inserted_actions(order, data):
     lets them, and a reduction comes after the gradients, in one order on all ranks."""
     wanted = data.draw(reductions(order))
     full = verify_schedule(insert_actions(order, chain(order), wanted))
-    home = full.stage_ranks
+    stage_ranks = full.stage_ranks
     orders = []
     for rank, actions in enumerate(full.ranks):
         for before, action in pairwise(actions):
@@ -384,7 +384,7 @@ def test_inserted_actions(order, data):
         assert sorted(set(reduced)) == sorted({r.stages[0] for r in wanted if rank in r.ranks})
         for reduction in wanted:
             for stage in reduction.stages:
-                if rank in reduction.ranks and home[stage] == rank:
+                if rank in reduction.ranks and stage_ranks[stage] == rank:
                     at = actions.index(Action(reduction.stages[0], Do.REDUCE_GRAD))
                     last = Action(stage, Do.BACKWARD, full.microbatches - 1)
                     assert actions.index(last) < at
@@ -392,7 +392,7 @@ def test_inserted_actions(order, data):
     assert nx.is_directed_acyclic_graph(graph), "ranks reduce in different orders"
 
 
-def test_tied_weights_on_dealt_stages_do_not_deadlock():
+def test_tied_weights_on_looped_stages_do_not_deadlock():
     """Once every rank waited in the reduction before it had sent its last gradients."""
     order = gpipe(4, 2, (0, 1, 0, 1))
     full = insert_actions(order, chain(order), [Reduction("embed", (0, 1), (0, 3))])

@@ -76,9 +76,11 @@ def problems(
     ranks = draw(st.integers(1, most_ranks))
     chunks = draw(st.integers(1, most_chunks))
     count = ranks * chunks
-    home = list(range(ranks)) * chunks
+    stage_ranks = list(range(ranks)) * chunks
     if draw(st.booleans()):
-        home = [r if c % 2 == 0 else ranks - 1 - r for c in range(chunks) for r in range(ranks)]
+        stage_ranks = [
+            r if c % 2 == 0 else ranks - 1 - r for c in range(chunks) for r in range(ranks)
+        ]
     seconds = st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.7])
     stages = []
     for _ in range(count):
@@ -90,7 +92,7 @@ def problems(
     if skips and count > 2 and draw(st.booleans()):
         edges.append(Edge(0, count - 1, 0.3, 0.3))
     problem = Problem(
-        tuple(stages), tuple(home), draw(st.integers(1, most_microbatches)), tuple(edges)
+        tuple(stages), tuple(stage_ranks), draw(st.integers(1, most_microbatches)), tuple(edges)
     )
     if not tight or draw(st.booleans()):
         return problem
@@ -156,13 +158,13 @@ def tiny(seed: int, *, chunks: int = 1) -> Problem:
         )
         for _ in range(count)
     )
-    home = tuple([*range(ranks), *reversed(range(ranks))][:count])
-    plain = Problem(stages, home, m, chain_edges(count, random.choice([0.0, 0.25])))
+    stage_ranks = tuple([*range(ranks), *reversed(range(ranks))][:count])
+    plain = Problem(stages, stage_ranks, m, chain_edges(count, random.choice([0.0, 0.25])))
     memory = tuple(
         plain.smallest_memory(r) * random.choice([0.9, 1.0, 1.0, 1.5, 2.0, 9.0])
         for r in range(ranks)
     )
-    return Problem(stages, home, m, plain.edges, memory)
+    return Problem(stages, stage_ranks, m, plain.edges, memory)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -236,7 +238,7 @@ def test_moves_leave_heads_and_tails_as_a_fresh_start_has_them(problem, seed):
     for _ in range(60):
         operation = random.choice(state.critical(random))
         move = propose(state, operation, random.choice((-4, -2, -1, 1, 2, 4)))
-        rank = shop.home[operation // shop.microbatches]
+        rank = shop.rank_of[operation // shop.microbatches]
         if move is not None and state.move(move[1], move[2], rank):
             fresh = Timing(shop, state.copy())
             assert (state.end, state.tail, state.length) == (fresh.end, fresh.tail, fresh.length)

@@ -78,7 +78,7 @@ class Builder:
         """Whether a step must be built anew, since another one has been the first to train state
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        return world.homes.outdated(compiled.program, slots, self.mesh(world))
+        return world.ownership.outdated(compiled.program, slots, self.mesh(world))
 
 
 @attrs.frozen(eq=False)
@@ -107,7 +107,7 @@ class _Build:
         program = captured.program
         if captured.warning() and not (self.world and self.world.rank):
             log.warning(captured.warning())
-        machine = self.builder.machine or default_machine(_home(program, self.device))
+        machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
         clusters = self._priced(fused[-1].program, machine)
@@ -136,8 +136,8 @@ class _Build:
             found, refused = None, None
             try:
                 captured = self.graph.captured(self.args, options)
-                # Where state has a home, a rank has no values of what others train.
-                known = world is not None and world.homes.among(self.args)
+                # Where state has owners, a rank has no values of what others train.
+                known = world is not None and world.ownership.among(self.args)
                 if options.check and options.microbatches > 1 and not known:
                     check_first_call(self.graph.module, captured, self.args, self.graph.sure)
                 self.artifacts.program("capture", captured.program)
@@ -179,16 +179,16 @@ class _Build:
     ) -> tuple[Plan, tuple[Recorded, ...]]:
         """The plan, and the programs on the way to that of the ranks on their devices."""
         world, replicas = self.world, self.options.replicas
-        homes: Mapping[str, frozenset[int]] = {}
+        owners: Mapping[str, frozenset[int]] = {}
         if world:
-            homes = world.homes.of(
+            owners = world.ownership.of(
                 captured.program, self._slots(captured), self.builder.mesh(world)
             )
-        constraints = {"machine": machine, "homes": homes, "passes": self.passes}
+        constraints = {"machine": machine, "owners": owners, "passes": self.passes}
         with self.show.phase("planning") as phase:
             more = {"network": self.builder.network, "progress": phase.progress}
             plan = planned(self.options, clusters, order, world, constraints, more)
-            history = record(clusters, *rank_passes(clusters, plan, replicas, homes, self.passes))
+            history = record(clusters, *rank_passes(clusters, plan, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else told(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
         if world and {"stages", "ranks"} & set(self.passes):
@@ -201,8 +201,8 @@ class _Build:
     def _assembled(
         self, captured: Captured, program: Program, schedule: Schedule
     ) -> tuple[Pipeline, Borrowed | None]:
-        """What runs the program's ranks in this process, and the state that it borrows of others'
-        homes."""
+        """What runs the program's ranks in this process, and the state that it borrows from
+        others."""
         world, options = self.world, self.options
         mesh = Mesh(len(schedule.ranks), options.replicas)
         mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
@@ -215,14 +215,14 @@ class _Build:
                 return options.runtime(program, schedule, bodies), None
             if world is None:
                 return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
-            device = _home(program, self.device)
+            device = _device_of(program, self.device)
             pipeline = DistributedPipeline(
                 program, schedule, device, bodies, timeout=options.timeout
             )
             carried, modules = captured.carried, self.graph.inputs.modules
-            world.homes.settle(program, self._slots(captured), mesh, modules, world, carried)
+            world.ownership.settle(program, self._slots(captured), mesh, modules, world, carried)
             names = [None if name in carried else name for name in captured.arguments]
-            return pipeline, world.homes.borrowed(program, names, self.args, mine[0])
+            return pipeline, world.ownership.borrowed(program, names, self.args, mine[0])
 
     def _slots(self, captured: Captured) -> dict[str | None, Any]:
         """The call's arguments by the names of their ports, None for those that have none."""
@@ -275,7 +275,7 @@ class _Build:
         return [torch.device(name) for name in given]
 
 
-def _home(program: Program, otherwise: torch.device) -> torch.device:
+def _device_of(program: Program, otherwise: torch.device) -> torch.device:
     """The device of the parameters; a batch may still come from another one."""
     return next((port.device for port in program.ports(Role.PARAMETER)), otherwise)
 

@@ -141,13 +141,13 @@ class Steps:
             text, news, refused = "", "", None
             try:
                 text = self._said(args, compiled, options)
-                news = world.homes.news(borrowed, args)
+                news = world.ownership.news(borrowed, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
                 refused = error
             found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
-            world.homes.agree(world, found.notes, borrowed, args)
+            world.ownership.agree(world, found.notes, borrowed, args)
         return _common_seed(world, found.numbers)
 
     def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:

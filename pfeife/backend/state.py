@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.homes import Home
+from pfeife.runtime.distributed.ownership import Owned
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.world import World
 
@@ -24,15 +24,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if world is None:
         return {name: _copied(value) for name, value in model.state_dict().items()}
     with world.busy(lambda: Doing("full_state_dict")):
-        world.homes.foreign.reading = True
+        world.ownership.foreign.reading = True
         try:
             state = model.state_dict(keep_vars=True)
         finally:
-            world.homes.foreign.reading = False
+            world.ownership.foreign.reading = False
         values = list(state.values())
-        told = world.homes.news(None, values)
+        told = world.ownership.news(None, values)
         found = world.agreed("\n".join(state), "the names in full_state_dict", note=told)
-        world.homes.agree(world, found.notes, args=values)
+        world.ownership.agree(world, found.notes, args=values)
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:
@@ -46,17 +46,17 @@ def _copied(value: Any) -> Any:
 
 def _whole(value: Any, world: World) -> Any:
     """A value from the first rank that trains it."""
-    home = _home(value, world)
-    if home is None:
+    owned = _owned(value, world)
+    if owned is None:
         return _copied(value)
     found = value.detach().to(world.device).contiguous().clone()
-    world.broadcast(found.reshape(-1).view(torch.uint8), home.first)
+    world.broadcast(found.reshape(-1).view(torch.uint8), owned.first)
     return found.to("cpu")
 
 
-def _home(value: Any, world: World | None) -> Home | None:
-    known = isinstance(value, torch.Tensor) and world is not None and value in world.homes.known
-    return world.homes.known[value] if known and world is not None else None
+def _owned(value: Any, world: World | None) -> Owned | None:
+    known = isinstance(value, torch.Tensor) and world is not None and value in world.ownership.known
+    return world.ownership.known[value] if known and world is not None else None
 
 
 def clip_grad_norm_(
@@ -76,15 +76,15 @@ def clip_grad_norm_(
     one = isinstance(parameters, torch.Tensor)
     listed: list[Any] = [parameters] if one else list(parameters)
     world = world_so_far()
-    homes = [_home(parameter, world) for parameter in listed]
-    if world is None or not any(homes):
+    known = [_owned(parameter, world) for parameter in listed]
+    if world is None or not any(known):
         return torch.nn.utils.clip_grad_norm_(
             listed, max_norm, norm_type, error_if_nonfinite, foreach
         )
     with world.busy(lambda: Doing("clip_grad_norm_")):
         asked = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
         world.agreed(asked, "the arguments of clip_grad_norm_")
-        norms = _norms(listed, homes, float(norm_type), world)
+        norms = _norms(listed, known, float(norm_type), world)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -93,12 +93,12 @@ def clip_grad_norm_(
         )
     torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
     for parameter in listed:
-        world.homes.gradients.note(parameter)
+        world.ownership.gradients.note(parameter)
     return total
 
 
 def _norms(
-    parameters: Sequence[torch.Tensor], homes: Sequence[Home | None], kind: float, world: World
+    parameters: Sequence[torch.Tensor], known: Sequence[Owned | None], kind: float, world: World
 ) -> list[torch.Tensor]:
     """The norm of each gradient that there is, on every rank, in the parameters' order and in
     their dtypes, as torch adds them up in one process."""
@@ -108,7 +108,7 @@ def _norms(
             mine[at] = torch.linalg.vector_norm(parameter.grad.detach(), kind)
     found = world.gather(mine)
     counted = [
-        (found[home.first if home else 0][at], parameter)
-        for at, (parameter, home) in enumerate(zip(parameters, homes, strict=True))
+        (found[owned.first if owned else 0][at], parameter)
+        for at, (parameter, owned) in enumerate(zip(parameters, known, strict=True))
     ]
     return [norm.to(parameter.device, parameter.dtype) for norm, parameter in counted if norm >= 0]

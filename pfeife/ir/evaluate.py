@@ -221,7 +221,7 @@ def evaluate(
 
     `state` maps canonical names to tensors and is not changed; `tangents` gives, per
     microbatch, the gradient of each output where the loss is outside. Buffers are updated in
-    microbatch order. With replicas the microbatches are dealt to them in equal, contiguous
+    microbatch order. With replicas the microbatches are assigned to them in equal, contiguous
     parts; each takes a step of its own from the same buffers, loss and gradients are averaged in
     replica order (added, where the loss is outside or a sum), and the buffers are those of the
     first.
@@ -230,7 +230,7 @@ def evaluate(
     count = len(microbatches)
     if count == 0 or count % program.replicas:
         raise ValueError(
-            f"{count} microbatches cannot be dealt evenly to {program.replicas} replicas"
+            f"{count} microbatches cannot be assigned evenly to {program.replicas} replicas"
         )
     each = count // program.replicas
     divided = loss_divisors(program, microbatches)

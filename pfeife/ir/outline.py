@@ -127,7 +127,7 @@ def outline(
 
     A body's arguments are what its nodes read from elsewhere, its results what others read.
     `groups` names the group of every computing node. The nodes named in `duplicates` get no
-    home: every body that reads one computes it for itself. Raises ValueError when a group reads
+    group: every body that reads one computes it for itself. Raises ValueError when a group reads
     what a later one computes (forwards run in ascending, backwards in descending order).
     """
     return _Outliner(flat, groups, duplicates, word).build()

@@ -81,21 +81,21 @@ def _lint(module: fx.GraphModule) -> str | None:
 
 def _misplaced_reads(program: Program) -> Iterator[str]:
     ranks = {call.node: call.rank for call in program.calls}
-    home: dict[fx.Node, int | None] = {}
+    rank_of: dict[fx.Node, int | None] = {}
     for node in program.module.graph.nodes:
-        home[node] = _home(node, ranks, home)
+        rank_of[node] = _rank_of(node, ranks, rank_of)
         if node.op == "output" or node.target is receive:
             continue
         for source in node.all_input_nodes:
-            if home[source] not in (None, home[node]):
+            if rank_of[source] not in (None, rank_of[node]):
                 yield (
-                    f"{node.name} on rank {home[node]} reads {source.name}, "
-                    f"which lives on rank {home[source]}"
+                    f"{node.name} on rank {rank_of[node]} reads {source.name}, "
+                    f"which lives on rank {rank_of[source]}"
                 )
 
 
-def _home(
-    node: fx.Node, ranks: Mapping[str, int | None], home: Mapping[fx.Node, int | None]
+def _rank_of(
+    node: fx.Node, ranks: Mapping[str, int | None], rank_of: Mapping[fx.Node, int | None]
 ) -> int | None:
     """The rank on which a node's value is; None for inputs, which are everywhere."""
     if is_source(node) or node.op == "output":
@@ -104,4 +104,4 @@ def _home(
         return int(node.args[2 if node.target is receive else 1])  # type: ignore[arg-type]
     if node.op == "call_module":
         return ranks.get(node.name)
-    return next((home[source] for source in node.all_input_nodes), None)
+    return next((rank_of[source] for source in node.all_input_nodes), None)

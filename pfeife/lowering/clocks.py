@@ -26,7 +26,7 @@ def released(schedule: Schedule) -> Released:
 
 class _Clocks:
     def __init__(self, schedule: Schedule):
-        self.home = schedule.stage_ranks
+        self.stage_ranks = schedule.stage_ranks
         # clocks[r][q]: how many actions of rank q rank r knows to be done
         self.clocks = [[0] * len(schedule.ranks) for _ in schedule.ranks]
         self.arrives = [
@@ -43,13 +43,13 @@ class _Clocks:
         if action.do in SENDS:
             assert action.peer is not None
             self.sent[received_as(action)] = tuple(self.clocks[rank])
-            destination = self.home[action.peer]
+            destination = self.stage_ranks[action.peer]
             arrival = self.arrives[destination][received_as(action)]
             self.waiting[rank].setdefault(destination, deque()).append(arrival)
         elif action.do in RECEIVES:
             if action not in self.sent:
                 assert action.peer is not None
-                return self.home[action.peer]
+                return self.stage_ranks[action.peer]
             self._learn(rank, [self.sent.pop(action)])
         elif action.do == Do.REDUCE_GRAD:
             missing = self.reductions.join(rank, action, tuple(self.clocks[rank]))

@@ -24,7 +24,7 @@ def check_fit(schedule: Schedule, wiring: Wiring) -> None:
                 if (name, action.microbatch) in done:
                     raise ValueError(f"rank {rank}: {action} does {name} a second time")
                 done.add((name, action.microbatch))
-        wanted = [name for name, home in steps.homes.items() if home == rank]
+        wanted = [name for name, at in steps.rank_of.items() if at == rank]
         if len(done) != len(wanted) * schedule.microbatches:
             name, k = _missing(wanted, schedule.microbatches, done)
             raise ValueError(
@@ -48,14 +48,14 @@ class _Step(NamedTuple):
 
 
 class _Steps:
-    """The steps of a program's actions, of any microbatch; `homes` has the rank of each name."""
+    """The steps of a program's actions, of any microbatch; `rank_of` has the rank of each name."""
 
     def __init__(self, wiring: Wiring):
         self.wiring, self.nodes = wiring, wiring.nodes
-        self.homes = {call.node: call.rank for call in wiring.program.calls}
+        self.rank_of = {call.node: call.rank for call in wiring.program.calls}
         for message in wiring.messages:
-            self.homes[message.node] = message.source
-            self.homes[self._arrival(message.node)] = message.destination
+            self.rank_of[message.node] = message.source
+            self.rank_of[self._arrival(message.node)] = message.destination
         self.known: dict[tuple, _Step] = {}
 
     def of(self, action: Action) -> _Step:

@@ -131,7 +131,7 @@ def _by_action(
 
 def _with_sends(schedule: Schedule, made: _ByAction) -> tuple[list[list[Action]], _Channels]:
     """Every rank's actions with its sends, and what each rank is sent, by the source."""
-    home = schedule.stage_ranks
+    stage_ranks = schedule.stage_ranks
     sent: list[list[Action]] = []
     channels: _Channels = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -140,7 +140,7 @@ def _with_sends(schedule: Schedule, made: _ByAction) -> tuple[list[list[Action]]
             result.append(action)
             for transfer in made.get((action.stage, action.do), ()):
                 result.append(transfer.send(action.microbatch))
-                channel = channels.setdefault(home[transfer.peer], {}).setdefault(rank, [])
+                channel = channels.setdefault(stage_ranks[transfer.peer], {}).setdefault(rank, [])
                 channel.append((transfer, action.microbatch))
         sent.append(result)
     return sent, channels

@@ -139,8 +139,8 @@ def chain_edges(
 
 def transfers(problem: Problem) -> tuple[Transfer, ...]:
     """What goes between ranks, in the order in which one stage sends."""
-    home = problem.stage_ranks
-    between = [e for e in problem.edges if home[e.source] != home[e.destination]]
+    stage_ranks = problem.stage_ranks
+    between = [e for e in problem.edges if stage_ranks[e.source] != stage_ranks[e.destination]]
     both = (Kind.FORWARD, Kind.INPUT_BACKWARD)
     ahead = [
         Transfer(e.source, both[0], e.destination, ((e.destination, both[0]),)) for e in between
@@ -226,7 +226,7 @@ class _Run:
 
     def __init__(self, problem: Problem):
         self.stages = problem.stages
-        self.home = home = problem.stage_ranks
+        self.stage_ranks = stage_ranks = problem.stage_ranks
         self.clock = [0.0] * problem.ranks
         self.free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[int, int, int | None, bool], float] = {}
@@ -235,8 +235,8 @@ class _Run:
         self.outward = defaultdict(list)
         for e in problem.edges:
             there, back = (
-                (home[e.source], home[e.destination]),
-                (home[e.destination], home[e.source]),
+                (stage_ranks[e.source], stage_ranks[e.destination]),
+                (stage_ranks[e.destination], stage_ranks[e.source]),
             )
             self.inward[e.destination, True].append(e.source)
             self.inward[e.source, False].append(e.destination)
@@ -251,7 +251,7 @@ class _Run:
             for source in self.inward[stage, forward]:
                 found = self.arrival.get((source, stage, k, forward))
                 if found is None:
-                    return self.home[source]
+                    return self.stage_ranks[source]
                 start = max(start, found)
         end = self.clock[rank] = start + self.stages[stage].of(action.do)
         if action.do != Do.WEIGHT_BACKWARD:

@@ -35,7 +35,7 @@ class _Run:
     """The clocks of ranks and channels while a schedule runs."""
 
     def __init__(self, schedule: Schedule, seconds: Seconds, overhead: float, occupied: Seconds):
-        self.home, self.seconds, self.overhead = schedule.stage_ranks, seconds, overhead
+        self.stage_ranks, self.seconds, self.overhead = schedule.stage_ranks, seconds, overhead
         self.occupied = occupied
         self.reductions = Reductions[float](schedule)
         self.clock = [0.0] * len(schedule.ranks)
@@ -49,7 +49,7 @@ class _Run:
         start = self.clock[rank]
         if action.do in SENDS:
             assert action.peer is not None
-            channel = (rank, self.home[action.peer])
+            channel = (rank, self.stage_ranks[action.peer])
             arrives = max(start, self.free.get(channel, 0.0)) + self.seconds(action)
             received = (action.peer, SENDS[action.do], action.microbatch, action.stage)
             self.free[channel] = self.arrival[received] = arrives
@@ -58,7 +58,7 @@ class _Run:
             assert action.peer is not None
             received = (action.stage, action.do, action.microbatch, action.peer)
             if received not in self.arrival:
-                return self.home[action.peer]
+                return self.stage_ranks[action.peer]
             ready = max(start + self.occupied(action), self.arrival.pop(received))
             self.clock[rank] = ready + self.overhead
         elif action.do == Do.REDUCE_GRAD:

@@ -27,15 +27,15 @@ def verify_schedule(
     which the runtime's are not). A schedule of computations alone is taken to be one of a chain
     of stages, or of the problem's.
     """
-    home = schedule.stage_ranks
-    _check_counts(schedule, home)
+    stage_ranks = schedule.stage_ranks
+    _check_counts(schedule, stage_ranks)
     for rank, actions in enumerate(schedule.ranks):
-        _check_rank(rank, actions, home, in_flight)
+        _check_rank(rank, actions, stage_ranks, in_flight)
         if problem is not None:
             _check_memory(rank, actions, problem)
     if not any(a.do in SENDS or a.do in RECEIVES for rank in schedule.ranks for a in rank):
         for rank, actions in enumerate(schedule.ranks):
-            _check_chain(rank, actions, home)
+            _check_chain(rank, actions, stage_ranks)
         moves = transfers(problem) if problem is not None else chain(schedule)
         _check_progress(insert_actions(schedule.computing(), moves), blocking)
     else:
@@ -66,7 +66,7 @@ _MAKERS = {
 }
 
 
-def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
+def _check_counts(schedule: Schedule, stage_ranks: Sequence[int]) -> None:
     done: dict[tuple[int, int | None], set[Do]] = defaultdict(set)
     for action in (a for actions in schedule.computing().ranks for a in actions):
         done[action.stage, action.microbatch].add(action.do)
@@ -74,7 +74,7 @@ def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
     if all(found == {Do.FORWARD} for found in done.values()):
         whole = [{Do.FORWARD}]
     microbatches = schedule.microbatches
-    for stage, rank in enumerate(home):
+    for stage, rank in enumerate(stage_ranks):
         for k in range(microbatches):
             if done[stage, k] not in whole:
                 found = ", ".join(f"{stage}{do}{k}" for do in sorted(done[stage, k])) or "nothing"
@@ -85,9 +85,9 @@ def _check_counts(schedule: Schedule, home: Sequence[int]) -> None:
 
 
 def _check_rank(
-    rank: int, actions: tuple[Action, ...], home: Sequence[int], in_flight: int | None
+    rank: int, actions: tuple[Action, ...], stage_ranks: Sequence[int], in_flight: int | None
 ) -> None:
-    done = _Done(home, in_flight)
+    done = _Done(stage_ranks, in_flight)
     for index, action in enumerate(actions):
         wrong = done.wrong(rank, action)
         if wrong is not None:
@@ -98,8 +98,8 @@ def _check_rank(
 class _Done:
     """What a rank has done, and whether an action may come after it."""
 
-    def __init__(self, home: Sequence[int], in_flight: int | None):
-        self.home, self.in_flight = home, in_flight
+    def __init__(self, stage_ranks: Sequence[int], in_flight: int | None):
+        self.stage_ranks, self.in_flight = stage_ranks, in_flight
         self.done: set[tuple] = set()  # the actions' fields, for to hash an action takes longer
         self.latest: dict[tuple[int, Do], int] = {}
         self.flying: Counter[int] = Counter()
@@ -138,12 +138,12 @@ class _Done:
         return None
 
     def _transfer(self, rank: int, action: Action, peer: int) -> str | None:
-        home, k = self.home, action.microbatch
-        if home[action.stage] != rank:
-            return f"stage {action.stage} runs on rank {home[action.stage]}"
+        stage_ranks, k = self.stage_ranks, action.microbatch
+        if stage_ranks[action.stage] != rank:
+            return f"stage {action.stage} runs on rank {stage_ranks[action.stage]}"
         if k is None:
             return "a transfer is of one microbatch"
-        if peer >= len(home) or home[peer] == rank:
+        if peer >= len(stage_ranks) or stage_ranks[peer] == rank:
             return f"stage {peer} at the other end runs on no other rank"
         makers = _MAKERS.get(action.do)
         if makers and not any((action.stage, maker, k, None) in self.done for maker in makers):
@@ -151,7 +151,7 @@ class _Done:
         return None
 
 
-def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) -> None:
+def _check_chain(rank: int, actions: tuple[Action, ...], stage_ranks: Sequence[int]) -> None:
     """What neighbouring stages of one rank hand each other, without a transfer."""
     done: set[tuple[int, bool, int | None]] = set()
     for index, action in enumerate(actions):
@@ -159,7 +159,7 @@ def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) ->
             continue
         stage, forward, k = action.stage, action.do == Do.FORWARD, action.microbatch
         source = stage - 1 if forward else stage + 1
-        here = 0 <= source < len(home) and home[source] == rank
+        here = 0 <= source < len(stage_ranks) and stage_ranks[source] == rank
         if here and (source, forward, k) not in done:
             where = f"rank {rank}: {around(actions, index)}"
             raise ValueError(f"{where}: stage {source} of the same rank comes before")
@@ -168,13 +168,13 @@ def _check_chain(rank: int, actions: tuple[Action, ...], home: Sequence[int]) ->
 
 def _check_progress(schedule: Schedule, blocking: bool) -> None:
     """Runs all ranks against one another, messages in order on every channel."""
-    home = schedule.stage_ranks
+    stage_ranks = schedule.stage_ranks
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     done = [0] * len(schedule.ranks)
     reductions = Reductions[None](schedule)
 
     def advance(rank: int, action: Action) -> int | None:
-        other = home[action.peer] if action.peer is not None else rank
+        other = stage_ranks[action.peer] if action.peer is not None else rank
         if action.do in SENDS:
             received = received_as(action)
             there = schedule.ranks[other]

@@ -21,14 +21,14 @@ from pfeife.ir.program import (
 
 
 def insert_send_recv(
-    *, homes: Mapping[str, frozenset[int]] | None = None
+    *, owners: Mapping[str, frozenset[int]] | None = None
 ) -> Callable[[Program], Program]:
     """A pass that gives every value that crosses ranks a send, a receive and a fresh name.
 
     Afterwards each call reads only values that its own rank defined or received. What one call
     makes goes to each reading rank once, in one message, however many calls read it there.
     Gradients that several ranks hold parts of get a `Reduction`; so do those of parameters that
-    several ranks train by their `homes`, from earlier programs, though this one may use them on
+    several ranks train by their `owners`, from earlier programs, though this one may use them on
     fewer. Raises ValueError if a call has no rank.
     """
 
@@ -37,7 +37,7 @@ def insert_send_recv(
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
         module = fx.GraphModule(program.module, _Sender(program).graph())
-        shared = _shared_gradients(program, homes or {})
+        shared = _shared_gradients(program, owners or {})
         return attrs.evolve(program, module=module, reductions=shared)
 
     return run
@@ -64,13 +64,13 @@ class _Sender:
 
     def graph(self) -> fx.Graph:
         nodes = list(self.program.module.graph.nodes)
-        home: dict[fx.Node, Call | None] = {}
+        makers: dict[fx.Node, Call | None] = {}
         crossing: dict[fx.Node, dict[int, list[fx.Node]]] = {}
         for node in nodes:  # who reads what on which other rank
-            home[node] = self._home(node, home)
+            makers[node] = self._maker(node, makers)
             reader = self.calls.get(node.name)
             for value in node.all_input_nodes if reader and node.op == "call_module" else ():
-                maker = home[value]
+                maker = makers[value]
                 assert reader is not None and reader.rank is not None
                 if maker is not None and maker.rank != reader.rank:
                     values = crossing.setdefault(call_of(value), {}).setdefault(reader.rank, [])
@@ -78,23 +78,23 @@ class _Sender:
         # The sends of a call stand behind the last of its results, which follow the call.
         for index, node in enumerate(nodes):
             if node.op == "output":
-                results = {n: self._at(v, home[v]) for n, v in node.args[0].items()}
+                results = {n: self._at(v, makers[v]) for n, v in node.args[0].items()}
                 self.new.output(results)
             elif node.op == "call_module":
-                self._call(node, home)
+                self._call(node, makers)
             else:
-                rank = home[node].rank if home[node] else None  # type: ignore[union-attr]
+                rank = makers[node].rank if makers[node] else None  # type: ignore[union-attr]
                 copied = self.new.node_copy(node, lambda v, rank=rank: self._local(v, rank))  # type: ignore[misc]
                 self.here[node, rank] = copied
             last = index + 1 == len(nodes) or nodes[index + 1].target is not operator.getitem
-            if last and (maker := home[node]) is not None and node.op != "output":
+            if last and (maker := makers[node]) is not None and node.op != "output":
                 self._send(call_of(node), crossing.pop(call_of(node), {}), maker)
         return self.new
 
-    def _home(self, node: fx.Node, home: dict[fx.Node, Call | None]) -> Call | None:
+    def _maker(self, node: fx.Node, makers: dict[fx.Node, Call | None]) -> Call | None:
         if is_source(node) or node.op == "output":
             return None
-        return self.calls.get(node.name) or home[node.all_input_nodes[0]]
+        return self.calls.get(node.name) or makers[node.all_input_nodes[0]]
 
     def _at(self, value: fx.Node, maker: Call | None) -> fx.Node:
         return self.here[value, maker.rank if maker else None]
@@ -103,11 +103,11 @@ class _Sender:
         """A value on a rank; inputs are everywhere."""
         return self.here.get((value, rank)) or self.here[value, None]
 
-    def _call(self, node: fx.Node, home: dict[fx.Node, Call | None]) -> None:
+    def _call(self, node: fx.Node, makers: dict[fx.Node, Call | None]) -> None:
         call = self.calls[node.name]
         assert call.rank is not None
         for value in node.all_input_nodes:
-            maker = home[value]
+            maker = makers[value]
             if maker is not None and (value, call.rank) not in self.here:
                 self._receive(call_of(value).name, call.rank)
         copied = self.new.node_copy(node, lambda value: self._local(value, call.rank))
@@ -140,11 +140,11 @@ class _Sender:
 
 
 def _shared_gradients(
-    program: Program, homes: Mapping[str, frozenset[int]]
+    program: Program, owners: Mapping[str, frozenset[int]]
 ) -> tuple[Reduction, ...]:
     trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
     found = holders(program)
-    reductions = [reduction_of(name, found[name], homes.get(name, ())) for name in trained]
+    reductions = [reduction_of(name, found[name], owners.get(name, ())) for name in trained]
     return tuple(reduction for reduction in reductions if len(reduction.ranks) > 1)
 
 

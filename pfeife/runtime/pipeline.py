@@ -102,7 +102,8 @@ def _parts(
     tangents: Tangents | None,
     replicas: Iterable[int],
 ) -> list[Part]:
-    """The checked inputs of some replicas, to which the microbatches are dealt in equal parts."""
+    """The checked inputs of some replicas, to which the microbatches are assigned in equal
+    parts."""
     each = len(microbatches) // program.replicas
     divided = loss_divisors(program, microbatches)
     arriving = loss_tangents(program, divided)

@@ -153,8 +153,8 @@ def profile_memory(
     batch = [x for x in pytree.tree_leaves(list(microbatches)) if isinstance(x, torch.Tensor)]
     held = {"batch": sum(tensor.nbytes for tensor in batch)}
     for role, word in ((Role.PARAMETER, "parameters"), (Role.BUFFER, "buffers")):
-        homes = holders(program, role)
-        mine = [name for name, calls in homes.items() if any(c.rank == rank for c in calls)]
+        found = holders(program, role)
+        mine = [name for name, calls in found.items() if any(c.rank == rank for c in calls)]
         held[word] = sum(state[name].nbytes for name in mine)
     if optimizer is not None:
         kept = [x for x in pytree.tree_leaves(list(optimizer.state.values()))]

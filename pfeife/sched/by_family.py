@@ -34,7 +34,7 @@ def of_family(
     program: Program,
     schedule: Scheduling,
     constraints: Constraints,
-    at_home: Collection[str],
+    owned: Collection[str],
     recompute: Recompute | None,
     again: Callable[[Plan, Recompute], Plan],
 ) -> Plan:
@@ -46,7 +46,7 @@ def of_family(
     placed = constraints.placement or _placed(family, count, constraints.ranks)
     made = (family if trained else forward_only)(count, constraints.microbatches, placed)
     order = _over(made, constraints.ranks)
-    duplicated = cheap_to_recompute(program, constraints.machine, at_home)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated)
     stage_of = constraints.cuts or balanced(
         to_cut(work, recompute),

@@ -24,7 +24,7 @@ def adopted(
     memory_limit: int | None = None,
     optimizer: Optimizer | None = None,
     replicas: int = 1,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     cuts: Sequence[int] | None = None,
     passes: Passes | None = None,
 ) -> Plan:
@@ -35,7 +35,7 @@ def adopted(
     and Python be others, as long as the clusters are the same (see `program_digest`; a plan by hand
     need not say for which program it is). Raises ValueError, with both figures, if clusters, ranks
     or microbatches are others; if the plan names values that are not there; if its cuts are not the
-    `cuts` by hand, or its ranks not the `homes` of what is trained already; if the loss is outside
+    `cuts` by hand, or its ranks not the `owners` of what is trained already; if the loss is outside
     and its backwards do not come last; or if a rank would need more than `memory_limit` bytes (the
     machine's memory unless given).
     """
@@ -53,7 +53,7 @@ def adopted(
             f"option plan: its stages of the clusters are {list(plan.stage_of_cluster)}, and by "
             f"the cuts by hand they are {list(cuts)}; leave one of them out"
         )
-    _check_homes(plan, program, homes or {})
+    _check_owners(plan, program, owners or {})
     if not program.ports(Role.LOSS) and not _forwards_first(plan):
         raise ValueError(
             "option plan: with the loss outside, gradients arrive when all forwards are done; this "
@@ -61,7 +61,7 @@ def adopted(
         )
     limit = machine.memory if memory_limit is None else memory_limit
     first = plan if microbatches == each else _of_first(plan, microbatches)
-    curves = curves_of(program, first, optimizer, replicas, homes, passes)
+    curves = curves_of(program, first, optimizer, replicas, owners, passes)
     worst = max(curves, key=lambda curve: curve.peak)
     if worst.peak > limit:
         raise ValueError(refusal(worst, f"option plan: a limit of {limit} bytes a rank"))
@@ -89,16 +89,16 @@ def _check_program(plan: Plan, program: Program) -> None:
         )
 
 
-def _check_homes(plan: Plan, program: Program, homes: Mapping[str, frozenset[int]]) -> None:
+def _check_owners(plan: Plan, program: Program, owners: Mapping[str, frozenset[int]]) -> None:
     """Raises ValueError for state that a stage uses on another rank than an earlier step."""
     ranks = plan.stage_ranks
     for name, calls in holders(program, Role.PARAMETER, Role.BUFFER).items():
         wanted = {ranks[plan.stage_of_cluster[call.unit]] for call in calls}
-        if name in homes and not wanted <= homes[name]:
+        if name in owners and not wanted <= owners[name]:
             raise ValueError(
                 f"option plan: it has {name} on ranks {sorted(wanted)}, but an earlier step trains "
-                f"it on ranks {sorted(homes[name])}; call the planned step first, or make one plan "
-                "for each of them"
+                f"it on ranks {sorted(owners[name])}; call the planned step first, or make "
+                "one plan for each of them"
             )
 
 

@@ -45,25 +45,25 @@ def search_plan(
     search_work: int | None = None,
     seed: int = 0,
     jobs: int = 1,
-    at_home: Collection[str] = (),
+    owned: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
 
     The budget is that of `search_schedule`, `SEARCH_SECONDS` if none is given; with `search_work`
-    alone the plan is the same on every machine. One, two and three stages a rank are tried, dealt
-    in turn and folded (V), with cuts that balance the ranks' loads; where memory is short also with
-    as little recomputed as makes room. Then borders move under the schedule that was found, and it
-    is searched once more. `jobs` searches with seeds of their own run side by side. The program is
-    fused and annotated; if it is split into input- and weight-backwards, the schedules are too.
-    What is `at_home` on some ranks is read there alone. Raises NoRoom if nothing fits into the
-    memory, with the figures of what comes nearest.
+    alone the plan is the same on every machine. One, two and three stages a rank are tried,
+    assigned in turn and folded (V), with cuts that balance the ranks' loads; where memory is short
+    also with as little recomputed as makes room. Then borders move under the schedule that was
+    found, and it is searched once more. `jobs` searches with seeds of their own run side by side.
+    The program is fused and annotated; if it is split into input- and weight-backwards, the
+    schedules are too. What is `owned` on some ranks is read there alone. Raises NoRoom if nothing
+    fits into the memory, with the figures of what comes nearest.
     """
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
     budget = Budget.of(search_seconds, search_work)
     budget.tick = _ticks(budget, progress)
-    duplicated = cheap_to_recompute(program, constraints.machine, at_home)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated)
     found = search_workload(
         work,

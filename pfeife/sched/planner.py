@@ -51,7 +51,7 @@ def plan(
     jobs: int = 1,
     seed: int = 0,
     placement: Sequence[int] | None = None,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
     recompute: Recompute | None = None,
     passes: Passes | None = None,
@@ -67,14 +67,14 @@ def plan(
     the same plan on any machine, where else the plan says if the clock cut it short. `jobs`
     searches run side by side.
 
-    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are
-    the `stage_boundary` markers in the model; without those they minimise the seconds of the
-    slowest stage. There are as many ranks as stages unless `ranks` says otherwise; more stages
-    than ranks are dealt to them in turn. `placement` has the ranks of the stages where they are
-    given. With `homes`, the ranks that hold some of the state, stages, cuts and placement are those
-    of `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any.
-    A measured `network` takes the place of the machine's figures for links. A search calls
-    `progress` with how many of its seconds are over.
+    `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are the
+    `stage_boundary` markers in the model; without those they minimise the seconds of the slowest
+    stage. There are as many ranks as stages unless `ranks` says otherwise; more stages than ranks
+    are assigned to them in turn. `placement` has the ranks of the stages where they are given. With
+    `owners`, the ranks that hold some of the state, stages, cuts and placement are those of
+    `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any. A
+    measured `network` takes the place of the machine's figures for links. A search calls `progress`
+    with how many of its seconds are over.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -91,8 +91,8 @@ def plan(
     machine = network.seen_by(machine) if network else machine
     check_recomputed(schedule, recompute)
     trained = bool(program.ports(Role.TANGENT))
-    if homes:
-        stages, (cuts, placement) = None, follow(program, homes, ranks)
+    if owners:
+        stages, (cuts, placement) = None, follow(program, owners, ranks)
         schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
     if isinstance(schedule, Schedule):
         ranks = ranks or len(schedule.ranks)
@@ -114,13 +114,13 @@ def plan(
         ),
         schedule,
         recompute if trained else None,
-        homes or {},
+        owners or {},
         partial(
-            curves_of, program, optimizer=optimizer, replicas=replicas, homes=homes, more=passes
+            curves_of, program, optimizer=optimizer, replicas=replicas, owners=owners, more=passes
         ),
         # Every rank is given the whole batch, whatever the plan.
         sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas,
-        partial(search_plan, program, seed=seed, jobs=jobs, at_home=homes or (), progress=progress),
+        partial(search_plan, program, seed=seed, jobs=jobs, owned=owners or (), progress=progress),
         search_seconds,
         search_work,
     )
@@ -143,7 +143,7 @@ class _Asked:
     constraints: Constraints
     schedule: Scheduling
     recompute: Recompute | None
-    homes: Mapping[str, frozenset[int]]
+    owners: Mapping[str, frozenset[int]]
     curves: Callable[[Plan], tuple[MemoryCurve, ...]]
     batch: int
     search: Callable[..., Plan]
@@ -161,7 +161,7 @@ class _Asked:
         less = attrs.evolve(self.constraints, memory_limit=max(room - self.batch, 0))
         if not self.searches:
             again = self.recomputed
-            return of_family(self.program, self.schedule, less, self.homes, self.recompute, again)
+            return of_family(self.program, self.schedule, less, self.owners, self.recompute, again)
         seconds, work = self.search_seconds, self.search_work
         return self.search(
             less,

@@ -48,9 +48,9 @@ def interleaved(
     microbatches = [(torch.randn(rows, widths[0]),) for _ in range(4)]
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
-    homes = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
+    owners = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
     schedule = schedule or sched.interleaved(4, 4, (0, 1, 0, 1))
-    plan = pfeife.Plan(sched.follow(clusters, homes)[0], schedule)
+    plan = pfeife.Plan(sched.follow(clusters, owners)[0], schedule)
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches

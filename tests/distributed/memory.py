@@ -51,8 +51,8 @@ def memory_is_as_said(name: str, ranks: int = 2) -> None:
 
 def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch.optim.Optimizer:
     """An optimizer of a rank's parameters after a step."""
-    homes = holders(program)
-    names = [n for n, calls in homes.items() if any(c.rank == rank for c in calls)]
+    users = holders(program)
+    names = [n for n, calls in users.items() if any(c.rank == rank for c in calls)]
     mine = [model.get_parameter(name).detach().clone() for name in names]
     for parameter in mine:
         parameter.grad = torch.zeros_like(parameter)

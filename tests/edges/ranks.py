@@ -377,7 +377,7 @@ def another_learning_rate_on_a_rank():
         for seed in range(4):
             step(rows(seed)).backward()
             if not seed:  # other rows have been warned
-                join_world(torch.device("cpu")).homes.gradients.warned.clear()
+                join_world(torch.device("cpu")).ownership.gradients.warned.clear()
             optimizer.step()
             schedule.step()
     assert len(found) == 1 and "others, or otherwise set" in found[0], found

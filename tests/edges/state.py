@@ -63,7 +63,7 @@ def trained(steps=1, make=lambda: layers(6, 6, 6, 6), **options):
         stepped(mine, theirs)
     world = world_so_far()
     if world:  # which warns once of each kind
-        world.homes.gradients.warned.clear()
+        world.ownership.gradients.warned.clear()
     return model, step, mine, other, theirs
 
 
@@ -472,7 +472,7 @@ def a_replica_loads_what_it_has():
 
 @row(ranks=(2,))
 def an_evaluation_alone_is_loaded_on_one_rank():
-    """Nothing is trained, so that nothing has a home."""
+    """Nothing is trained, so that nothing is owned."""
     torch.manual_seed(0)
     model = layers(6, 6, 6, 6).requires_grad_(False)
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, loss="outside")
@@ -676,7 +676,7 @@ def two_parameters_in_one_memory():
 
 
 @row(ranks=(2,))
-def homes_outlive_a_failure():
+def owners_outlive_a_failure():
     model, step, mine, other, theirs = trained(2)
     if dist.get_rank() == 1:
         join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))

@@ -1,10 +1,10 @@
 """A rank a process, over torch.distributed.
 
 `pipeline` runs a rank's schedule over `transport`; read these first, then `world` (what the
-processes share), `process_group` and `rendezvous` (how they find one another). `homes`, `foreign`
-and `gradients` keep state where it is trained; `heartbeat`, `patience`, `diagnosis` and `ending`
-are for when a rank is late or gone; `connection`, `sending`, `buffers` and `arriving` are parts of
-the transport.
+processes share), `process_group` and `rendezvous` (how they find one another). `ownership`,
+`foreign` and `gradients` keep state where it is trained; `heartbeat`, `patience`, `diagnosis` and
+`ending` are for when a rank is late or gone; `connection`, `sending`, `buffers` and `arriving` are
+parts of the transport.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

@@ -136,17 +136,17 @@ class _Arrival:
 
 
 class Guard:
-    """Hooks of the modules that own state with a home (`homes`). Dynamo traces them with the
+    """Hooks of the modules with state that ranks own (`owned`). Dynamo traces them with the
     model, so that every rank has the same ones, and where nothing is absent they do nothing."""
 
-    def __init__(self, homes: Container[torch.Tensor], foreign: Foreign):
-        self.homes, self.foreign = homes, foreign
+    def __init__(self, owned: Container[torch.Tensor], foreign: Foreign):
+        self.owned, self.foreign = owned, foreign
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch(self, roots: Iterable[nn.Module]) -> None:
         """Guards those among the modules under some roots."""
         for module in {module: None for root in roots for module in root.modules()}:
-            if module not in self.watched and any(one in self.homes for one in _own(module)):
+            if module not in self.watched and any(one in self.owned for one in _own(module)):
                 self.watched.add(module)
                 module.register_state_dict_pre_hook(self.saving)
                 module.register_forward_pre_hook(self.running)

@@ -49,13 +49,13 @@ def is_ours(hook: Any) -> bool:
 class Gradients:
     """Notices what scales the gradients of this rank between backward and optimizer.step().
 
-    `homes` are the tensors that some rank trains, `absent` those that this one does not.
+    `owned` are the tensors that some rank trains, `absent` those that this one does not.
     torch.nn.utils.clip_grad_norm_ takes the norm of the gradients that it finds, those of one
     rank, so that every rank scales its own otherwise.
     """
 
-    def __init__(self, homes: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
-        self.homes, self.absent = homes, absent
+    def __init__(self, owned: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
+        self.owned, self.absent = owned, absent
         self.handed: dict[int, _Handed] = {}
         self.scaled = False  # whether anything has scaled gradients so far
         self.steps = 0  # of any optimizer since the ranks have last compared
@@ -124,11 +124,11 @@ class Gradients:
         self.steps += 1
 
     def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
-        for home in (self.homes[p] for p in parameters if p in self.homes):
-            if len(home.ranks) < home.mesh.ranks:
+        for owned in (self.owned[p] for p in parameters if p in self.owned):
+            if len(owned.ranks) < owned.mesh.ranks:
                 raise ValueError(
-                    f"torch.optim.LBFGS needs all gradients in one process, but {home.name} is "
-                    f"trained on ranks {list(home.ranks)} of {home.mesh.ranks}: use an optimizer "
+                    f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
+                    f"trained on ranks {list(owned.ranks)} of {owned.mesh.ranks}: use an optimizer "
                     "that takes parameters one by one, or replicas= as many as there are ranks"
                 )
 
@@ -141,7 +141,7 @@ class Gradients:
         others = [p for p in state if p.grad is None and state[p] and p in self.absent]
         if others and any(p.grad is not None and not state.get(p) for p in parameters):
             raise ValueError(
-                f"the optimizer has state for {self.homes[others[0]].name}, which another rank "
+                f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
                 "trains, and none for parameters of this rank: each rank saves and loads the "
                 "state_dict() of its own optimizer"
             )

@@ -26,7 +26,7 @@ from pfeife.runtime.distributed.heartbeat import (
     Monitor,
     kept_by_torchrun,
 )
-from pfeife.runtime.distributed.homes import Homes
+from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.sending import Sender
@@ -60,7 +60,9 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
-        self.homes: Homes = before.homes if before else Homes()  # of the state that the ranks train
+        self.ownership: Ownership = (
+            before.ownership if before else Ownership()
+        )  # of the state that the ranks train
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
@@ -319,7 +321,7 @@ class World:
     def leave(self) -> None:
         """Tells the others that this process ends; after a failure, who keeps the store waits
         until all that live know of it."""
-        self.homes.gradients.end()
+        self.ownership.gradients.end()
         if self.monitor.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_told(self.monitor, GRACE)

@@ -49,11 +49,11 @@ def counted_by_cuts(
 ) -> tuple[int, ...]:
     """Bytes of every rank as `balanced` has them, which gives each of a rank's stages as much as
     the others: those of the largest, as often as the most stages that a rank has."""
-    size, home = stage_bytes(clusters, state_factor), plan.stage_ranks
-    stages, ranks = [0.0] * len(home), [0.0] * (1 + max(home))
+    size, stage_ranks = stage_bytes(clusters, state_factor), plan.stage_ranks
+    stages, ranks = [0.0] * len(stage_ranks), [0.0] * (1 + max(stage_ranks))
     for unit, stage in enumerate(plan.stage_of_cluster):
         stages[stage] += size(in_flight[stage], unit, unit + 1)
-    for stage, rank in enumerate(home):
+    for stage, rank in enumerate(stage_ranks):
         ranks[rank] = max(ranks[rank], stages[stage])
-    most = max(Counter(home).values())
+    most = max(Counter(stage_ranks).values())
     return tuple(int(largest * most) for largest in ranks)

@@ -202,16 +202,16 @@ def _inside(node: fx.Node, path: str) -> bool:
 
 
 def cheap_to_recompute(
-    program: Program, machine: Machine, at_home: Collection[str] = ()
+    program: Program, machine: Machine, owned: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Forward values that a stage computes faster for itself than it would receive them.
 
     Masks, rotary tables and their like: they depend on inputs only (no parameters, no updated
-    buffers, no random numbers, nothing of what is `at_home` on some ranks alone), and their whole
+    buffers, no random numbers, nothing of what is `owned` on some ranks alone), and their whole
     computation is estimated to take less than a transfer. Names are those of the inlined program.
     """
     flat, groups = inline(program)
-    updated = {*at_home, *(port.fqn for port in flat.ports(Role.BUFFER_UPDATE))}
+    updated = {*owned, *(port.fqn for port in flat.ports(Role.BUFFER_UPDATE))}
     plain = {
         port.name
         for port in flat.ports(Role.BUFFER, Role.CONSTANT, Role.BATCH)

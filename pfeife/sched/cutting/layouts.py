@@ -60,10 +60,10 @@ def layouts_for(work: Workload, clusters: Clusters, constraints: Constraints) ->
     Raises ValueError if there are fewer clusters than stages.
     """
     found: dict[tuple, Layout] = {}
-    for home in _placements(len(clusters.seconds), constraints):
-        for cut in _cuts(work, clusters, constraints, home):
-            if (cut, home) not in found:
-                found[cut, home] = layout_of(work, constraints, cut, home)
+    for placement in _placements(len(clusters.seconds), constraints):
+        for cut in _cuts(work, clusters, constraints, placement):
+            if (cut, placement) not in found:
+                found[cut, placement] = layout_of(work, constraints, cut, placement)
     if not found:
         count = constraints.stages or constraints.ranks
         raise ValueError(
@@ -71,19 +71,19 @@ def layouts_for(work: Workload, clusters: Clusters, constraints: Constraints) ->
             f"{len(clusters.seconds)} clusters to cut between"
         )
     if all(layout.shortage > 0 for layout in found.values()):
-        for home in _placements(len(clusters.seconds), constraints):
-            for cut in _roomiest(work, clusters, constraints, home):
-                found[cut, home] = layout_of(work, constraints, cut, home)
+        for placement in _placements(len(clusters.seconds), constraints):
+            for cut in _roomiest(work, clusters, constraints, placement):
+                found[cut, placement] = layout_of(work, constraints, cut, placement)
     return list(found.values())
 
 
 def layout_of(
-    work: Workload, constraints: Constraints, cut: tuple[int, ...], home: tuple[int, ...]
+    work: Workload, constraints: Constraints, cut: tuple[int, ...], placement: tuple[int, ...]
 ) -> Layout:
     problem = stage_problem(
         work,
         cut,
-        home,
+        placement,
         constraints.microbatches,
         machine=constraints.machine,
         network=constraints.network,
@@ -113,18 +113,18 @@ def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...
 
 
 def _cuts(
-    work: Workload, clusters: Clusters, constraints: Constraints, home: tuple[int, ...]
+    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Cuts whose ranks are loaded evenly, from those whose stages are."""
     if constraints.cuts:
         yield constraints.cuts
         return
-    loads = Loads(clusters, home, constraints.machine)
+    loads = Loads(clusters, placement, constraints.machine)
     start = loads.even()
     if start is not None:
         yield stages_from(start, len(clusters.seconds))
         yield stages_from(loads.improved(start), len(clusters.seconds))
-    units, stages = len(clusters.seconds), len(home)
+    units, stages = len(clusters.seconds), len(placement)
     stage_of = [unit * stages // units for unit in range(units)]
     by_count = [unit for unit in range(1, units) if begins(stage_of, unit)]
     if loads.allowed(by_count):
@@ -140,8 +140,8 @@ class Loads:
     """Seconds of every rank for cuts, given by the cluster at which each stage but the first
     begins."""
 
-    def __init__(self, clusters: Clusters, home: tuple[int, ...], machine: Machine):
-        self.clusters, self.home = clusters, home
+    def __init__(self, clusters: Clusters, placement: tuple[int, ...], machine: Machine):
+        self.clusters, self.placement = clusters, placement
         self.units = len(clusters.seconds)
         self.before = [0.0, *accumulate(clusters.seconds)]
         self.transfers = [
@@ -151,16 +151,16 @@ class Loads:
     def cost(self, starts: Sequence[int]) -> tuple[float, float]:
         """The busiest rank's seconds, then what is sent and the sum of squares."""
         edges = [0, *starts, self.units]
-        load = [0.0] * (1 + max(self.home))
+        load = [0.0] * (1 + max(self.placement))
         for stage, (first, end) in enumerate(pairwise(edges)):
-            load[self.home[stage]] += self.before[end] - self.before[first]
+            load[self.placement[stage]] += self.before[end] - self.before[first]
         sent = sum(self.transfers[start] for start in starts)
         return max(load), sent + math.sqrt(sum(value**2 for value in load))
 
     def even(self) -> list[int] | None:
         """Stages of about the same seconds, at borders that are open; None without enough."""
         allowed = [b for b in range(1, self.units) if b not in self.clusters.blocked]
-        stages = len(self.home)
+        stages = len(self.placement)
         if len(allowed) < stages - 1:
             return None
         starts: list[int] = []
@@ -193,32 +193,32 @@ class Loads:
 
 
 def _roomiest(
-    work: Workload, clusters: Clusters, constraints: Constraints, home: tuple[int, ...]
+    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Cuts for a placement that need the least memory for one microbatch."""
     if constraints.cuts:
         return
-    units, stages = len(clusters.seconds), len(home)
+    units, stages = len(clusters.seconds), len(placement)
     allowed = [b for b in range(1, units) if b not in clusters.blocked]
     if math.comb(len(allowed), stages - 1) <= _FEW:
         chosen = itertools.combinations(allowed, stages - 1)
         every = (stages_from(starts, units) for starts in chosen)
         yield min(
-            every, key=lambda cut: layout_of(work, constraints, cut, home).shortage, default=()
+            every, key=lambda cut: layout_of(work, constraints, cut, placement).shortage, default=()
         )
         return
-    loads = Loads(clusters, home, constraints.machine)
+    loads = Loads(clusters, placement, constraints.machine)
     starts = loads.even()
     if starts is None:
         return
-    shortage = layout_of(work, constraints, stages_from(starts, units), home).shortage
+    shortage = layout_of(work, constraints, stages_from(starts, units), placement).shortage
     moved = True
     while moved and shortage > 0:
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
             tried = [s + step if i == at else s for i, s in enumerate(starts)]
             if loads.allowed(tried):
-                less = layout_of(work, constraints, stages_from(tried, units), home).shortage
+                less = layout_of(work, constraints, stages_from(tried, units), placement).shortage
                 if less < shortage:
                     starts, shortage, moved = tried, less, True
     yield stages_from(starts, units)
@@ -262,8 +262,8 @@ def lighter(
         if chosen:
             relieved = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
             work = attrs.evolve(layout.work, recompute=chosen, relieved=relieved)
-            home = layout.problem.stage_ranks
-            found.append(layout_of(work, constraints, layout.stage_of, home))
+            placement = layout.problem.stage_ranks
+            found.append(layout_of(work, constraints, layout.stage_of, placement))
     return found
 
 

@@ -26,10 +26,10 @@ def rank_passes(
     program: Program,
     plan: Plan,
     replicas: int = 1,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     more: Passes | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes from a program of clusters to that of the ranks, as a plan has it; `homes` are
+    """The passes from a program of clusters to that of the ranks, as a plan has it; `owners` are
     the ranks that train some of the state already, and `more` has what else the programs of
     "stages" and "ranks" become."""
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
@@ -38,7 +38,7 @@ def rank_passes(
         cut = (join_backward(), partition(plan), split_backward())
     mesh = Mesh(len(plan.schedule.ranks), replicas)
     stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
-    return (*cut, *stages, insert_send_recv(homes=homes), dp_wrap(mesh), *ranks)
+    return (*cut, *stages, insert_send_recv(owners=owners), dp_wrap(mesh), *ranks)
 
 
 def curves_of(
@@ -46,11 +46,11 @@ def curves_of(
     plan: Plan,
     optimizer: Optimizer | None = None,
     replicas: int = 1,
-    homes: Mapping[str, frozenset[int]] | None = None,
+    owners: Mapping[str, frozenset[int]] | None = None,
     more: Passes | None = None,
 ) -> tuple[MemoryCurve, ...]:
     """The bytes of every rank, for a plan of a program of clusters."""
-    ranks = compose(*rank_passes(program, plan, replicas, homes, more))(program)
+    ranks = compose(*rank_passes(program, plan, replicas, owners, more))(program)
     return memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
 
 

@@ -158,9 +158,9 @@ class _Builder:
         machine: Machine,
         network: Network | None,
     ):
-        self.work, self.stage_of, self.home = work, stage_of, tuple(stage_ranks)
+        self.work, self.stage_of, self.stage_ranks = work, stage_of, tuple(stage_ranks)
         self.machine, self.network = machine, network
-        count = len(self.home)
+        count = len(self.stage_ranks)
         self.saved, self.kept = [0] * count, [0] * count
         self.sent: dict[tuple[int, int, bool], list[int]] = {}  # bytes of a message's values
         for flow in work.flows:
@@ -190,7 +190,7 @@ class _Builder:
             stage = self.stage_of[unit]
             if stage != maker and (kind == Kind.FORWARD) == forward:
                 pick = min if forward else max
-                rank = self.home[stage]
+                rank = self.stage_ranks[stage]
                 first[rank] = pick(first.get(rank, stage), stage)
         for stage in first.values():
             key = (maker, stage, True) if forward else (stage, maker, False)
@@ -198,7 +198,7 @@ class _Builder:
 
     def _transfer(self, source: int, destination: int, forward: bool) -> float:
         sizes = self.sent.get((source, destination, forward))
-        ends = (self.home[source], self.home[destination])
+        ends = (self.stage_ranks[source], self.stage_ranks[destination])
         if not sizes or ends[0] == ends[1]:
             return 0.0
         link = self.network.link(*(ends if forward else ends[::-1])) if self.network else None
@@ -211,13 +211,13 @@ class _Builder:
         edges = tuple(
             Edge(a, b, self._transfer(a, b, True), self._transfer(a, b, False)) for a, b in pairs
         )
-        stages = tuple(self._costs(stage) for stage in range(len(self.home)))
-        ranks = 1 + max(self.home)
+        stages = tuple(self._costs(stage) for stage in range(len(self.stage_ranks)))
+        ranks = 1 + max(self.stage_ranks)
         memory = None
         if limit is not None:
             taken = [self._taken(rank, state_factor, ahead) for rank in range(ranks)]
             memory = tuple(float(max(limit - one, 0)) for one in taken)
-        return Problem(stages, self.home, microbatches, edges, memory)
+        return Problem(stages, self.stage_ranks, microbatches, edges, memory)
 
     def _costs(self, stage: int) -> StageCosts:
         def total(kind: Kind) -> float:
@@ -245,14 +245,14 @@ class _Builder:
 
     def _taken(self, rank: int, state_factor: float, ahead: int) -> int:
         """Bytes of a rank that are not activations."""
-        mine = {unit for unit, stage in enumerate(self.stage_of) if self.home[stage] == rank}
+        mine = {unit for unit, stage in enumerate(self.stage_of) if self.stage_ranks[stage] == rank}
         held = sum(size for size, units in self.work.parameters if units & mine)
         temporaries = self._temporaries(rank)
         arriving = sum(
             sum(sizes)
             for (source, destination, forward), sizes in self.sent.items()
-            if self.home[destination if forward else source] == rank
-            and self.home[source] != self.home[destination]
+            if self.stage_ranks[destination if forward else source] == rank
+            and self.stage_ranks[source] != self.stage_ranks[destination]
         )
         return int(held * (2 + state_factor)) + temporaries + ahead * arriving
 
@@ -262,7 +262,7 @@ class _Builder:
             (
                 size
                 for unit, size in enumerate(self.work.temporaries)
-                if self.home[self.stage_of[unit]] == rank
+                if self.stage_ranks[self.stage_of[unit]] == rank
             ),
             default=0,
         )

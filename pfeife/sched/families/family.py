@@ -57,13 +57,13 @@ class Family:
 
 def family_of_one(schedule: Schedule) -> Family:
     """The family that has one schedule, and what the schedule is with fewer microbatches."""
-    home = schedule.stage_ranks
+    stage_ranks = schedule.stage_ranks
 
     def make(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
-        wanted = home if ranks is None else tuple(ranks)
-        if stages != len(home) or wanted != home:
+        wanted = stage_ranks if ranks is None else tuple(ranks)
+        if stages != len(stage_ranks) or wanted != stage_ranks:
             raise ValueError(
-                f"the given schedule has {len(home)} stages on ranks {list(home)}, "
+                f"the given schedule has {len(stage_ranks)} stages on ranks {list(stage_ranks)}, "
                 f"but {stages} stages on ranks {list(wanted)} were asked for"
             )
         if microbatches > schedule.microbatches:
@@ -75,7 +75,7 @@ def family_of_one(schedule: Schedule) -> Family:
     def placement(stages: int, ranks: int) -> tuple[int, ...]:
         if ranks < len(schedule.ranks):
             raise ValueError(f"the given schedule is for {len(schedule.ranks)} ranks, not {ranks}")
-        return home
+        return stage_ranks
 
     return Family("given", make, placement, splits=splits_backwards(schedule))
 

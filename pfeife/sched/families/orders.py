@@ -11,7 +11,7 @@ Timed = Iterable[tuple[Any, Action]]
 
 
 def looped(stages: int, ranks: int) -> tuple[int, ...]:
-    """Stages dealt to the ranks in turn: 0, 1, ..., p-1, 0, 1, ..."""
+    """Stages assigned to the ranks in turn: 0, 1, ..., p-1, 0, 1, ..."""
     return tuple(stage % ranks for stage in range(stages))
 
 
@@ -31,26 +31,28 @@ def placed(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple
     Raises ValueError for a placement of another number of stages, and without stages or
     microbatches.
     """
-    home = tuple(range(stages)) if ranks is None else tuple(ranks)
-    if len(home) != stages:
-        raise ValueError(f"{len(home)} placements for {stages} stages")
-    if not stages or min(home) < 0:
-        raise ValueError(f"stages on ranks {list(home)}: there is a stage, and ranks begin at 0")
+    stage_ranks = tuple(range(stages)) if ranks is None else tuple(ranks)
+    if len(stage_ranks) != stages:
+        raise ValueError(f"{len(stage_ranks)} placements for {stages} stages")
+    if not stages or min(stage_ranks) < 0:
+        raise ValueError(
+            f"stages on ranks {list(stage_ranks)}: there is a stage, and ranks begin at 0"
+        )
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: a step has at least one")
-    return home
+    return stage_ranks
 
 
-def dealt(timed: Timed, home: Sequence[int]) -> Schedule:
+def assign(timed: Timed, stage_ranks: Sequence[int]) -> Schedule:
     """Every rank runs the actions of its stages in the order of their times.
 
     Of actions that start at the same time the deeper stage's comes first. If every action starts
     later than what it reads, the schedule cannot deadlock on any placement, because all ranks
     keep to one common order.
     """
-    order: list[list[Action]] = [[] for _ in range(1 + max(home))]
+    order: list[list[Action]] = [[] for _ in range(1 + max(stage_ranks))]
     for _, action in sorted(timed, key=lambda item: (item[0], -item[1].stage)):
-        order[home[action.stage]].append(action)
+        order[stage_ranks[action.stage]].append(action)
     return Schedule(tuple(map(tuple, order)))
 
 
@@ -59,7 +61,7 @@ def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
 
     Raises ValueError if ranks wait for one another for ever.
     """
-    home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    stage_ranks = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     ends: dict[tuple[int, bool, int | None], int] = {}
     clock, timed = [0] * len(orders), []
 
@@ -67,7 +69,7 @@ def unit_times(orders: Sequence[Sequence[Action]], stages: int) -> Timed:
         needs = _needs(action, stages)
         for one in needs:
             if one not in ends:
-                return home[one[0]]
+                return stage_ranks[one[0]]
         start = max([clock[rank], *(ends[one] for one in needs)])
         timed.append((start, action))
         clock[rank] = start + (2 if action.do == Do.BACKWARD else 1)

@@ -7,17 +7,17 @@ from types import MappingProxyType
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families.family import Family, family_of_one
-from pfeife.sched.families.orders import Timed, dealt, folded, placed
+from pfeife.sched.families.orders import Timed, assign, folded, placed
 from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 
 def naive(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
     """One microbatch at a time, forward and backward through all stages: no parallelism."""
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     pairs = [(stage, k) for k in range(microbatches) for stage in range(stages)]
     forwards = [((k, 0, stage), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
     backwards = [((k, 1, -stage), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
-    return dealt([*forwards, *backwards], home)
+    return assign([*forwards, *backwards], stage_ranks)
 
 
 def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -28,11 +28,11 @@ def gpipe(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
     with several stages a rank this is the breadth-first schedule (Lamy-Poirier, Breadth-First
     Pipeline Parallelism, MLSys 2023, section 4).
     """
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     pairs = [(stage, k) for stage in range(stages) for k in range(microbatches)]
     forwards = [((0, stage, k), Action(stage, Do.FORWARD, k)) for stage, k in pairs]
     backwards = [((1, -stage, k), Action(stage, Do.BACKWARD, k)) for stage, k in pairs]
-    return dealt([*forwards, *backwards], home)
+    return assign([*forwards, *backwards], stage_ranks)
 
 
 def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -43,7 +43,7 @@ def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     them as if they took turns on a machine each: an action comes in the order of its unit-time
     start.
     """
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     timed = []
     for stage in range(stages):
         warm_up = min(stages - 1 - stage, microbatches)
@@ -54,7 +54,7 @@ def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = No
             timed.append((start, Action(stage, Do.FORWARD, k)))
             start = 2 * stages - 1 - stage + 2 * k
             timed.append((start, Action(stage, Do.BACKWARD, k)))
-    return dealt(timed, home)
+    return assign(timed, stage_ranks)
 
 
 def eager_one_f_one_b(
@@ -65,8 +65,8 @@ def eager_one_f_one_b(
     The additional forwards hide the transfers (Zhuang et al., On Optimizing the Communication of
     Model Parallelism, MLSys 2023, section 4: "eager-1F1B").
     """
-    home = placed(stages, microbatches, ranks)
-    return dealt(_in_rounds(stages, microbatches, stages), home)
+    stage_ranks = placed(stages, microbatches, ranks)
+    return assign(_in_rounds(stages, microbatches, stages), stage_ranks)
 
 
 def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -78,8 +78,8 @@ def interleaved(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     forwards, for v stages on each of p ranks and rounds of p. Made for `looped` stages; on other
     placements the actions keep their order in time.
     """
-    home = placed(stages, microbatches, ranks)
-    return dealt(_in_rounds(stages, microbatches, len(set(home))), home)
+    stage_ranks = placed(stages, microbatches, ranks)
+    return assign(_in_rounds(stages, microbatches, len(set(stage_ranks))), stage_ranks)
 
 
 def _in_rounds(stages: int, microbatches: int, ranks: int) -> Timed:
@@ -126,11 +126,11 @@ def loops(
     interleaved 1F1B too with a loop_batch of p, and GPipe prefetches all on every rank.
     Raises ValueError for combinations in which ranks would wait for one another.
     """
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     loop_batch = microbatches if loop_batch is None else loop_batch
     if loop_batch < 1:
         raise ValueError(f"loop_batch={loop_batch}: a loop has at least one microbatch")
-    count = 1 + max(home)
+    count = 1 + max(stage_ranks)
     if not isinstance(prefetch, int) and len(prefetch) != count:
         raise ValueError(f"prefetch={list(prefetch)} for {count} ranks")
     batches = [
@@ -138,7 +138,7 @@ def loops(
     ]
     orders = []
     for rank in range(count):
-        mine = [stage for stage in range(stages) if home[stage] == rank]
+        mine = [stage for stage in range(stages) if stage_ranks[stage] == rank]
         forwards = [Action(s, Do.FORWARD, k) for ks in batches for s in mine for k in ks]
         backwards = [Action(s, Do.BACKWARD, k) for ks in batches for s in mine[::-1] for k in ks]
         after = stages - 1 - mine[-1] if mine else 0
@@ -150,7 +150,7 @@ def loops(
     except ValueError as error:
         raise ValueError(
             f"loop_batch={loop_batch}, prefetch={prefetch}: {stages} stages on ranks "
-            f"{list(home)} cannot run {microbatches} microbatches like this: {error}"
+            f"{list(stage_ranks)} cannot run {microbatches} microbatches like this: {error}"
         ) from None
 
 
@@ -165,9 +165,9 @@ def _alternating(
 
 def forward_only(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
     """All forwards of all microbatches in order: inference."""
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     pairs = [(k, stage) for k in range(microbatches) for stage in range(stages)]
-    return dealt([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], home)
+    return assign([((k, stage), Action(stage, Do.FORWARD, k)) for k, stage in pairs], stage_ranks)
 
 
 # The families that have a name. Somebody's own is passed as a `Family`, not entered here. Those

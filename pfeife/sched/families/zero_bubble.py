@@ -3,7 +3,7 @@
 Sources: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 ("ZB"); Qi et al., Pipeline
 Parallelism with Controllable Memory, NeurIPS 2024 ("CM"); DeepSeek, DualPipe (2025).
 Each is made for a placement of its own, one stage a rank or a V; on any other one the actions
-keep their order in time (see `dealt`).
+keep their order in time (see `assign`).
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from pfeife.data.schedule import Action, Do, Schedule
-from pfeife.sched.families.orders import Timed, dealt, folded, halves, placed, unit_times
+from pfeife.sched.families.orders import Timed, assign, folded, halves, placed, unit_times
 
 # Seconds from a stage's forward or input-backward to that of the next stage, by the stage.
 Hops = Callable[[int], int]
@@ -33,9 +33,9 @@ def zb_h2(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
 def _zb_h(
     stages: int, microbatches: int, ranks: Sequence[int] | None, *, back: int, limit: int
 ) -> Schedule:
-    home = placed(stages, microbatches, ranks)
+    stage_ranks = placed(stages, microbatches, ranks)
     block = _block(stages, lambda s: 1, lambda s: back)
-    return dealt(_listed(block, range(stages), microbatches, limit), home)
+    return assign(_listed(block, range(stages), microbatches, limit), stage_ranks)
 
 
 def v_half(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -43,10 +43,10 @@ def v_half(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -
 
     p ranks of two stages in a V hold (p + 2) // 2 microbatches.
     """
-    home, p = _on_v(stages, microbatches, ranks), halves(stages)
+    stage_ranks, p = _on_v(stages, microbatches, ranks), halves(stages)
     # From the first rank to the last it takes two seconds a stage, from the last to the first one.
     block = _block(stages, lambda s: 2 if s < p - 1 else 1, lambda s: 1 if s < p - 1 else 2)
-    return dealt(_listed(block, folded(stages, p), microbatches, 2 * ((p + 2) // 2)), home)
+    return assign(_listed(block, folded(stages, p), microbatches, 2 * ((p + 2) // 2)), stage_ranks)
 
 
 def v_min(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -54,10 +54,10 @@ def v_min(stages: int, microbatches: int, ranks: Sequence[int] | None = None) ->
 
     p ranks of two stages in a V hold (p + 4) // 3 microbatches.
     """
-    home, p = _on_v(stages, microbatches, ranks), halves(stages)
+    stage_ranks, p = _on_v(stages, microbatches, ranks), halves(stages)
     pause = 2 if p % 3 == 0 else 0  # else a rank would have two actions at the same time
     block = _block(stages, lambda s: 1, lambda s: 1, pause)
-    return dealt(_listed(block, folded(stages, p), microbatches, 2 * ((p + 4) // 3)), home)
+    return assign(_listed(block, folded(stages, p), microbatches, 2 * ((p + 4) // 3)), stage_ranks)
 
 
 def _on_v(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
@@ -101,18 +101,22 @@ class _Blocks:
     """What every rank has left to do of the building blocks."""
 
     def __init__(
-        self, block: Sequence[tuple[int, int]], home: Sequence[int], microbatches: int, limit: int
+        self,
+        block: Sequence[tuple[int, int]],
+        stage_ranks: Sequence[int],
+        microbatches: int,
+        limit: int,
     ):
-        self.block, self.home, self.limit = block, home, limit
-        self.interval = 3 * max(Counter(home).values())
-        self.forwards: list[deque[_Place]] = [deque() for _ in range(1 + max(home))]
+        self.block, self.stage_ranks, self.limit = block, stage_ranks, limit
+        self.interval = 3 * max(Counter(stage_ranks).values())
+        self.forwards: list[deque[_Place]] = [deque() for _ in range(1 + max(stage_ranks))]
         for place in sorted(
             (start + self.interval * k, stage, k)
             for stage, (start, _) in enumerate(block)
             for k in range(microbatches)
         ):
-            self.forwards[home[place[1]]].append(place)
-        self.inputs = [microbatches] + [0] * (len(home) - 1)  # that have come to a stage
+            self.forwards[stage_ranks[place[1]]].append(place)
+        self.inputs = [microbatches] + [0] * (len(stage_ranks) - 1)  # that have come to a stage
         self.gradients: list[list[_Place]] = [[] for _ in self.forwards]
         self.owed: list[deque[Action]] = [deque() for _ in self.forwards]
         self.held = [0] * len(self.forwards)
@@ -134,7 +138,7 @@ class _Blocks:
 
     def finish(self, action: Action) -> None:
         """What an action that is done lets start."""
-        stage, k, rank = action.stage, action.microbatch, self.home[action.stage]
+        stage, k, rank = action.stage, action.microbatch, self.stage_ranks[action.stage]
         assert k is not None
         if action.do == Do.WEIGHT_BACKWARD:
             self.held[rank] -= 1
@@ -143,7 +147,7 @@ class _Blocks:
             self._gradient(stage - 1, k)
         else:
             self.held[rank] += 1
-            if stage + 1 < len(self.home):
+            if stage + 1 < len(self.stage_ranks):
                 self.inputs[stage + 1] += 1
             else:
                 self._gradient(stage, k)
@@ -151,7 +155,7 @@ class _Blocks:
     def _gradient(self, stage: int, k: int) -> None:
         if stage >= 0:
             start = self.block[stage][1] + self.interval * k
-            heappush(self.gradients[self.home[stage]], (start, stage, k))
+            heappush(self.gradients[self.stage_ranks[stage]], (start, stage, k))
 
 
 def zb_v(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Schedule:
@@ -162,12 +166,12 @@ def zb_v(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> 
     building blocks pushed together by the list scheduler; fewer than 2p - 1 run as the first ones
     of so many.
     """
-    home, p = _on_v(stages, microbatches, ranks), halves(stages)
+    stage_ranks, p = _on_v(stages, microbatches, ranks), halves(stages)
     if microbatches <= p:
         block = _block(stages, lambda s: 1 if s < p else 5, lambda s: 5 if s < p - 1 else 1)
-        return dealt(_listed(block, folded(stages, p), microbatches, 2 * p), home)
+        return assign(_listed(block, folded(stages, p), microbatches, 2 * p), stage_ranks)
     orders = [_zb_v_words(p, rank, max(microbatches, 2 * p - 1)) for rank in range(p)]
-    return dealt(_spelled(orders, stages, microbatches), home)
+    return assign(_spelled(orders, stages, microbatches), stage_ranks)
 
 
 def _zb_v_words(p: int, rank: int, microbatches: int) -> list[str]:
@@ -192,9 +196,9 @@ def dual_pipe_v(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     p ranks of two stages in a V hold p + 1/2 microbatches. Fewer than 2p microbatches run as the
     first ones of 2p.
     """
-    home, p = _on_v(stages, microbatches, ranks), halves(stages)
+    stage_ranks, p = _on_v(stages, microbatches, ranks), halves(stages)
     orders = [_dual_pipe_v_words(p, rank, max(microbatches, 2 * p)) for rank in range(p)]
-    return dealt(_spelled(orders, stages, microbatches), home)
+    return assign(_spelled(orders, stages, microbatches), stage_ranks)
 
 
 def _dual_pipe_v_words(p: int, rank: int, microbatches: int) -> list[str]:

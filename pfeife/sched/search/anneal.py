@@ -80,9 +80,9 @@ def anneal(
         limit = timing.length - temperature * math.log(1 - uniform())
         if seconds > limit:
             continue
-        passed = timing.move(at, to, timing.home[operation])
+        passed = timing.move(at, to, timing.rank_of[operation])
         if passed and shop.contended and timing.length > limit:
-            passed += timing.move(to, at, timing.home[operation])  # transfers wait too long
+            passed += timing.move(to, at, timing.rank_of[operation])  # transfers wait too long
         if not passed:
             continue
         spent += passed + len(path)
@@ -96,7 +96,7 @@ def anneal(
 def propose(timing: Timing, operation: int, distance: int) -> tuple[float, int, int] | None:
     """The longest path through what a move changes, and the move from a place of the operation's
     rank to another one: as far as it may go. None if it may not."""
-    order = timing.sequences[timing.home[operation]]
+    order = timing.sequences[timing.rank_of[operation]]
     at = timing.position[operation]
     to = min(max(at + distance, 0), len(order) - 1)
     if to > at:
@@ -116,7 +116,7 @@ def _later(timing: Timing, operation: int, others: list[int]) -> list[int]:
     """The operations of its rank behind which an operation may go: none waits for it, and what it
     frees is not missing to any."""
     level, takes, change = timing.level, timing.takes, timing.change[operation]
-    then, memory = timing.then[operation], timing.shop.memory[timing.home[operation]]
+    then, memory = timing.then[operation], timing.shop.memory[timing.rank_of[operation]]
     for index, other in enumerate(others):
         if other in then or (change < 0 and takes[other] and level[other] - change > memory):
             return others[:index]
@@ -127,7 +127,7 @@ def _sooner(timing: Timing, operation: int, others: list[int]) -> list[int]:
     """The operations of its rank before which an operation may go: it waits for none, and finds
     memory before each and leaves enough."""
     level, takes, change = timing.level, timing.takes, timing.change[operation]
-    then, memory = timing.then, timing.shop.memory[timing.home[operation]]
+    then, memory = timing.then, timing.shop.memory[timing.rank_of[operation]]
     for index in range(len(others) - 1, -1, -1):
         other = others[index]
         here = level[other]

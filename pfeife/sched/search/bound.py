@@ -76,8 +76,8 @@ def _fitting(shop: Shop) -> list[int]:
             reached[s] |= reached[source]
     fitting = []
     for s in range(shop.stages):
-        bytes_ = sum(shop.takes[o] for o in reached[s] if shop.home[o] == shop.home[s])
-        memory = shop.memory[shop.home[s]]
+        bytes_ = sum(shop.takes[o] for o in reached[s] if shop.rank_of[o] == shop.rank_of[s])
+        memory = shop.memory[shop.rank_of[s]]
         all_fit = bytes_ * shop.microbatches <= memory
         fitting.append(shop.microbatches if all_fit else max(1, int(memory / bytes_)))
     return fitting
@@ -181,7 +181,7 @@ def _before(shop: Shop) -> list[frozenset[int]]:
         direct |= {token - shop.stages} if token >= shop.stages else set()
         ancestors[token] = direct.union(*(ancestors[d] for d in direct))
     return [
-        frozenset(o for o in found if shop.home[o] == shop.home[token])
+        frozenset(o for o in found if shop.rank_of[o] == shop.rank_of[token])
         for token, found in enumerate(ancestors)
     ]
 

@@ -22,7 +22,7 @@ class Floor:
         m, count = shop.microbatches, shop.stages
         self.shop = shop
         self.stages = [
-            tuple(s for s in range(count) if shop.home[s] == r) for r in range(shop.ranks)
+            tuple(s for s in range(count) if shop.rank_of[s] == r) for r in range(shop.ranks)
         ]
         self.alone = [sum(shop.takes[s] for s in stages) for stages in self.stages]
         self.ready = [[NEVER if shop.sources[t] else 0.0] * m for t in range(2 * count)]
@@ -69,7 +69,7 @@ def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
     chooser wants to be asked again, or something arrives before that.
     """
     shop = floor.shop
-    m, seconds, readers, home = shop.microbatches, shop.seconds, shop.readers, shop.home
+    m, seconds, readers, rank_of = shop.microbatches, shop.seconds, shop.readers, shop.rank_of
     change = [a - b for a, b in zip(shop.takes, shop.frees, strict=True)]
     done, ready, held = floor.done, floor.ready, floor.held
     missing = [[len(shop.sources[t])] * m for t in range(2 * shop.stages)]
@@ -97,7 +97,7 @@ def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
         heappush(heap, (end, rank))
         channels = free[rank]
         for reader, lag in readers[token]:
-            arrives, other = end, home[reader]
+            arrives, other = end, rank_of[reader]
             if other != rank:
                 arrives = (end if end > channels[other] else channels[other]) + lag
                 channels[other] = arrives

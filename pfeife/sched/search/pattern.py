@@ -66,7 +66,7 @@ def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
                 [count + stage],
                 list(range(stage, 2 * count)),
                 list(range(count, count + stage + 1)),
-                [t for t in range(count, 2 * count) if shop.home[t] == shop.home[stage]],
+                [t for t in range(count, 2 * count) if shop.rank_of[t] == shop.rank_of[stage]],
             )
         )
         for token in after:

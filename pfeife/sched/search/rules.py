@@ -49,7 +49,7 @@ def _by_chunk(shop: Shop, step: float) -> tuple[float, ...]:
     """Later stages of a rank come `step` microbatches later in the forward, earlier back."""
     chunk: list[int] = []
     for s in range(shop.stages):
-        chunk.append(sum(shop.home[o] == shop.home[s] for o in range(s)))
+        chunk.append(sum(shop.rank_of[o] == shop.rank_of[s] for o in range(s)))
     last = max(chunk)
     forward = [step * c for c in chunk]
     backward = [step * (last - c) for c in chunk]

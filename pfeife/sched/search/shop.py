@@ -28,7 +28,7 @@ class Shop:
     microbatches: int
     stages: int
     ranks: int
-    home: tuple[int, ...]  # of a token
+    rank_of: tuple[int, ...]  # of a token
     seconds: tuple[float, ...]  # of a token
     takes: tuple[float, ...]  # bytes that the begin of a token takes
     frees: tuple[float, ...]  # bytes that the end of a token frees
@@ -46,7 +46,7 @@ class Shop:
         """The tokens that a rank has to run, those without W left out."""
         return tuple(
             token
-            for token, at in enumerate(self.home)
+            for token, at in enumerate(self.rank_of)
             if at == rank and not (token >= 2 * self.stages and self.whole[token % self.stages])
         )
 
@@ -54,7 +54,7 @@ class Shop:
 def compile_problem(problem: Problem) -> Shop:
     """Numbers for the inner loops."""
     stages, count = problem.stages, len(problem.stages)
-    home = problem.stage_ranks * 3
+    rank_of = problem.stage_ranks * 3
     whole = tuple(not s.splittable or s.weight_backward == 0 for s in stages)
     back = [s.backward if w else s.input_backward for s, w in zip(stages, whole, strict=True)]
     kept = [0.0 if w else s.kept for s, w in zip(stages, whole, strict=True)]
@@ -62,7 +62,7 @@ def compile_problem(problem: Problem) -> Shop:
     readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
     sources: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
     for e in problem.edges:
-        crosses = home[e.source] != home[e.destination]
+        crosses = rank_of[e.source] != rank_of[e.destination]
         for a, b, lag in (
             (e.source, e.destination, e.forward_seconds),
             (count + e.destination, count + e.source, e.backward_seconds),
@@ -75,7 +75,7 @@ def compile_problem(problem: Problem) -> Shop:
         microbatches=problem.microbatches,
         stages=count,
         ranks=problem.ranks,
-        home=home,
+        rank_of=rank_of,
         seconds=seconds,
         takes=(*(s.saved for s in stages), *(0.0,) * (2 * count)),
         frees=(*(0.0,) * count, *(s.saved - k for s, k in zip(stages, kept, strict=True)), *kept),
@@ -83,21 +83,21 @@ def compile_problem(problem: Problem) -> Shop:
         readers=tuple(map(tuple, readers)),
         sources=tuple(map(tuple, sources)),
         memory=tuple(limit * (1 + 1e-6) for limit in limits[: problem.ranks]),
-        contended=_contended(home, seconds, readers),
+        contended=_contended(rank_of, seconds, readers),
     )
 
 
 def _contended(
-    home: Sequence[int], seconds: Sequence[float], readers: list[list[tuple[int, float]]]
+    rank_of: Sequence[int], seconds: Sequence[float], readers: list[list[tuple[int, float]]]
 ) -> bool:
     """Whether some channel's longest transfer takes longer than the least time between two."""
     between: dict[tuple[int, int], float] = {}
     longest: dict[tuple[int, int], float] = {}
     for token, found in enumerate(readers):
         for at, (reader, lag) in enumerate(found):
-            channel = (home[token], home[reader])
+            channel = (rank_of[token], rank_of[reader])
             if channel[0] != channel[1]:
-                again = any(home[other] == home[reader] for other, _ in found[:at])
+                again = any(rank_of[other] == rank_of[reader] for other, _ in found[:at])
                 gap = 0.0 if again else seconds[token]
                 between[channel] = min(between.get(channel, gap), gap)
                 longest[channel] = max(longest.get(channel, 0.0), lag)
@@ -146,7 +146,7 @@ def in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]] | None:
 
     A rank runs until it misses something; the operation that makes it there wakes the rank.
     """
-    m, seconds, readers, home = shop.microbatches, shop.seconds, shop.readers, shop.home
+    m, seconds, readers, rank_of = shop.microbatches, shop.seconds, shop.readers, shop.rank_of
     size = 3 * shop.stages * m
     missing = [len(found) for found in shop.sources for _ in range(m)]
     arrived, starts = [0.0] * size, [0.0] * size
@@ -169,7 +169,7 @@ def in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]] | None:
             token, k = divmod(operation, m)
             now += seconds[token]
             for reader, lag in readers[token]:
-                other, arrives, to = reader * m + k, now, home[reader]
+                other, arrives, to = reader * m + k, now, rank_of[reader]
                 if to != rank:
                     arrives = (now if now > channels[to] else channels[to]) + lag
                     channels[to] = arrives

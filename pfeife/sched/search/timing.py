@@ -55,7 +55,7 @@ class Timing:
         self.shop, self.sequences = shop, [list(order) for order in orders]
         size = self.none = 3 * count * m
         tokens = [o // m for o in range(size)]
-        self.home = [shop.home[t] for t in tokens]
+        self.rank_of = [shop.rank_of[t] for t in tokens]
         present = {o for order in orders for o in order}
         self.seconds = [shop.seconds[t] if o in present else 0.0 for o, t in enumerate(tokens)]
         self.takes = [shop.takes[t] for t in tokens]
@@ -81,14 +81,14 @@ class Timing:
 
     def _elsewhere(self, operation: int, links) -> tuple[tuple[int, float], ...]:
         token, k = divmod(operation, self.shop.microbatches)
-        m, home = self.shop.microbatches, self.shop.home
-        return tuple((t * m + k, lag) for t, lag in links[token] if home[t] != home[token])
+        m, rank_of = self.shop.microbatches, self.shop.rank_of
+        return tuple((t * m + k, lag) for t, lag in links[token] if rank_of[t] != rank_of[token])
 
     def _then(self, operation: int) -> tuple[int, ...]:
         """What comes after an operation on its own rank in any case (the direct ones)."""
-        m, count, home = self.shop.microbatches, self.shop.stages, self.shop.home
+        m, count, rank_of = self.shop.microbatches, self.shop.stages, self.shop.rank_of
         token, k = divmod(operation, m)
-        found = [t * m + k for t, _ in self.shop.readers[token] if home[t] == home[token]]
+        found = [t * m + k for t, _ in self.shop.readers[token] if rank_of[t] == rank_of[token]]
         found += [operation + 1] if k + 1 < m else []
         found += [operation + count * m] if token < 2 * count else []
         return tuple(found)
@@ -217,16 +217,16 @@ class Timing:
         What a rank sends over a channel goes in the rank's own order, so heads come in one pass.
         For the tails a wait on a channel stays as long as it is, which a move may change.
         """
-        home, seconds, before, behind = self.home, self.seconds, self.before, self.behind
+        rank_of, seconds, before, behind = self.rank_of, self.seconds, self.before, self.behind
         end, ready, tail, after = self.end, self.ready, self.tail, self.after
         free = [[0.0] * self.shop.ranks for _ in range(self.shop.ranks)]
         waits: dict[tuple[int, int], float] = {}
         ready[:] = [0.0] * len(ready)
         for o in self.topological:
             now = end[o] = max(end[before[o]], ready[o]) + seconds[o]
-            channels = free[home[o]]
+            channels = free[rank_of[o]]
             for reader, lag in self.readers[o]:
-                arrives = channels[home[reader]] = max(now, channels[home[reader]]) + lag
+                arrives = channels[rank_of[reader]] = max(now, channels[rank_of[reader]]) + lag
                 waits[o, reader] = arrives - now
                 ready[reader] = max(ready[reader], arrives)
         for o in reversed(self.topological):

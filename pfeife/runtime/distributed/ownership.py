@@ -23,8 +23,8 @@ Slots = Mapping[str | None, Any]  # tensors by the names of ports
 
 
 @attrs.frozen
-class Home:
-    """The ranks of a pipeline that train one tensor, in their order.
+class Owned:
+    """One tensor, and the ranks of a pipeline that train it, in their order: its owners.
 
     `number` is the same for a tensor in all processes, and so is `name`: what the first program
     that trains it calls it. `alike` says whether all have the same values; statistics of replicas
@@ -52,16 +52,16 @@ class Home:
         return rank % self.mesh.ranks in self.ranks
 
 
-class Homes:
+class Ownership:
     """Where state is trained, by the tensors themselves.
 
-    A program that trains a tensor first gives it its home; every later one computes there what
+    A program that trains a tensor first gives it its owners; every later one computes there what
     uses it. What this rank does not train is `Foreign`: NaN, and guarded.
     """
 
     def __init__(self) -> None:
         self.known = WeakIdKeyDictionary()
-        self.homes: dict[int, Home] = {}  # by their numbers
+        self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
         self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
@@ -73,18 +73,18 @@ class Homes:
         return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
 
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
-        """The homes of a program's state by canonical names. Raises Refusal for those in another
+        """The owners of a program's state by canonical names. Raises Refusal for those in another
         mesh."""
         ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
         found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
-        for name, home in found.items():
-            if home.mesh != mesh:
+        for name, owned in found.items():
+            if owned.mesh != mesh:
                 raise Refusal(
-                    f"{name} is trained on {home.mesh.replicas} replicas of {home.mesh.ranks} "
+                    f"{name} is trained on {owned.mesh.replicas} replicas of {owned.mesh.ranks} "
                     f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
                     "that use the same parameters have the same replicas"
                 )
-        return {name: frozenset(home.ranks) for name, home in found.items()}
+        return {name: frozenset(owned.ranks) for name, owned in found.items()}
 
     def settle(
         self,
@@ -95,7 +95,7 @@ class Homes:
         world: "World",
         carried: Collection[str] = (),
     ) -> None:
-        """Gives what a program trains a home, where it has none (collective): not the ports that
+        """Gives what a program trains owners, where it has none (collective): not the ports that
         are `carried`, whose new values are results, on every rank. What no program has
         trained yet must have the same values on every rank, else Refusal is raised: then one of
         them was seeded otherwise, or was given another batch."""
@@ -113,37 +113,37 @@ class Homes:
         wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
         wanted = [port for port in wanted if port.name not in carried]
         pairs = [
-            (value, Home(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
-            for number, port in enumerate(wanted, len(self.homes))
+            (value, Owned(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
+            for number, port in enumerate(wanted, len(self.owned))
             for value in [slots[port.name]]
             for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
         _check_memory([*self.known.items(), *pairs])
-        for tensor, home in pairs:
-            self._note(tensor, home, world.rank)
-        mine = [t for t, home in pairs if home.holds(world.rank) and t.requires_grad]
+        for tensor, owned in pairs:
+            self._note(tensor, owned, world.rank)
+        mine = [t for t, owned in pairs if owned.holds(world.rank) and t.requires_grad]
         self.gradients.watch(mine)
         if pairs:
             self.guard.watch(modules)
             self.gradients.install()
 
-    def _note(self, tensor: torch.Tensor, home: Home, rank: int) -> None:
-        self.known[tensor] = home
-        self.homes[home.number] = home
-        if not home.holds(rank):
-            self.foreign.add(tensor, home.number, home.name, home.ranks)
-        elif home.alike and len(home.everywhere) > 1:
-            self.shared[home.number] = version_of(tensor)
+    def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
+        self.known[tensor] = owned
+        self.owned[owned.number] = owned
+        if not owned.holds(rank):
+            self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
+        elif owned.alike and len(owned.everywhere) > 1:
+            self.shared[owned.number] = version_of(tensor)
 
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
-        has given that a home since it was built."""
-        if self.fitting.get(program) == len(self.homes):
+        has given that its owners since it was built."""
+        if self.fitting.get(program) == len(self.owned):
             return False
-        homes, ranks = self.of(program, slots, mesh), ranks_of(program)
-        if any(ranks.get(name, frozenset()) - home for name, home in homes.items()):
+        owners, ranks = self.of(program, slots, mesh), ranks_of(program)
+        if any(ranks.get(name, frozenset()) - theirs for name, theirs in owners.items()):
             return True
-        self.fitting[program] = len(self.homes)
+        self.fitting[program] = len(self.owned)
         return False
 
     def borrowed(
@@ -179,11 +179,11 @@ class Homes:
         for number, tensor in self._among(args).items() if self.shared else ():
             if number in self.shared:
                 writes = version_of(tensor) - self.shared[number]
-                groups.setdefault(_named(self.homes[number]), []).append(writes)
+                groups.setdefault(_named(self.owned[number]), []).append(writes)
         return {ranks: digest(writes) for ranks, writes in groups.items() if any(writes)}
 
     def _among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """Those of some arguments that have a home, by its number, in order."""
+        """Those of some arguments that ranks own, by their numbers, in order."""
         found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
         numbered = {self.known[one].number: one for one in found}
         return {number: numbered[number] for number in sorted(numbered)}
@@ -234,32 +234,32 @@ class Homes:
         world: "World",
     ) -> None:
         """Compares what several ranks train and have not written to as often as one another: one
-        of them has loaded a checkpoint alone. `mine` are this rank's tensors by their homes."""
+        of them has loaded a checkpoint alone. `mine` are this rank's tensors by their numbers."""
         writes = {(ranks, rank): one for rank, lines in told.items() for ranks, one in lines}
         for ranks in sorted({ranks for ranks, _ in writes}):
             having = [int(rank) for rank in ranks.split("-")]
             if len({writes.get((ranks, rank)) for rank in having}) > 1:
-                homes = [self.homes[number] for number in mine]
-                homes = [home for home in homes if home.alike and _named(home) == ranks]
-                tensors = [mine[home.number] for home in homes]
-                _check_alike([home.name for home in homes], tensors, world, having)
+                theirs = [self.owned[number] for number in mine]
+                theirs = [owned for owned in theirs if owned.alike and _named(owned) == ranks]
+                tensors = [mine[owned.number] for owned in theirs]
+                _check_alike([owned.name for owned in theirs], tensors, world, having)
 
     def _take(
         self, written: Mapping[int, set[int]], mine: Mapping[int, torch.Tensor], world: "World"
     ) -> None:
         """Compares what ranks have `written` to state of others with what these have. `mine` are
-        this rank's tensors by their homes."""
+        this rank's tensors by their numbers."""
         numbers = sorted(set().union(*written.values()))
         sums = world.checksums([mine.get(number) for number in numbers])
         for at, number in enumerate(numbers):
-            home = self.homes[number]
-            having = [home.first, *(home.everywhere if home.alike else ())]
+            owned = self.owned[number]
+            having = [owned.first, *(owned.everywhere if owned.alike else ())]
             having += [rank for rank, theirs in written.items() if number in theirs]
             others = _others([sums[rank][at] for rank in having], having)
             if others:
                 raise Refusal(
-                    f"{home.name} has been written to on ranks {sorted(written)} since the last "
-                    f"step, but ranks {sorted(others)} have other values than rank {home.first}, "
+                    f"{owned.name} has been written to on ranks {sorted(written)} since the last "
+                    f"step, but ranks {sorted(others)} have other values than rank {owned.first}, "
                     "which trains it: load a checkpoint on every rank, or on none"
                 )
         self.foreign.forget(written.get(world.rank, ()))
@@ -268,9 +268,9 @@ class Homes:
 _KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")  # of news
 
 
-def _named(home: Home) -> str:
+def _named(owned: Owned) -> str:
     """Those who train a tensor, as news call them."""
-    return "-".join(map(str, home.everywhere))
+    return "-".join(map(str, owned.everywhere))
 
 
 def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:
@@ -319,19 +319,19 @@ def ranks_of(program: Program) -> dict[str, frozenset[int]]:
     return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
 
 
-def _check_memory(pairs: Iterable[tuple[torch.Tensor, Home]]) -> None:
+def _check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
     """Raises Refusal for tensors in one memory that are trained on different ranks."""
     spans = []
-    for tensor, home in pairs:
+    for tensor, owned in pairs:
         if tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
-            begin = tensor.data_ptr()
-            spans.append((begin, begin + (last + 1) * tensor.element_size(), home))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), owned))
     spans.sort(key=lambda span: span[:2])
-    for (_, end, one), (begin, _, other) in pairwise(spans):
-        if begin < end and one.ranks != other.ranks:
-            first, second = sorted((one, other), key=lambda home: home.number)
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end and one.ranks != other.ranks:
+            first, second = sorted((one, other), key=lambda one: one.number)
             raise Refusal(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "
                 f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
