@@ -2,8 +2,8 @@
 
 Every action of a lowered schedule is bound once to an instruction: its handler (the table of them
 is in `handlers`), the values that nothing touches after it, which are dropped, and the messages
-that have surely arrived by then (see `released`), which the transport lets go. Rank 0 of two stages
-with two microbatches under 1F1B, for a first stage that multiplies x by a matrix:
+that have surely arrived by then (see `acknowledged`), which the transport lets go. Rank 0 of two
+stages with two microbatches under 1F1B, for a first stage that multiplies x by a matrix:
 
     action      handler   drops                               releases
     0F0         compute
@@ -31,7 +31,7 @@ from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State
 from pfeife.ir.program import STATE_ROLES, Program
-from pfeife.lowering.clocks import Released, released
+from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Channel, Envelope
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.failure import explain
@@ -53,7 +53,7 @@ class RankRunner:
     """Runs one rank's part of a lowered schedule.
 
     Gradients are added up in the order of the schedule, which is that of the microbatches. `known`
-    is what `released` says of the schedule, for those who make the runners of several ranks.
+    is what `acknowledged` says of the schedule, for those who make the runners of several ranks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RankRunner:
         schedule: Schedule,
         rank: int,
         bodies: Mapping[str, Callable] | None = None,
-        known: Released | None = None,
+        known: Acknowledged | None = None,
     ):
         self.program, self.schedule, self.rank = program, schedule, rank
         self.actions = schedule.ranks[rank]
@@ -70,7 +70,7 @@ class RankRunner:
         self.constants = _constants(program)
         self.handlers = Handlers(self.wiring, rank, bodies or {})
         self.envelopes = self.handlers.envelopes
-        arrived = (released(schedule) if known is None else known)[rank]
+        arrived = (acknowledged(schedule) if known is None else known)[rank]
         self.instructions = self._bound(arrived)
         self.expected: dict[tuple[int, int], dict[int, Channel]] = {}
 

@@ -13,7 +13,7 @@ import torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Program, Reduction
-from pfeife.lowering.clocks import released
+from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
@@ -122,7 +122,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         super().__init__(program, schedule)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        known = released(schedule)
+        known = acknowledged(schedule)
         self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
         self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
         self.threads = Threads([*range(ranks)] * program.replicas)
