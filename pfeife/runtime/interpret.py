@@ -94,7 +94,7 @@ class RankRunner:
         return next(backward, len(self.actions))
 
     @cached_property
-    def has_parts(self) -> bool:
+    def has_phases(self) -> bool:
         """Whether the schedule has all forwards before all backwards, on every rank."""
         return all(_forwards_first(actions) for actions in self.schedule.ranks)
 

@@ -23,7 +23,7 @@ Tangents = Sequence[Mapping[str, torch.Tensor]]  # of the outputs, per microbatc
 
 
 class PipelineStep(ABC):
-    """One step of a pipeline, which may be run in parts; `steps` are those of its ranks here."""
+    """One step of a pipeline, which may be run phase by phase; `steps` are those of its ranks here."""
 
     steps: list[Step]
 
