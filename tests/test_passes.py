@@ -261,8 +261,8 @@ def test_constants_are_on_the_rank_that_reads_them():
     constants = [n.name for n in placed.module.graph.nodes if n.op == "get_attr"]
     assert len(constants) == 2
     pipeline = LocalPipeline(placed, lowered(plan, placed), devices)
-    for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
-        for values in begun.values:
+    for runner, step in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
+        for values in step.values:
             assert {values[name].device for name in constants} == {devices[runner.rank]}
 
 

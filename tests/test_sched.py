@@ -219,7 +219,7 @@ def test_policies_by_name():
     for make in (*TRAINING.values(), forward_only):
         with pytest.raises(ValueError, match="3 placements for 2 stages"):
             make(2, 1, (0, 1, 2))
-        with pytest.raises(ValueError, match="ranks begin at 0"):
+        with pytest.raises(ValueError, match="ranks start at 0"):
             make(2, 1, (0, -1))
         with pytest.raises(ValueError, match="there is a stage"):
             make(0, 1)

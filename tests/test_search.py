@@ -262,7 +262,7 @@ def test_patterns_give_schedules_in_memory_or_none(problem, seed):
         if not found.left:
             assert respects(shop, found.orders) and starts_of(shop, found.orders) is not None
         pattern = neighbour(shop, pattern, random)
-    # What leaves memory for what has begun, and lets all that is there go, never gets stuck.
+    # What leaves memory for what has started, and lets all that is there go, never gets stuck.
     assert not pattern_schedule(shop, attrs.evolve(pattern, safe=True, loose=1e9)).left
 
 

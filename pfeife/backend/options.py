@@ -139,7 +139,7 @@ class Options:
     replicas: pipelines that share the microbatches and average their gradients.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
-        which stages begin; or a function of a program that gives the stage of every cluster.
+        which stages start; or a function of a program that gives the stage of every cluster.
     recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
         (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
         limit of memory. See `sched.with_recompute`.

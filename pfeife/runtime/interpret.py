@@ -88,7 +88,7 @@ class RankRunner:
         return found
 
     @cached_property
-    def backward_begin(self) -> int:
+    def backward_start(self) -> int:
         """The index of the first action of the backward."""
         backward = (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE)
         return next(backward, len(self.actions))
@@ -120,21 +120,21 @@ class RankRunner:
     def run(
         self,
         step: Step,
-        begin: int = 0,
+        start: int = 0,
         end: int | None = None,
         observe: Observer | None = None,
     ) -> Step:
-        """The actions from `begin` to `end`, both indices into the rank's schedule.
+        """The actions from `start` to `end`, both indices into the rank's schedule.
 
         `observe` is called after each of them.
         """
         last = len(self.actions) if end is None else end
-        step.at = begin
+        step.at = start
         try:
-            for source, channel in self._expected(begin, last).items():
+            for source, channel in self._expected(start, last).items():
                 step.transport.expect(source, channel)
             with torch.no_grad(), _torch.no_autocast():
-                self._loop(step, range(begin, last), observe)
+                self._loop(step, range(start, last), observe)
         except Exception as error:
             explain(error, self.rank, self.actions[step.at])
             raise
@@ -152,17 +152,17 @@ class RankRunner:
             if observe:
                 observe(self.actions[step.at])
 
-    def _expected(self, begin: int, end: int) -> dict[int, Channel]:
+    def _expected(self, start: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""
-        if (begin, end) not in self.expected:
+        if (start, end) not in self.expected:
             found: dict[int, list[Envelope]] = {}
-            for action in self.actions[begin:end]:
+            for action in self.actions[start:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
                     found.setdefault(message.source, []).append(self.envelopes[message.node])
             channels = {source: Channel(tuple(envelopes)) for source, envelopes in found.items()}
-            self.expected[begin, end] = channels
-        return self.expected[begin, end]
+            self.expected[start, end] = channels
+        return self.expected[start, end]
 
 
 _BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)

@@ -19,7 +19,7 @@ from pfeife.sched.cutting.layouts import (
     Constraints,
     Layout,
     Loads,
-    begins,
+    starts_stage,
     layout_of,
     layouts_for,
     lighter,
@@ -81,9 +81,9 @@ def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
     """What tells `progress` how many seconds are over, of how many the budget is likely to last."""
     if progress is None:
         return lambda: None
-    began = time.monotonic()
+    start = time.monotonic()
     total = math.ceil(min(budget.seconds_left, budget.work / WORK_PER_SECOND))
-    return lambda: progress(min(int(time.monotonic() - began), total), total)
+    return lambda: progress(min(int(time.monotonic() - start), total), total)
 
 
 def _options(
@@ -154,7 +154,7 @@ def _moved(
 ) -> tuple[Layout, Schedule]:
     """Cuts moved border by border as long as the same schedule becomes shorter by it."""
     best, units = makespan(layout.problem, schedule), len(clusters.seconds)
-    starts = [unit for unit in range(1, units) if begins(layout.stage_of, unit)]
+    starts = [unit for unit in range(1, units) if starts_stage(layout.stage_of, unit)]
     loads = Loads(clusters, layout.problem.stage_ranks, constraints.machine)
     each = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None

@@ -72,7 +72,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
                 self.transport = DistributedTransport(world, self.mesh, self.program)
             yield range(self.transport.replica, self.transport.replica + 1)
 
-    def _begun(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
+    def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
@@ -94,10 +94,10 @@ class DistributedStep(PipelineStep):
         """Runs the forward actions, the backward actions, or all; `watch` sees them. Raises
         PipelineError if any other rank fails, RuntimeError for a phase that has run already."""
         runner, world = self.pipeline.runner, self.transport.world
-        border = runner.backward_begin
-        begin, end = (0 if forward else border), (None if backward else border)
+        border = runner.backward_start
+        start, end = (0 if forward else border), (None if backward else border)
         with world.busy(self._doing), self.phases.running(forward, backward):
-            runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
+            runner.run(self.step, start, end, watch(runner.rank) if watch else None)
             self.transport.finish()
 
     def _doing(self) -> Doing:
@@ -116,7 +116,7 @@ class DistributedStep(PipelineStep):
         (collective)."""
         world = self.transport.world
         names = [name for part in tangents for name in part]
-        world.agreed("\n".join(names), "the results that a backward begins at")
+        world.agreed("\n".join(names), "the results that a backward starts at")
         if values:
             wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
             if wrong:

@@ -130,7 +130,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
     def _starting(self) -> contextlib.AbstractContextManager[range]:
         return contextlib.nullcontext(range(self.program.replicas))
 
-    def _begun(self, state: State, parts: Sequence[Part]) -> "LocalStep":
+    def _started(self, state: State, parts: Sequence[Part]) -> "LocalStep":
         return LocalStep(self, state, parts)
 
 
@@ -179,9 +179,9 @@ class LocalStep(PipelineStep):
                 # oneDNN's convolutions with another number of threads.
                 torch.set_num_threads(kernel_threads)
                 torch.set_flush_denormal(flushes)
-                border = runner.backward_begin
-                begin, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, begin, end, self._observer(runner.rank, watch))
+                border = runner.backward_start
+                start, end = (0 if forward else border), (None if backward else border)
+                runner.run(step, start, end, self._observer(runner.rank, watch))
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()

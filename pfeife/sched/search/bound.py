@@ -64,7 +64,7 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def _fitting(shop: Shop) -> list[int]:
-    """Per stage how many microbatches fit between the begin of F and the end of I at a time, one
+    """Per stage how many microbatches fit between the start of F and the end of I at a time, one
     in any case.
 
     One that is there holds what the earlier stages of its rank saved, too, if it went through
@@ -148,7 +148,7 @@ def _in_order(shop: Shop) -> list[int]:
 
 
 def _longest(steps: Sequence[_Step], shop: Shop) -> list[list[float]]:
-    """By token and k the longest path to its begin."""
+    """By token and k the longest path to its start."""
     rows: list[list[float]] = []
     row = [-math.inf] * (3 * shop.stages)
     running = [-math.inf] * (3 * shop.stages)  # when all work up to the (k-1)-th is done
@@ -208,7 +208,7 @@ def _area(shop: Shop, rank: int, heads: list[list[float]], tails: list[list[floa
 
 
 def _round_trip(shop: Shop, stage: int) -> float:
-    """The least seconds between the end of a stage's F and the begin of its I."""
+    """The least seconds between the end of a stage's F and the start of its I."""
     count = shop.stages
     longest = {stage: shop.seconds[stage]}
     for s in range(stage + 1, count):
@@ -218,8 +218,8 @@ def _round_trip(shop: Shop, stage: int) -> float:
     back = dict(longest)
     for s in sorted(longest, reverse=True):
         found = [back[a - count] + lag for a, lag in shop.sources[s + count] if a - count in back]
-        begin = max([longest[s], *found])
+        start = max([longest[s], *found])
         if s == stage:
-            return begin - shop.seconds[stage]
-        back[s] = begin + shop.seconds[s + count]
+            return start - shop.seconds[stage]
+        back[s] = start + shop.seconds[s + count]
     raise AssertionError("unreachable")

@@ -20,7 +20,7 @@ class Pattern:
     """`slots` of F and I by token, in periods; W fill gaps of `gap` times their seconds, and go
     before F when more than `owed` of them wait on a rank. What is there may go before what has
     its turn and is not there if its own turn is at most `loose` periods later. `safe` patterns
-    leave memory for what has begun (see `Floor.room`), others rely on their order."""
+    leave memory for what has started (see `Floor.room`), others rely on their order."""
 
     slots: tuple[float, ...]
     gap: float = 1.0

@@ -1,4 +1,4 @@
-"""Rules of list scheduling to begin with, and changes of them."""
+"""Rules of list scheduling to start with, and changes of them."""
 
 from collections.abc import Iterator
 from random import Random

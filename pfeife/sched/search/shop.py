@@ -30,7 +30,7 @@ class Shop:
     ranks: int
     rank_of: tuple[int, ...]  # of a token
     seconds: tuple[float, ...]  # of a token
-    takes: tuple[float, ...]  # bytes that the begin of a token takes
+    takes: tuple[float, ...]  # bytes that the start of a token takes
     frees: tuple[float, ...]  # bytes that the end of a token frees
     whole: tuple[bool, ...]  # of a stage
     readers: tuple[tuple[tuple[int, float], ...], ...]

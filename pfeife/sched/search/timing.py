@@ -1,6 +1,6 @@
 """Orders with heads and tails that follow every move.
 
-    begin of the step                                   end of the step
+    start of the step                                   end of the step
     |------------ head ------------|## X ##|----------- tail -----------|
                                    start   end
 
@@ -45,7 +45,7 @@ class _Way:
 class Timing:
     """Orders, their heads and tails, and the bytes that every operation finds.
 
-    Arrays go by operation; the last entry stands for none. `end` counts from the begin of the
+    Arrays go by operation; the last entry stands for none. `end` counts from the start of the
     step, `tail` (the operation in it) to its end. `level` is what a rank holds while the operation
     runs. `topological` has all operations so that each comes after what it waits for.
     """
@@ -110,7 +110,7 @@ class Timing:
         return there, back
 
     def _sort(self, orders: Orders) -> None:
-        """Operations of no seconds begin together: those of one rank in their order. An operation
+        """Operations of no seconds start together: those of one rank in their order. An operation
         of another rank may wait for one of no seconds only over a transfer or a later stage."""
         starts = starts_of(self.shop, orders)
         assert starts is not None
@@ -235,7 +235,7 @@ class Timing:
         self._waits = waits
 
     def critical(self, random: Random) -> list[int]:
-        """The operations of a longest path, from its end to its begin."""
+        """The operations of a longest path, from its end to its start."""
         end, ready, before, none = self.end, self.ready, self.before, self.none
         last = [s[-1] for s in self.sequences if s and end[s[-1]] >= self.length]
         operation = last[int(random.random() * len(last))]
