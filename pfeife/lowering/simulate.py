@@ -65,8 +65,8 @@ class _Run:
             missing = self.reductions.join(rank, action, start)
             if missing is not None:
                 return missing
-            start = max(self.reductions.brought[action])
-            self.clock[rank] = start + self.seconds(action) + self.overhead
+            together = max(self.reductions.brought[action])
+            self.clock[rank] = together + self.seconds(action) + self.overhead
         else:
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))

@@ -19,12 +19,12 @@ from pfeife.sched.cutting.layouts import (
     Constraints,
     Layout,
     Loads,
-    starts_stage,
     layout_of,
     layouts_for,
     lighter,
     short_of_memory,
     stages_from,
+    starts_stage,
 )
 from pfeife.sched.cutting.recompute import recompute_options
 from pfeife.sched.cutting.room import NoRoom

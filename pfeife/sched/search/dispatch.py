@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import attrs
 
-from pfeife.sched.search.shop import Orders, Shop
+from pfeife.sched.search.job_shop import JobShop, Orders
 
 NEVER = math.inf
 
@@ -18,7 +18,7 @@ class Floor:
     (never, as long as something that it reads has not started); `held[rank]` bytes.
     """
 
-    def __init__(self, shop: Shop):
+    def __init__(self, shop: JobShop):
         m, count = shop.microbatches, shop.stages
         self.shop = shop
         self.stages = [

@@ -12,12 +12,7 @@ from pfeife.lowering.problem import Problem, fits, makespan, peak_memory
 from pfeife.sched.search.anneal import Cooling, anneal
 from pfeife.sched.search.bound import bound_of
 from pfeife.sched.search.budget import Budget
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
-from pfeife.sched.search.pool import Candidate, Origin, Pool
-from pfeife.sched.search.rules import Rule, first_rules, mutated
-from pfeife.sched.search.seeds import STRIDE, families, patterns
-from pfeife.sched.search.shop import (
+from pfeife.sched.search.job_shop import (
     Orders,
     compile_problem,
     length_of,
@@ -26,6 +21,11 @@ from pfeife.sched.search.shop import (
     schedule_of,
     starts_of,
 )
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
+from pfeife.sched.search.pool import Candidate, Origin, Pool
+from pfeife.sched.search.rules import Rule, first_rules, mutated
+from pfeife.sched.search.seeds import STRIDE, families, patterns
 
 # Operations looked at, per operation of the problem, as what they cost compares to annealing.
 _LIST_WORK = 15  # of a list schedule

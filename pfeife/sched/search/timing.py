@@ -11,7 +11,7 @@ seen from the end, the same holds of the one behind it and of what reads it ther
     end[X]  = seconds[X] + max(end[before[X]],  ready[X])     ready: of all sources, end + lag
     tail[X] = seconds[X] + max(tail[behind[X]], after[X])     after: of all readers, tail + lag
 
-Where transfers may have to wait for one another (`Shop.contended`), a lag has the wait in it.
+Where transfers may have to wait for one another (`JobShop.contended`), a lag has the wait in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from random import Random
 
 import attrs
 
-from pfeife.sched.search.shop import Orders, Shop, starts_of
+from pfeife.sched.search.job_shop import JobShop, Orders, starts_of
 
 _Links = list[tuple[tuple[int, float], ...]]
 
@@ -50,7 +50,7 @@ class Timing:
     runs. `topological` has all operations so that each comes after what it waits for.
     """
 
-    def __init__(self, shop: Shop, orders: Orders):
+    def __init__(self, shop: JobShop, orders: Orders):
         m, count = shop.microbatches, shop.stages
         self.shop, self.sequences = shop, [list(order) for order in orders]
         size = self.none = 3 * count * m
