@@ -1,11 +1,13 @@
 """How long planning takes: cuts, placement and schedule of a deep GPT, for many ranks.
 
-    python benchmarks/planning_time.py [--growth | --largest]
+    python benchmarks/planning_time.py [--growth | --largest | --mesh]
 
 The time is that of `sched.plan` from the annotated clusters on; capture and fusion come before.
 With `--growth` a chain of uneven stages in bare numbers is scheduled by a family and by a search,
 verified and simulated, at sizes that double up to 256 ranks and 2,048 microbatches: seconds of each
 part, and the most memory that the process has had so far. `--largest` has the largest size alone.
+`--mesh` plans 1F1B for the deepest GPT on 1,024 ranks, 16 replicas of 64 stages, from its clusters
+to what each rank is predicted to do.
 """
 
 import argparse
@@ -66,16 +68,26 @@ def chain(ranks: int, microbatches: int) -> Problem:
     return Problem(stages, tuple(range(ranks)), microbatches, chain_edges(ranks, 0.05), memory)
 
 
-def parts(ranks: int, microbatches: int, search: bool) -> tuple:
-    """The row of a size: seconds of every part."""
-    problem, took = chain(ranks, microbatches), []
+class Clock:
+    """Times the parts of a row, in turn."""
 
-    def timed(work: Callable):
+    def __init__(self) -> None:
+        self.took: list[str] = []
+
+    def __call__(self, work: Callable):
         start = time.perf_counter()
         made = work()
-        took.append(f"{time.perf_counter() - start:.1f} s")
+        self.took.append(f"{time.perf_counter() - start:.1f} s")
         return made
 
+
+def memory_so_far() -> str:
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"  # KiB on Linux
+
+
+def parts(ranks: int, microbatches: int, search: bool) -> tuple:
+    """The row of a size: seconds of every part."""
+    problem, timed = chain(ranks, microbatches), Clock()
     if search:
         budget = SEARCHED.get(ranks, 5.0)
         schedule = timed(lambda: sched.search_schedule(problem, seconds=budget)).schedule
@@ -85,17 +97,49 @@ def parts(ranks: int, microbatches: int, search: bool) -> tuple:
     timed(lambda: sched.lower_bound(problem))
     lowered = timed(lambda: sched.insert_actions(schedule, transfers(problem)))
     timeline = timed(lambda: sched.simulate(lowered, seconds_of(problem)))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
     how = f"search, {budget:.0f} s" if search else "1f1b"
-    return (ranks, microbatches, how, *took, f"{timeline.seconds:.0f}", f"{memory:.1f} GiB")
+    step = f"{timeline.seconds:.0f}"
+    return (ranks, microbatches, how, *timed.took, step, memory_so_far())
+
+
+def mesh(layers: int, stages: int, replicas: int, microbatches: int) -> tuple:
+    """The row of a mesh: seconds of every part, for the program of every rank."""
+    host, timed = machine("h100-sxm"), Clock()
+    program = clusters_of(layers, host)
+    plan = timed(
+        lambda: sched.plan(
+            program,
+            machine=host,
+            microbatches=microbatches,
+            stages=stages,
+            ranks=stages,
+            replicas=replicas,
+            memory_limit=10**15,
+        )
+    )
+    on_ranks = pfeife.compose(
+        pfeife.partition(plan),
+        pfeife.insert_send_recv(),
+        pfeife.dp_wrap(pfeife.Mesh(stages, replicas)),
+    )
+    ranks = timed(lambda: on_ranks(program))
+    lowered = timed(lambda: sched.lower(sched.verify_schedule(plan.schedule), ranks))
+    step = timed(lambda: sched.predict(ranks, lowered, host)).seconds
+    shape = (program.units, stages * replicas, replicas, microbatches)
+    return (*shape, *timed.took, f"{step:.1f} s", memory_so_far())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--growth", action="store_true", help="bare numbers, sizes that double")
     parser.add_argument("--largest", action="store_true", help="bare numbers, the largest size")
+    parser.add_argument("--mesh", action="store_true", help="1,024 ranks, 16 replicas of 64")
     options = parser.parse_args()
-    if options.growth or options.largest:
+    if options.mesh:
+        head = ("clusters", "ranks", "replicas", "microbatches", "planned", "passes", "verified")
+        head = (*head, "predicted", "step", "memory")
+        rows = [mesh(200, 64, 16, 512)]
+    elif options.growth or options.largest:
         head = ("ranks", "microbatches", "schedule", "planned", "verified", "bound", "lowered")
         head = (*head, "simulated", "step", "memory")
         sizes = SIZES[-1:] if options.largest else SIZES

@@ -19,6 +19,7 @@ from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES, Family, Partition
 from pfeife.sched.cutting.checkpointing import WORDS
+from pfeife.sched.planner import check_recomputed
 
 
 def digest(value: Any) -> str:
@@ -196,11 +197,7 @@ def check_together(options: Any) -> None:
             raise ValueError(f"options plan and {name}={asked!r}: the plan has decided that")
     if options.partition is not None and options.split_at:
         raise ValueError("options partition and split_at: both say where to cut; take one of them")
-    if schedule == "search" and options.recompute not in (None, "auto"):
-        raise ValueError(
-            f"options schedule='search' and recompute={options.recompute!r}: the search decides "
-            "what to recompute; leave one of them out"
-        )
+    check_recomputed(schedule, options.recompute)
     what, order = ("plan", plan.schedule) if plan is not None else ("schedule", schedule)
     if not isinstance(order, Schedule):
         return

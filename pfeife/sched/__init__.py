@@ -11,6 +11,7 @@ from pfeife.lowering.predict import predict
 from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.by_family import Scheduling, in_flight, splits
 from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
 from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
 from pfeife.sched.cutting.partitions import Partition, partitioned
@@ -33,7 +34,7 @@ from pfeife.sched.families.policies import (
 from pfeife.sched.families.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 from pfeife.sched.following import follow
 from pfeife.sched.given import adopted
-from pfeife.sched.planner import Scheduling, choose_microbatches, in_flight, plan, splits
+from pfeife.sched.planner import choose_microbatches, plan
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.search import search_placements, search_schedule
 

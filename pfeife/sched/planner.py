@@ -1,9 +1,8 @@
 """Cuts and schedule decided together: a `Plan`."""
 
-import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -11,39 +10,27 @@ import attrs
 from pfeife.cost.memory import trained_parameters
 from pfeife.data.machine import Machine, Network
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
-from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
-from pfeife.data.schedule import Do, Schedule
+from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Kind, Program, Role
-from pfeife.lowering.lower import insert_actions
-from pfeife.lowering.problem import Problem, seconds_of, transfers
-from pfeife.lowering.simulate import simulate
+from pfeife.ir.program import Program, Role
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
+from pfeife.sched.by_family import Scheduling, family_of, in_flight, of_family, to_cut
 from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
 from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
 from pfeife.sched.cutting.cuts import (
-    Clusters,
-    balanced,
-    cheap_to_recompute,
-    clusters_of,
     marked,
 )
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.room import curves_of, kept_within
-from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
-from pfeife.sched.families.family import Family, splits_backwards
-from pfeife.sched.families.policies import forward_only, policy
+from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.following import follow
 from pfeife.sched.joint import SEARCH_SECONDS, search_plan
-from pfeife.sched.search.bound import lower_bound
 
 log = logging.getLogger("pfeife")
-
-# How to make a schedule: a family or its name, "search", a schedule, or a function of a problem.
-Scheduling = str | Family | Schedule | Callable[[Problem], Schedule]
 
 
 def plan(
@@ -102,6 +89,7 @@ def plan(
     the limit, with what the worst rank of the best one needs.
     """
     machine = network.seen_by(machine) if network else machine
+    check_recomputed(schedule, recompute)
     trained = bool(program.ports(Role.TANGENT))
     if owners:
         stages, (cuts, placement) = None, follow(program, owners, ranks)
@@ -111,163 +99,102 @@ def plan(
         stages = stages or (None if cuts else schedule.stages)
     by_hand = _cuts_by_hand(program, cuts, stages)
     count = by_hand[-1] + 1 if by_hand else stages or 1
-    constraints = Constraints(
-        machine,
-        microbatches,
-        ranks or count,
-        machine.memory if memory_limit is None else memory_limit,
-        network,
-        state_factor(program, optimizer),
-        stages,
-        by_hand,
-        tuple(placement[:count]) if placement else None,
+    asked = _Asked(
+        program,
+        Constraints(
+            machine,
+            microbatches,
+            ranks or count,
+            machine.memory if memory_limit is None else memory_limit,
+            network,
+            state_factor(program, optimizer),
+            stages,
+            by_hand,
+            tuple(placement[:count]) if placement else None,
+        ),
+        schedule,
+        recompute if trained else None,
+        owners or {},
+        partial(
+            curves_of, program, optimizer=optimizer, replicas=replicas, owners=owners, more=passes
+        ),
+        # Every rank is given the whole batch, whatever the plan.
+        sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas,
+        partial(search_plan, program, seed=seed, jobs=jobs, owned=owners or (), progress=progress),
+        search_seconds,
+        search_work,
     )
-    # Every rank is given the whole batch, whatever the plan.
-    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
-    search = schedule == "search" and trained and constraints.ranks > 1
-    if search and recompute not in (None, "auto"):
-        raise ValueError(
-            f"recompute={recompute!r} and schedule='search': the search decides what to recompute; "
-            "leave one of them out"
-        )
-
-    def curves(plan: Plan) -> tuple[MemoryCurve, ...]:
-        return curves_of(program, plan, optimizer, replicas, owners, passes)
-
-    def again(plan: Plan, how: Recompute) -> Plan:
-        limit = constraints.memory_limit
-        return with_recompute(plan, program, how, machine=machine, limit=limit, curves=curves)
-
-    def make(room: int, tries: int) -> Plan:
-        less = attrs.evolve(constraints, memory_limit=max(room - batch, 0))
-        if not search:
-            how = recompute if trained else None
-            return _of_family(program, schedule, less, owners or (), how, again)
-        return search_plan(
-            program,
-            less,
-            search_seconds=search_seconds and (search_seconds / 4 if tries else search_seconds),
-            search_work=search_work and (max(1, search_work // 4) if tries else search_work),
-            seed=seed,
-            jobs=jobs,
-            owned=owners or (),
-            progress=progress,
-        )
-
-    def counted(plan: Plan) -> tuple[int, ...]:
-        work, factor = workload_of(program, plan.duplicated), constraints.state_factor
-        if search:
-            sums = counted_by_search(work, plan, machine, factor)
-        else:
-            clusters = _to_cut(work, recompute)
-            sums = counted_by_cuts(clusters, plan, in_flight(plan.schedule), factor)
-        return tuple(batch + size for size in sums)
-
-    of_machine = f"the {constraints.memory_limit} bytes of machine {machine.name}"
-    found = kept_within(
-        constraints.memory_limit,
-        of_machine if memory_limit is None else f"memory_limit={memory_limit}",
-        make,
-        curves,
-        counted,
-    )
+    limit = asked.constraints.memory_limit
+    limited_by = f"memory_limit={limit}"
+    if memory_limit is None:
+        limited_by = f"the {limit} bytes of machine {machine.name}"
+    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.counted)
     return attrs.evolve(found, program=program_digest(program))
 
 
-def _of_family(
-    program: Program,
-    schedule: Scheduling,
-    constraints: Constraints,
-    owned: Collection[str],
-    recompute: Recompute | None,
-    again: Callable[[Plan, Recompute], Plan],
-) -> Plan:
-    """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
-    in what is recomputed."""
-    trained = bool(program.ports(Role.TANGENT))
-    count = constraints.cuts[-1] + 1 if constraints.cuts else constraints.stages or 1
-    family = _family(schedule) or policy("1f1b")  # a function of a problem needs cuts before
-    placed = constraints.placement or _placed(family, count, constraints.ranks)
-    made = (family if trained else forward_only)(count, constraints.microbatches, placed)
-    order = _over(made, constraints.ranks)
-    duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    work = workload_of(program, duplicated)
-    stage_of = constraints.cuts or balanced(
-        _to_cut(work, recompute),
-        count,
-        machine=constraints.machine,
-        in_flight=in_flight(order),
-        memory_limit=constraints.memory_limit // max(Counter(placed).values()),
-        state_factor=constraints.state_factor,
-    )
-    pose = functools.partial(
-        stage_problem,
-        work,
-        stage_of,
-        placed,
-        constraints.microbatches,
-        machine=constraints.machine,
-        network=constraints.network,
-    )
-    problem = pose()
-    if trained and callable(schedule) and not isinstance(schedule, Family):
-        whole = pose(memory_limit=constraints.memory_limit, state_factor=constraints.state_factor)
-        order = _over(_asked(schedule, whole), constraints.ranks)
-    if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
-        raise ValueError(
-            "the schedule has backwards in two parts, and those of the program are whole: apply "
-            "split_backward() to it first (the backend does so for a Family with splits=True)"
+@attrs.frozen
+class _Asked:
+    """A plan that is asked for: what stays the same when it is made again with less memory.
+
+    `search` makes one within constraints and a budget; `batch` are the bytes of the whole batch.
+    """
+
+    program: Program
+    constraints: Constraints
+    schedule: Scheduling
+    recompute: Recompute | None
+    owners: Mapping[str, frozenset[int]]
+    curves: Callable[[Plan], tuple[MemoryCurve, ...]]
+    batch: int
+    search: Callable[..., Plan]
+    search_seconds: float | None
+    search_work: int | None
+
+    @property
+    def searches(self) -> bool:
+        """Whether there is something to search."""
+        trained = bool(self.program.ports(Role.TANGENT))
+        return self.schedule == "search" and trained and self.constraints.ranks > 1
+
+    def make(self, room: int, tries: int) -> Plan:
+        """A plan for so many bytes a rank; all tries but the first search a quarter as long."""
+        less = attrs.evolve(self.constraints, memory_limit=max(room - self.batch, 0))
+        if not self.searches:
+            again = self.recomputed
+            return of_family(self.program, self.schedule, less, self.owners, self.recompute, again)
+        seconds, work = self.search_seconds, self.search_work
+        return self.search(
+            less,
+            search_seconds=seconds and (seconds / 4 if tries else seconds),
+            search_work=work and (max(1, work // 4) if tries else work),
         )
-    lowered = insert_actions(verify_schedule(order), transfers(problem))
-    plan = Plan(stage_of, order, duplicated)
-    if recompute is not None:
-        plan = again(plan, recompute)
-        problem = _slower(problem, plan.recompute)
-    return attrs.evolve(
-        plan,
-        stage_seconds=tuple(stage.seconds for stage in problem.stages),
-        step_seconds=simulate(lowered, seconds_of(problem)).seconds,
-        bound_seconds=lower_bound(problem) if trained else None,
-    )
 
-
-def _to_cut(work: Workload, recompute: Recompute | None) -> Clusters:
-    """The clusters as they are cut; what is saved is up to those who recompute."""
-    clusters = clusters_of(work)
-    if recompute in (None, "never"):
-        return clusters
-    return attrs.evolve(clusters, saved=(0,) * len(clusters.saved))
-
-
-def _slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:
-    """The problem with what its stages recompute in the first part of their backwards."""
-    pairs = zip(problem.stages, recompute, strict=True) if recompute else ()
-    stages = tuple(
-        attrs.evolve(stage, input_backward=stage.input_backward + option.extra_seconds)
-        for stage, option in pairs
-    )
-    return attrs.evolve(problem, stages=stages) if stages else problem
-
-
-def _family(schedule: Scheduling) -> Family | None:
-    """The family of a schedule; None for what a search or a function finds."""
-    if isinstance(schedule, str | Family | Schedule) and schedule != "search":
-        return policy(schedule)
-    return None
-
-
-def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
-    """What a function makes of a problem. Raises ValueError unless it is a schedule of it."""
-    order = make(problem)
-    if not isinstance(order, Schedule):
-        raise ValueError(f"schedule={make!r}: it returned {type(order).__name__}, not a Schedule")
-    found, wanted = order.stage_ranks, problem.stage_ranks
-    if found != wanted or order.microbatches != problem.microbatches:
-        raise ValueError(
-            f"schedule={make!r}: it returned {order.microbatches} microbatches of stages on ranks "
-            f"{list(found)}; the problem has {problem.microbatches} of stages on {list(wanted)}"
+    def recomputed(self, plan: Plan, how: Recompute) -> Plan:
+        """The plan with what its stages recompute, by the limit as it was given."""
+        limit, machine = self.constraints.memory_limit, self.constraints.machine
+        return with_recompute(
+            plan, self.program, how, machine=machine, limit=limit, curves=self.curves
         )
-    return order
+
+    def counted(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes of every rank, as the sums have them by which the plan was made."""
+        work = workload_of(self.program, plan.duplicated)
+        machine, factor = self.constraints.machine, self.constraints.state_factor
+        if self.searches:
+            sums = counted_by_search(work, plan, machine, factor)
+        else:
+            clusters = to_cut(work, self.recompute)
+            sums = counted_by_cuts(clusters, plan, in_flight(plan.schedule), factor)
+        return tuple(self.batch + size for size in sums)
+
+
+def check_recomputed(schedule: Scheduling, recompute: Recompute | None) -> None:
+    """Raises ValueError where a search and somebody else are to decide what is recomputed."""
+    if schedule == "search" and recompute not in (None, "auto"):
+        raise ValueError(
+            f"schedule='search' and recompute={recompute!r}: the search decides what to recompute; "
+            "leave one of them out"
+        )
 
 
 def choose_microbatches(
@@ -288,10 +215,10 @@ def choose_microbatches(
     refused: list[ValueError] = []
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
-    count = max(1, len(programs))
+    parts = max(1, len(programs))
     share: dict[str, Any] = {
-        "search_seconds": search_seconds and search_seconds / count,
-        "search_work": search_work and max(1, search_work // count),
+        "search_seconds": search_seconds and search_seconds / parts,
+        "search_work": search_work and max(1, search_work // parts),
     }
     for count, program in programs.items():
         try:
@@ -321,7 +248,7 @@ def _possible(
     schedule: Scheduling, placement: Sequence[int], microbatches: int, ranks: int | None
 ) -> Scheduling:
     """The family if it can run stages that are placed so, else one that always can."""
-    family, why = _family(schedule), ""
+    family, why = family_of(schedule), ""
     try:
         if family is not None:
             verify_schedule(family(len(placement), microbatches, placement))
@@ -342,11 +269,6 @@ def _possible(
     return "1f1b"
 
 
-def _over(order: Schedule, ranks: int) -> Schedule:
-    """The schedule with ranks that have nothing to do, if there are more."""
-    return Schedule((*order.ranks, *[()] * (ranks - len(order.ranks))))
-
-
 def state_factor(program: Program, optimizer: Optimizer | None) -> float:
     """Bytes of optimizer state for each byte of a program's parameters."""
     ports = program.ports(Role.PARAMETER)
@@ -355,33 +277,3 @@ def state_factor(program: Program, optimizer: Optimizer | None) -> float:
     state, trained = optimizer_bytes(optimizer), trained_parameters(program)
     kept = sum(state(port.shape, port.dtype) for port in ports if port.fqn in trained)
     return kept / sum(port.bytes for port in ports)
-
-
-def splits(schedule: Scheduling) -> bool:
-    """Whether the schedules of a family, or those that a search or a function may find, split
-    backwards."""
-    family = _family(schedule)
-    return family is None or family.splits
-
-
-def _placed(family: Family, stages: int, ranks: int) -> tuple[int, ...]:
-    if stages < ranks:
-        raise ValueError(
-            f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
-            f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
-        )
-    return family.placement(stages, ranks)
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For every stage the most microbatches that are between forward and last backward."""
-    peak = [0] * schedule.stages
-    for actions in schedule.ranks:
-        flying: Counter[int] = Counter()
-        for action in actions:
-            if action.do == Do.FORWARD:
-                flying[action.stage] += 1
-                peak[action.stage] = max(peak[action.stage], flying[action.stage])
-            elif action.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD):
-                flying[action.stage] -= 1
-    return tuple(peak)

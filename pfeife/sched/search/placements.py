@@ -11,9 +11,7 @@ from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.run import Found, Search
 
 _ALIKE = 0.35  # of the budget goes to all placements alike
-_BEHIND = (
-    0.02  # of the best makespan: so far behind, a placement has a third of the best one's time
-)
+_BEHIND = 0.02  # of the best makespan: so far behind, one has a third of the best one's time
 
 
 def search_each(

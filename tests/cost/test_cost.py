@@ -1,6 +1,5 @@
 """Costs: rooflines by hand, measurements that touch nothing, bytes that are counted once."""
 
-import functools
 import importlib
 import json
 import math
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import GPT, case, gpt
+from programs import fused
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,12 +37,6 @@ CPU_CORE = machine("cpu-core")
 aten = torch.ops.aten
 # Rates at which a second is easily counted: an operation a second, eight bytes a second.
 SLOW = Machine("slow", flops=1.0, memory_bandwidth=8.0, memory=1, link_bandwidth=1.0)
-
-
-@functools.cache
-def fused(name: str) -> pfeife.Program:
-    one = case(name)
-    return pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
 
 
 def nodes_of(step, *batch: torch.Tensor) -> list[torch.fx.Node]:

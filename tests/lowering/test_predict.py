@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import case
-from test_clocks import schedules
+from orders import schedules
 from torch import nn
 
 import pfeife

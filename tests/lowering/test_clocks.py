@@ -5,15 +5,13 @@ from itertools import pairwise
 
 import networkx as nx
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sched import CHAIN, lowered, placed, reductions, shuffled
+from orders import CHAIN, lowered, schedules
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.clocks import acknowledged
-from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.simulate import simulate
-from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import gpipe, one_f_one_b
 
 
@@ -67,20 +65,6 @@ def order(schedule: Schedule) -> nx.DiGraph:
                 others = (r for r in range(len(schedule.ranks)) if (r, action) in graph)
                 graph.add_edges_from(((rank, before), (other, action)) for other in others)
     return graph
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Lowered ones, with reductions, of any placement; some with neighbours swapped."""
-    if draw(st.booleans()):
-        whole = draw(placed())
-    else:
-        whole = draw(shuffled())
-        try:
-            verify_schedule(whole)
-        except ValueError:
-            assume(False)
-    return verify_schedule(insert_actions(whole, chain(whole), draw(reductions(whole))))
 
 
 @settings(max_examples=60)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES
+from programs import captured, clusters, lowered
 from share import crossed, random_cases
-from test_passes import captured, clusters, lowered
 
 import pfeife
 from pfeife import sched

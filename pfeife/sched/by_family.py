@@ -1,0 +1,161 @@
+"""A plan with a family's schedule, or a given one, or one that a function makes."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import attrs
+
+from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.data.schedule import Do, Schedule
+from pfeife.ir.program import Kind, Program, Role
+from pfeife.lowering.lower import insert_actions
+from pfeife.lowering.problem import Problem, seconds_of, transfers
+from pfeife.lowering.simulate import simulate
+from pfeife.lowering.verify import verify_schedule
+from pfeife.sched.cutting.checkpointing import Recompute
+from pfeife.sched.cutting.cuts import (
+    Clusters,
+    balanced,
+    cheap_to_recompute,
+    clusters_of,
+)
+from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
+from pfeife.sched.families.family import Family, splits_backwards
+from pfeife.sched.families.policies import forward_only, policy
+from pfeife.sched.search.bound import lower_bound
+
+# How to make a schedule: a family or its name, "search", a schedule, or a function of a problem.
+Scheduling = str | Family | Schedule | Callable[[Problem], Schedule]
+
+
+def of_family(
+    program: Program,
+    schedule: Scheduling,
+    constraints: Constraints,
+    owned: Collection[str],
+    recompute: Recompute | None,
+    again: Callable[[Plan, Recompute], Plan],
+) -> Plan:
+    """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
+    in what is recomputed."""
+    trained = bool(program.ports(Role.TANGENT))
+    count = constraints.cuts[-1] + 1 if constraints.cuts else constraints.stages or 1
+    family = family_of(schedule) or policy("1f1b")  # a function of a problem needs cuts before
+    placed = constraints.placement or _placed(family, count, constraints.ranks)
+    made = (family if trained else forward_only)(count, constraints.microbatches, placed)
+    order = _over(made, constraints.ranks)
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
+    work = workload_of(program, duplicated)
+    stage_of = constraints.cuts or balanced(
+        to_cut(work, recompute),
+        count,
+        machine=constraints.machine,
+        in_flight=in_flight(order),
+        memory_limit=constraints.memory_limit // max(Counter(placed).values()),
+        state_factor=constraints.state_factor,
+    )
+    pose = partial(
+        stage_problem,
+        work,
+        stage_of,
+        placed,
+        constraints.microbatches,
+        machine=constraints.machine,
+        network=constraints.network,
+    )
+    problem = pose()
+    if trained and callable(schedule) and not isinstance(schedule, Family):
+        whole = pose(memory_limit=constraints.memory_limit, state_factor=constraints.state_factor)
+        order = _over(_asked(schedule, whole), constraints.ranks)
+    if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
+        raise ValueError(
+            "the schedule has backwards in two parts, and those of the program are whole: apply "
+            "split_backward() to it first (the backend does so for a Family with splits=True)"
+        )
+    lowered = insert_actions(verify_schedule(order), transfers(problem))
+    plan = Plan(stage_of, order, duplicated)
+    if recompute is not None:
+        plan = again(plan, recompute)
+        problem = _slower(problem, plan.recompute)
+    return attrs.evolve(
+        plan,
+        stage_seconds=tuple(stage.seconds for stage in problem.stages),
+        step_seconds=simulate(lowered, seconds_of(problem)).seconds,
+        bound_seconds=lower_bound(problem) if trained else None,
+    )
+
+
+def to_cut(work: Workload, recompute: Recompute | None) -> Clusters:
+    """The clusters as they are cut; what is saved is up to those who recompute."""
+    clusters = clusters_of(work)
+    if recompute in (None, "never"):
+        return clusters
+    return attrs.evolve(clusters, saved=(0,) * len(clusters.saved))
+
+
+def _slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:
+    """The problem with what its stages recompute in the first part of their backwards."""
+    pairs = zip(problem.stages, recompute, strict=True) if recompute else ()
+    stages = tuple(
+        attrs.evolve(stage, input_backward=stage.input_backward + option.extra_seconds)
+        for stage, option in pairs
+    )
+    return attrs.evolve(problem, stages=stages) if stages else problem
+
+
+def family_of(schedule: Scheduling) -> Family | None:
+    """The family of a schedule; None for what a search or a function finds."""
+    if isinstance(schedule, str | Family | Schedule) and schedule != "search":
+        return policy(schedule)
+    return None
+
+
+def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
+    """What a function makes of a problem. Raises ValueError unless it is a schedule of it."""
+    order = make(problem)
+    if not isinstance(order, Schedule):
+        raise ValueError(f"schedule={make!r}: it returned {type(order).__name__}, not a Schedule")
+    found, wanted = order.stage_ranks, problem.stage_ranks
+    if found != wanted or order.microbatches != problem.microbatches:
+        raise ValueError(
+            f"schedule={make!r}: it returned {order.microbatches} microbatches of stages on ranks "
+            f"{list(found)}; the problem has {problem.microbatches} of stages on {list(wanted)}"
+        )
+    return order
+
+
+def _over(order: Schedule, ranks: int) -> Schedule:
+    """The schedule with ranks that have nothing to do, if there are more."""
+    return Schedule((*order.ranks, *[()] * (ranks - len(order.ranks))))
+
+
+def splits(schedule: Scheduling) -> bool:
+    """Whether the schedules of a family, or those that a search or a function may find, split
+    backwards."""
+    family = family_of(schedule)
+    return family is None or family.splits
+
+
+def _placed(family: Family, stages: int, ranks: int) -> tuple[int, ...]:
+    if stages < ranks:
+        raise ValueError(
+            f"{stages} stages for {ranks} ranks: every rank needs a stage; start fewer processes "
+            f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
+        )
+    return family.placement(stages, ranks)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For every stage the most microbatches that are between forward and last backward."""
+    peak = [0] * schedule.stages
+    for actions in schedule.ranks:
+        flying: Counter[int] = Counter()
+        for action in actions:
+            if action.do == Do.FORWARD:
+                flying[action.stage] += 1
+                peak[action.stage] = max(peak[action.stage], flying[action.stage])
+            elif action.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD):
+                flying[action.stage] -= 1
+    return tuple(peak)
