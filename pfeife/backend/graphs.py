@@ -300,10 +300,10 @@ class BatchedGraph:
             )
         for name, size in rows.items():
             if size % count:
-                fits = next(n for n in range(count, 0, -1) if size % n == 0)
+                divides = next(n for n in range(count, 0, -1) if size % n == 0)
                 raise ValueError(
                     f"microbatch: input {name} with {size} rows does not divide into {count} "
-                    f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+                    f"microbatches; pass microbatches={divides}, or drop_last=True in the loader"
                 )
         broken = _torch.broken_guard(self.sizes, each)
         if broken:

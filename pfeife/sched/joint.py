@@ -108,15 +108,13 @@ def search_workload(
     layouts = layouts_for(work, clusters, constraints)
     if options is not None and any(short_of_memory(layout, constraints) for layout in layouts):
         layouts += lighter(layouts, constraints, options())
-    fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
-    if not fitting_ones:
+    roomy = [layout for layout in layouts if layout.shortage <= 0]
+    if not roomy:
         raise NoRoom(_refusal(layouts, constraints))
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
-    problems = [layout.problem for layout in fitting_ones]
+    problems = [layout.problem for layout in roomy]
     at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
-    layout, schedule = _moved(
-        clusters, constraints, fitting_ones[at], found.schedule, budget.part(0.5)
-    )
+    layout, schedule = _moved(clusters, constraints, roomy[at], found.schedule, budget.part(0.5))
     interrupted, bound = found.interrupted, None
     if found.gap > 1e-6 and not budget.over():
         _, again = search_within(
