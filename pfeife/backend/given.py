@@ -18,7 +18,7 @@ from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES, Family, Partition
-from pfeife.sched.cutting.checkpointing import WORDS
+from pfeife.sched.cutting.recompute_policy import WORDS
 from pfeife.sched.planner import check_recomputed
 
 

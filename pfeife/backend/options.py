@@ -32,7 +32,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.protocols import Runtime
-from pfeife.sched import Partition, Recompute, Scheduling
+from pfeife.sched import Partition, RecomputePolicy, Scheduling
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -195,7 +195,7 @@ class Options:
     partition: Partition | None = attrs.field(
         default=None, converter=_tuple, validator=check_partition, repr=told
     )
-    recompute: Recompute | None = attrs.field(
+    recompute: RecomputePolicy | None = attrs.field(
         default=None, converter=_tuple, validator=check_recompute
     )
     passes: Passes = attrs.field(

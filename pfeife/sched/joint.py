@@ -26,7 +26,7 @@ from pfeife.sched.cutting.layouts import (
     stages_from,
     starts_stage,
 )
-from pfeife.sched.cutting.recompute import recompute_options
+from pfeife.sched.cutting.recompute_choice import recompute_options
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload, workload_of
 from pfeife.sched.search.bound import lower_bound

@@ -25,7 +25,7 @@ from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched import choose_recompute, recompute_options
-from pfeife.sched.cutting.recompute import _stages
+from pfeife.sched.cutting.recompute_choice import _stages
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
 
 CPU_CORE = machine("cpu-core")
