@@ -34,7 +34,7 @@ class Graph(Protocol):
     def key(self, args: Sequence[Any]) -> tuple:
         """What a program is built for."""
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program; raises ValueError for a graph that cannot be cut into microbatches."""
 
 
@@ -93,7 +93,7 @@ class MicrobatchGraph:
         """What a program is built for, beside the shapes and numbers that Dynamo guards."""
         return ()
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program. Raises ValueError for results that cannot be joined."""
         if options.microbatches > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
@@ -231,7 +231,7 @@ class BatchedGraph:
             return False
         return any(size.node.expr == batch.node.expr for batch in self.sizes)
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program at the microbatch's shapes. Raises ValueError if the batch does not
         divide, or the graph was specialised to the full batch."""
         count = options.microbatches

@@ -13,7 +13,6 @@ from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.cuts import (
     Clusters,
     balanced,
@@ -21,6 +20,7 @@ from pfeife.sched.cutting.cuts import (
     clusters_of,
 )
 from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy

@@ -20,11 +20,11 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
 from pfeife.sched.by_family import Scheduling, family_of, in_flight, of_family, to_cut
 from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
-from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.cuts import (
     marked,
 )
 from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
 from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.following import follow
