@@ -13,7 +13,7 @@ from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.call import Compiled
 from pfeife.backend.decide import costs_of, planned, scheduling
-from pfeife.backend.given import boundaries, guarded, told
+from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.compilers import compile_bodies
@@ -64,8 +64,8 @@ class Builder:
         options = self.options
         if options.runtime is not None and (world or options.devices):
             raise ValueError(
-                f"option runtime={told(options.runtime)}: it runs all ranks in one process, where "
-                "devices are its own matter; leave it out under torchrun, and devices with it"
+                f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
+                "where devices are its own matter; leave it out under torchrun, and devices with it"
             )
         passes = guarded(options.passes)
         return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
@@ -189,7 +189,7 @@ class _Build:
             more = {"network": self.builder.network, "progress": phase.progress}
             plan = planned(self.options, clusters, order, world, constraints, more)
             history = record(clusters, *rank_passes(clusters, plan, replicas, owners, self.passes))
-            asked = order if isinstance(order, str) else told(order)
+            asked = order if isinstance(order, str) else described(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
         if world and {"stages", "ranks"} & set(self.passes):
             world.check_agreement(str(history[-1].program), "the program that the passes made")

@@ -28,7 +28,7 @@ def digest(value: Any) -> str:
     return f"{type(value).__name__} {hashlib.sha256(text).hexdigest()[:16]}"
 
 
-def told(value: Any) -> str:
+def described(value: Any) -> str:
     """An option's value as all ranks write it."""
     if isinstance(value, Family):
         return f"family {value} by {compiler_name(value.make)}"
@@ -102,8 +102,8 @@ def check_passes(instance: object, attribute: attrs.Attribute, value: Any) -> No
             )
 
 
-def told_passes(value: Passes) -> str:
-    return str({level: [told(one) for one in value.get(level, ())] for level in LEVELS})
+def described_passes(value: Passes) -> str:
+    return str({level: [described(one) for one in value.get(level, ())] for level in LEVELS})
 
 
 def guarded(passes: Passes) -> Passes:
@@ -190,7 +190,9 @@ def check_together(options: Any) -> None:
     asked for. A call with a smaller batch may later run the first of its microbatches."""
     plan, schedule = options.plan, options.schedule
     if plan is not None and schedule != "1f1b":
-        raise ValueError(f"options plan and schedule={told(schedule)}: the plan has its schedule")
+        raise ValueError(
+            f"options plan and schedule={described(schedule)}: the plan has its schedule"
+        )
     for name in ("partition", "recompute"):
         asked = getattr(options, name)
         if plan is not None and asked is not None:

@@ -20,10 +20,10 @@ from pfeife.backend.given import (
     check_runtime,
     check_schedule,
     check_together,
+    described,
+    described_passes,
     passes_of,
     plan_of,
-    told,
-    told_passes,
 )
 from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.data.machine import Machine, Network
@@ -179,9 +179,9 @@ class Options:
 
     microbatches: int = attrs.field(default=1, validator=_count)
     stages: int | None = attrs.field(default=None, validator=_count)
-    schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=told)
+    schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=described)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(
-        default=None, converter=plan_of, validator=check_plan, repr=told
+        default=None, converter=plan_of, validator=check_plan, repr=described
     )
     search_seconds: float = attrs.field(default=20.0, validator=_seconds)
     search_work: int | None = attrs.field(default=None, validator=_count)
@@ -190,16 +190,16 @@ class Options:
     )
     replicas: int = attrs.field(default=1, validator=_count)
     costs: str | Costs | Callable[[Program], Costs] = attrs.field(
-        default="estimate", validator=check_costs, repr=told
+        default="estimate", validator=check_costs, repr=described
     )
     partition: Partition | None = attrs.field(
-        default=None, converter=_tuple, validator=check_partition, repr=told
+        default=None, converter=_tuple, validator=check_partition, repr=described
     )
     recompute: RecomputePolicy | None = attrs.field(
         default=None, converter=_tuple, validator=check_recompute
     )
     passes: Passes = attrs.field(
-        factory=dict, converter=passes_of, validator=check_passes, repr=told_passes
+        factory=dict, converter=passes_of, validator=check_passes, repr=described_passes
     )
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
@@ -224,7 +224,7 @@ class Options:
         validator=_compiler,
         repr=compiler_name,  # the same on every rank
     )
-    runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=told)
+    runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=described)
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     check: bool = attrs.field(default=True, validator=_flag)

@@ -76,7 +76,7 @@ def _starts(
 
     starts = {0} | (forced - {len(forward)})
     for first, second in pairwise(heavy):
-        between = [i for i in range(first + 1, second + 1) if _may_begin(forward[i])]
+        between = [i for i in range(first + 1, second + 1) if _may_start(forward[i])]
         if between and not any(first < i <= second for i in forced):
             starts.add(min(between, key=dislike))
     return sorted(starts)
@@ -92,7 +92,7 @@ def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:
     )
 
 
-def _may_begin(node: fx.Node) -> bool:
+def _may_start(node: fx.Node) -> bool:
     """Parts of a tuple stay with the operation that made the tuple."""
     return not (
         node.all_input_nodes and isinstance(node.all_input_nodes[0].meta.get("val"), tuple | list)

@@ -105,7 +105,7 @@ class Monitor:
                 time.sleep(0.05)
         return self.failure
 
-    def told(self) -> Collection[int]:
+    def aware(self) -> Collection[int]:
         """The ranks that know of the failure or have left; all if the store is gone."""
         everyone = range(self.size)
 

@@ -164,7 +164,7 @@ class Ownership:
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
         them has been written to, what has become NaN, by what gradients were scaled."""
-        lines = self.gradients.told()
+        lines = self.gradients.news()
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]

@@ -324,7 +324,7 @@ class World:
         self.ownership.gradients.end()
         if self.monitor.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
-                diagnosis.wait_until_told(self.monitor, GRACE)
+                diagnosis.wait_until_known(self.monitor, GRACE)
             self.monitor.ask(self.monitor.acknowledge)
             self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()
