@@ -33,6 +33,7 @@ from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint, Timeline
 from pfeife.ir.outline import inline
+from pfeife.lowering.lower import chain, insert_actions
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, tied_across
 
@@ -62,7 +63,7 @@ def a_gigabyte():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-ORDER = sched.insert_actions(sched.gpipe(2, 2), sched.chain(sched.gpipe(2, 2)))
+ORDER = insert_actions(sched.families.gpipe(2, 2), chain(sched.families.gpipe(2, 2)))
 LINK = Link(0, 1, (0, 1000), (1e-6, 2e-6), (1e-7, 1e-7), (0.0, 0.0), 0.5)
 VALUES = {
     "plan": Plan(
@@ -83,7 +84,11 @@ VALUES = {
     **{name: machine(name) for name in machines()},
 }
 TEXTS = {name: plain.to_json(value) for name, value in VALUES.items()}
-CSVS = (ORDER.to_csv(), sched.zb_v(4, 4, (0, 1, 1, 0)).to_csv(), sched.one_f_one_b(3, 4).to_csv())
+CSVS = (
+    ORDER.to_csv(),
+    sched.families.zb_v(4, 4, (0, 1, 1, 0)).to_csv(),
+    sched.families.one_f_one_b(3, 4).to_csv(),
+)
 
 EXTREMES = (
     *("0", "-1", "1", "-0.0", "0.5", "1e-300", "5e-324", "1e300", "1e999", "-1e308", "NaN"),
@@ -520,7 +525,7 @@ def planned(name: str, order: str):
     """A fused program, a plan of it on two or three ranks, and what a step gives."""
     one, program, state, microbatches = captured(name)
     base = clusters(program)
-    if sched.splits(order):
+    if sched.by_family.splits(order):
         base = pfeife.split_backward()(base)
         costs = pfeife.cost.estimate(base, CPU_CORE)
         base = pfeife.annotate(costs)(base)
@@ -535,7 +540,7 @@ def planned(name: str, order: str):
     )
     if order == "1f1b":
         staged = pfeife.partition(plan)(base)
-        choice = sched.choose_recompute(staged, "full", machine=CPU_CORE)
+        choice = sched.cutting.choose_recompute(staged, "full", machine=CPU_CORE)
         plan = attrs.evolve(plan, recompute=choice)
     nodes = inline(base)[0].module.graph.nodes
     names = tuple(node.name for node in nodes if node.op != "output")
@@ -726,7 +731,7 @@ def test_what_reads_an_updated_buffer_is_not_duplicated():
     """The other rank does not see the updates: it would compute with the first value."""
     model, x = Scaled(), torch.randn(3, 4)
     fused = clusters(pfeife.capture(lambda x: model(x).square().mean(), x))
-    plan = Plan((0,) * (fused.units - 1) + (1,), sched.gpipe(2, 3))
+    plan = Plan((0,) * (fused.units - 1) + (1,), sched.families.gpipe(2, 3))
     pfeife.partition(plan)(fused)
     with pytest.raises(ValueError, match="buffer scale is updated and used by several stages"):
         pfeife.partition(attrs.evolve(plan, duplicated=("add",)))(fused)

@@ -36,7 +36,7 @@ from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
-from pfeife.sched import Scheduling, splits
+from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")

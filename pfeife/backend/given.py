@@ -17,8 +17,10 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
-from pfeife.sched import POLICIES, Family, Partition
+from pfeife.sched import POLICIES
+from pfeife.sched.cutting import Partition
 from pfeife.sched.cutting.recompute_policy import WORDS
+from pfeife.sched.families import Family
 from pfeife.sched.planner import check_recomputed
 
 

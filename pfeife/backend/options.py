@@ -32,7 +32,8 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.protocols import Runtime
-from pfeife.sched import Partition, RecomputePolicy, Scheduling
+from pfeife.sched.by_family import Scheduling
+from pfeife.sched.cutting import Partition, RecomputePolicy
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -134,7 +135,7 @@ class Options:
         plan on any machine.
     plan: cuts, schedule and what is recomputed, as `step.backend.compiled[0].plan` has them: a
         `Plan` or the path to its JSON. Nothing is searched then; it is refused unless it fits the
-        program (see `sched.adopted`).
+        program (see `sched.given.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
@@ -142,7 +143,7 @@ class Options:
         which stages start; or a function of a program that gives the stage of every cluster.
     recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
         (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
-        limit of memory. See `sched.with_recompute`.
+        limit of memory. See `sched.cutting.with_recompute`.
     costs: "estimate", or "measure" by running every cluster on this machine; `Costs`, or a function
         of a program that gives them.
     passes: functions of a `Program`, for programs of the levels {"flat": [...], "clusters": [...],

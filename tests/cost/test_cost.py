@@ -31,7 +31,7 @@ from pfeife.data.plan import Costs
 from pfeife.ir.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import profile
-from pfeife.sched import clusters_of, workload_of
+from pfeife.sched.cutting import clusters_of, workload_of
 
 CPU_CORE = machine("cpu-core")
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from pfeife.testing import nets, plans
 
 CPU_CORE = machine("cpu-core")
 CPU = torch.device("cpu")
-POLICIES = {"gpipe": sched.gpipe, "1f1b": sched.one_f_one_b}
+POLICIES = {"gpipe": sched.families.gpipe, "1f1b": sched.families.one_f_one_b}
 aten = torch.ops.aten
 
 
@@ -240,7 +240,7 @@ def text_of(curve) -> list[tuple[str, int, int]]:
 
 def test_temporaries_by_hand():
     """The first stage's most is its gradient; the second has both gradients and the square's."""
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 1))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
     memory = stage_memory(pfeife.partition(plan)(two_matrices()))
     assert [stage.temporaries for stage in memory] == [FIRST, SECOND + CROSSING + PRODUCT]
     assert [stage.parameters for stage in memory] == [FIRST, SECOND]
@@ -273,7 +273,7 @@ def test_one_microbatch_by_hand(policy):
 
 def test_a_reduced_gradient_is_there_once():
     """With replicas: it is reduced in a copy, and then what was summed up goes."""
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 1))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
     passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 2))]
     sent = pfeife.compose(*passes)(two_matrices())
     first, _ = memory_curves(sent, sched.lower(plan.schedule, sent))
@@ -399,7 +399,7 @@ def test_what_was_left_out_is_left_room_for():
 
     def make(room: int, tries: int) -> pfeife.Plan:
         asked.append(room)
-        return pfeife.Plan((0,), sched.gpipe(1, room // 10))
+        return pfeife.Plan((0,), sched.families.gpipe(1, room // 10))
 
     def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
         return [MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())]

@@ -22,7 +22,7 @@ from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, parse_ac
 from pfeife.data.timeline import Event, Timeline
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.families import gpipe, one_f_one_b
 
 CPU_CORE = machine("cpu-core")
 H100 = machine("h100-sxm")

@@ -12,7 +12,7 @@ from orders import CHAIN, lowered, schedules
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.simulate import simulate
-from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.families import gpipe, one_f_one_b
 
 
 def by_action(schedule: Schedule) -> list[dict[str, dict[int, int]]]:

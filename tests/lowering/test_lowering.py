@@ -27,18 +27,11 @@ from pfeife.lowering.problem import Problem, StageCosts, chain_edges
 from pfeife.lowering.replay import replay
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    balanced,
-    forward_only,
-    gpipe,
-    in_flight,
-    naive,
-    one_f_one_b,
-    plan,
-    policy,
-    split_at,
-)
+from pfeife.sched import plan, policy
+from pfeife.sched.by_family import in_flight
+from pfeife.sched.cutting import balanced, split_at
 from pfeife.sched.cutting.cuts import Clusters, borders
+from pfeife.sched.families import forward_only, gpipe, naive, one_f_one_b
 
 CPU_CORE = machine("cpu-core")
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}

@@ -24,7 +24,7 @@ from pfeife.ir.evaluate import named_batch
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline
-from pfeife.sched import choose_recompute, recompute_options
+from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.sched.cutting.recompute_choice import _stages
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
 
@@ -195,7 +195,7 @@ def test_what_several_weights_gradients_share_stays_with_them():
         return (one(shared) * other(shared)).sum()
 
     fused = clusters(pfeife.capture(step, torch.randn(3, 4)))
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 1))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 1))
     choice = choose_recompute(pfeife.partition(plan)(fused), "selective", machine=NO_PRODUCTS)
     passes = (pfeife.partition(attrs.evolve(plan, recompute=choice)), pfeife.split_backward())
     split = pfeife.compose(*passes)(fused)
@@ -292,7 +292,7 @@ def test_a_buffer_that_the_forward_would_lose_is_kept_or_refused():
 
     program = pfeife.capture(step, torch.randn(3, 4))
     fused = clusters(overwritten(program))
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 1))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 1))
     (option,) = choose_recompute(pfeife.partition(plan)(fused), "full", machine=CPU_CORE)
     kept = pfeife.partition(attrs.evolve(plan, recompute=(option,)))(fused)
     assert "sin" not in option.names
@@ -398,7 +398,7 @@ def test_heavy_operations_with_several_results_keep_them_all():
     program = pfeife.capture(step, *microbatches[0])
     state = {n: v.clone() for n, v in pfeife.state_of(program, lins).items()}
     fused = clusters(program)
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 2))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 2))
     staged = pfeife.partition(plan)(fused)
     for speed in (NO_PRODUCTS, CPU_CORE):
         choice = choose_recompute(staged, "selective", machine=speed)

@@ -5,3 +5,25 @@
 (stages on ranks). `recompute_choice` finds what a stage computes again for a number of bytes,
 `recompute_policy` what people ask for by a word; `account` and `room` keep plans to the memory.
 """
+
+from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cutting.partitions import Partition, partitioned
+from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
+from pfeife.sched.cutting.workload import stage_problem, workload_of
+
+__all__ = [
+    "Partition",
+    "RecomputePolicy",
+    "balanced",
+    "cheap_to_recompute",
+    "choose_recompute",
+    "clusters_of",
+    "marked",
+    "partitioned",
+    "recompute_options",
+    "split_at",
+    "stage_problem",
+    "with_recompute",
+    "workload_of",
+]

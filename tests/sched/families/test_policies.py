@@ -14,8 +14,8 @@ from pfeife.data.schedule import SENDS, Action, Do, Schedule, parse_action
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    POLICIES,
+from pfeife.sched import POLICIES, policy
+from pfeife.sched.families import (
     eager_one_f_one_b,
     folded,
     forward_only,
@@ -25,7 +25,6 @@ from pfeife.sched import (
     loops,
     one_f_one_b,
     placement,
-    policy,
     zb_v,
 )
 from pfeife.sched.families.orders import unit_times

@@ -25,7 +25,7 @@ from pfeife.lowering.problem import (
 )
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import folded, gpipe, one_f_one_b, v_min
+from pfeife.sched.families import folded, gpipe, one_f_one_b, v_min
 from pfeife.sched.search.anneal import Cooling, anneal, propose
 from pfeife.sched.search.bound import lower_bound, preemptive
 from pfeife.sched.search.budget import Budget
