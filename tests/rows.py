@@ -13,15 +13,12 @@ runs rows on ranks: rank R writes REPORT/rankR.json, {row: "" or what went wrong
 import faulthandler
 import importlib
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -157,23 +154,6 @@ def on_ranks(
     if run.returncode:
         found["the processes"] = {"all": run.stdout[-2000:] + run.stderr[-6000:]}
     return found
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    """What is logged or warned meanwhile; logged only on rank 0."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
-    log = logging.getLogger("pfeife")
-    log.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield found
-        found += [str(one.message) for one in warned if "microbatches count" in str(one.message)]
-    finally:
-        log.removeHandler(handler)
 
 
 def main(report: Path, *names: str) -> None:

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import attrs
 import pytest
 import torch
 from models import case
+from processes import bounded
 from share import WHOLE
 
 import pfeife
@@ -24,25 +24,6 @@ from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.testing import assert_same
 
 ROOT = Path(__file__).parent.parent
-
-
-def bounded(command, seconds, **environment):
-    """The finished command; it is killed with all its processes when the time is up."""
-    run = subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        out, error = run.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
-        out, error = run.communicate()
-        pytest.fail(f"not over after {seconds} s:\n{out[-3000:]}{error[-6000:]}")
-    return run.returncode, out, error
 
 
 def test_a_rank_that_fails():

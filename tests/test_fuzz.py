@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from programs import captured, clusters
 from share import random_cases
-from test_passes import captured, clusters
-from test_plan import well_typed
+from typed import well_typed
 
 import pfeife
 from pfeife import report, sched

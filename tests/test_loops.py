@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from processes import bounded
 from share import whole
-from test_faults import bounded
 
 LOOPS = Path(__file__).parent.parent / "benchmarks" / "loops.py"
 

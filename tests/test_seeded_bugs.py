@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from test_passes import captured, clusters, lowered
+from programs import captured, clusters, lowered
 from torch import fx
 
 import pfeife

@@ -103,7 +103,7 @@ class _Build:
         return self.builder.options
 
     def compiled(self) -> Compiled:
-        captured, flat = self._captured()
+        captured, flat = self._capture()
         program = captured.program
         if captured.warning() and not (self.world and self.world.rank):
             log.warning(captured.warning())
@@ -128,14 +128,14 @@ class _Build:
             captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way
         )
 
-    def _captured(self) -> tuple[Captured, tuple[Recorded, ...]]:
+    def _capture(self) -> tuple[Captured, tuple[Recorded, ...]]:
         """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
         all do."""
         world, options = self.world, self.options
         with self.show.phase("capturing") as phase:
             found, refused = None, None
             try:
-                captured = self.graph.captured(self.args, options)
+                captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
                 known = world is not None and world.ownership.among(self.args)
                 if options.check and options.microbatches > 1 and not known:

@@ -18,7 +18,7 @@ from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES, Family, Partition
-from pfeife.sched.cutting.checkpointing import WORDS
+from pfeife.sched.cutting.recompute_policy import WORDS
 from pfeife.sched.planner import check_recomputed
 
 
@@ -156,7 +156,7 @@ def check_partition(instance: object, attribute: attrs.Attribute, value: Any) ->
     if not words and value is not None and not callable(value):
         raise ValueError(
             f"option partition={value!r}: must be 'parameters', 'uniform', 'type:Regex', a list of "
-            "clusters or of modules at which stages begin, or a function of a Program that gives "
+            "clusters or of modules at which stages start, or a function of a Program that gives "
             "the stage of every cluster"
         )
 
@@ -180,7 +180,7 @@ def check_runtime(instance: object, attribute: attrs.Attribute, value: Any) -> N
 
 
 def boundaries(partition: Partition | None) -> dict[str, str]:
-    """The modules at which a partition wants clusters to begin."""
+    """The modules at which a partition wants clusters to start."""
     named = isinstance(partition, tuple) and all(isinstance(one, str) for one in partition)
     return {str(one): "begin" for one in partition} if named else {}  # type: ignore[union-attr]
 

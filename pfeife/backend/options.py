@@ -32,7 +32,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.protocols import Runtime
-from pfeife.sched import Partition, Recompute, Scheduling
+from pfeife.sched import Partition, RecomputePolicy, Scheduling
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -140,7 +140,7 @@ class Options:
     replicas: pipelines that share the microbatches and average their gradients.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
-        which stages begin; or a function of a program that gives the stage of every cluster.
+        which stages start; or a function of a program that gives the stage of every cluster.
     recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
         (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
         limit of memory. See `sched.with_recompute`.
@@ -197,7 +197,7 @@ class Options:
     partition: Partition | None = attrs.field(
         default=None, converter=_tuple, validator=check_partition, repr=told
     )
-    recompute: Recompute | None = attrs.field(
+    recompute: RecomputePolicy | None = attrs.field(
         default=None, converter=_tuple, validator=check_recompute
     )
     passes: Passes = attrs.field(

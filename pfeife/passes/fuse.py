@@ -23,7 +23,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
     Every cluster holds one heavy operation (one with a FLOP formula, or one that reads a
     parameter of two or more dimensions) and what is cheap around it. Between two heavy
     operations the border lies where the fewest bytes cross; among equals, where the most
-    modules are left. There is always a border before a `stage_boundary` and at the begin or end
+    modules are left. There is always a border before a `stage_boundary` and at the start or end
     of the modules that `boundaries` names. Backward nodes belong to the cluster of the forward
     node that they differentiate. Raises ValueError for a module that computes nothing.
     """
@@ -62,7 +62,7 @@ def _halves(flat: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 def _starts(
     forward: list[fx.Node], matrices: set[str], boundaries: Mapping[str, Side]
 ) -> list[int]:
-    """Positions in the forward order at which a cluster begins, the first being 0."""
+    """Positions in the forward order at which a cluster starts, the first being 0."""
     if not forward:
         return [0]
     crossing = _crossing_bytes(forward)

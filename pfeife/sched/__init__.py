@@ -12,10 +12,10 @@ from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.by_family import Scheduling, in_flight, splits
-from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
 from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
 from pfeife.sched.cutting.partitions import Partition, partitioned
-from pfeife.sched.cutting.recompute import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.workload import stage_problem, workload_of
 from pfeife.sched.families.family import Family
 from pfeife.sched.families.orders import folded, looped
@@ -44,7 +44,7 @@ __all__ = [
     "Family",
     "Partition",
     "Problem",
-    "Recompute",
+    "RecomputePolicy",
     "Scheduling",
     "StageCosts",
     "Transfer",

@@ -141,10 +141,10 @@ def a_cut_after_others() -> None:
     for rank in range(world.size):
         if rank == world.rank and work is not None:
             connection.cut()
-            begun = time.monotonic()
+            start = time.monotonic()
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=5))
-            assert time.monotonic() - begun < 4, "nothing has ended the wait"
+            assert time.monotonic() - start < 4, "nothing has ended the wait"
         world.gather(torch.zeros(1))
         time.sleep(0.1)  # until the others have noticed what this rank has closed
     connection.close()
@@ -300,10 +300,10 @@ def two_ranks_that_fail_at_once() -> None:
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters, plan = pfeife.fuse()(program), pfeife.Plan((0, 1, 2, 3), sched.gpipe(4, 4))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-    rank, begun = int(os.environ["RANK"]), time.monotonic()
+    rank, start = int(os.environ["RANK"]), time.monotonic()
 
     def fails(*args):
-        time.sleep(max(0.0, begun + 3.0 - time.monotonic()))
+        time.sleep(max(0.0, start + 3.0 - time.monotonic()))
         raise KeyError(f"of rank {rank}")
 
     calls = [call.node for call in sent.calls if call.rank == rank in (1, 2) and call.kind == "B"]

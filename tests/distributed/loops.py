@@ -1,13 +1,13 @@
 """Training loops: what lasts from one step to the next."""
 
 import copy
-import io
 import logging
 import sys
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from listening import Lines, Terminal
 from models import CASES, case
 from rows import row
 from share import WHOLE
@@ -114,22 +114,6 @@ def loss_outside() -> None:
         plain(part).backward(gradient)
     for name, gradient in found.items():
         assert torch.equal(gradient, plain.get_parameter(name).grad), name
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Lines(logging.Handler):
-    """A log handler that keeps what it is given."""
-
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 @row(ranks=(2,))

@@ -5,7 +5,8 @@ import gc
 import os
 
 import torch
-from rows import row, said
+from listening import said
+from rows import row
 from torch import nn
 
 import pfeife

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rows import row, said
+from listening import said
+from rows import row
 from torch import nn
 
 import pfeife

@@ -7,7 +7,8 @@ from itertools import pairwise, permutations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rows import row, said
+from listening import said
+from rows import row
 from share import WHOLE
 from torch import nn
 

@@ -48,8 +48,8 @@ def lives(rank: int, first: Heartbeats | None, second: Heartbeats | None) -> boo
 
 def wait_until_told(monitor: Monitor, seconds: float) -> None:
     """Until all ranks that live know of the failure, but not longer than so many seconds."""
-    begun, first = time.monotonic(), monitor.heartbeats()
-    while (waited := time.monotonic() - begun) < seconds:
+    start, first = time.monotonic(), monitor.heartbeats()
+    while (waited := time.monotonic() - start) < seconds:
         unaware, now = set(range(monitor.size)) - set(monitor.told()), monitor.heartbeats()
         if waited > _LISTENING:
             unaware = {rank for rank in unaware if lives(rank, first, now)}

@@ -17,7 +17,7 @@ class Family:
     `make(stages, microbatches, ranks, **arguments)` gives the schedule of stages that are placed
     on `ranks`, one rank a stage if that is None; it raises ValueError for what it is not for.
     `placement(stages, ranks)` places the stages where nobody else does. `splits` says whether
-    backwards are in two parts (I and W), `seeds` whether `schedule="search"` begins with the
+    backwards are in two parts (I and W), `seeds` whether `schedule="search"` starts with the
     schedules of this family too.
 
     >>> import pfeife

@@ -1,5 +1,5 @@
-"""Schedules that are looked for: `search` is the door, `shop` the problem as the search sees it.
+"""Schedules that are looked for: `search` is the door, `job_shop` the problem as it sees it.
 
 `list_schedule`, `dispatch` and `pattern` make orders from rules, `anneal` changes them, `seeds`
-says where it begins, and `bound` how good any order can be.
+says where it starts, and `bound` how good any order can be.
 """

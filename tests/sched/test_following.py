@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import CPU_CORE, captured, clusters, lowered
 from share import crossed, random_cases
-from test_passes import CPU_CORE, captured, clusters, lowered
 
 import pfeife
 from pfeife import sched

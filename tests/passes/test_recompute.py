@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES
+from programs import captured, clusters, lowered
 from share import crossed, random_cases
-from test_passes import captured, clusters, lowered
 
 import pfeife
 from pfeife import sched
@@ -25,7 +25,7 @@ from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import Kind, Role, call_of, find_node, is_source, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched import choose_recompute, recompute_options
-from pfeife.sched.cutting.recompute import _stages
+from pfeife.sched.cutting.recompute_choice import _stages
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
 
 CPU_CORE = machine("cpu-core")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import case
-from test_clocks import schedules
+from orders import schedules
 from torch import nn
 
 import pfeife
@@ -117,16 +117,16 @@ def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
     assert path[0].start == 0 and path[-1].end == timeline.seconds
     assert all(a.end == b.start for a, b in pairwise(path))
     assert sum(e.end - e.start for e in path) == pytest.approx(timeline.seconds)
-    begun = {(e.rank, e.action): e.start for e in timeline.events}
+    starts_at = {(e.rank, e.action): e.start for e in timeline.events}
     for before, event in pairwise(path):
         made = {
             rank: time
-            for (rank, action), time in begun.items()
+            for (rank, action), time in starts_at.items()
             if action.do in SENDS and received_as(action) == event.action
         }
         together = event.action.do == Do.REDUCE_GRAD
-        made |= {r: t for (r, a), t in begun.items() if a == event.action and together}
-        starts = made | {event.rank: begun[event.rank, event.action]}
+        made |= {r: t for (r, a), t in starts_at.items() if a == event.action and together}
+        starts = made | {event.rank: starts_at[event.rank, event.action]}
         assert starts[before.rank] == event.start
 
 
@@ -165,7 +165,7 @@ def test_overlap(overlap, share):
     events = {str(e.action): e for e in predict(program, schedule, link).events}
     assert events["0SEND_F0"].end - events["0SEND_F0"].start == share
     assert events["0F1"].start == 1 + share
-    assert events["1RECV_F0"].end == 3, "it has waited from the begin"
+    assert events["1RECV_F0"].end == 3, "it has waited from the start"
     # The second is under way from 3 on (the channel) or from when the rank comes to it.
     assert events["1RECV_F1"].end == max(max(3, 2 + share) + 2, 4 + share)
 

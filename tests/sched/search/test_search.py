@@ -29,6 +29,15 @@ from pfeife.sched import folded, gpipe, one_f_one_b, v_min
 from pfeife.sched.search.anneal import Cooling, anneal, propose
 from pfeife.sched.search.bound import lower_bound, preemptive
 from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.job_shop import (
+    JobShop,
+    compile_problem,
+    length_of,
+    orders_of,
+    respects,
+    schedule_of,
+    starts_of,
+)
 from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.pattern import neighbour, pattern_of, pattern_schedule
 from pfeife.sched.search.placements import _shares
@@ -37,15 +46,6 @@ from pfeife.sched.search.rules import first_rules, mutated
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_placements, search_schedule
 from pfeife.sched.search.seeds import patterns
-from pfeife.sched.search.shop import (
-    Shop,
-    compile_problem,
-    length_of,
-    orders_of,
-    respects,
-    schedule_of,
-    starts_of,
-)
 from pfeife.sched.search.timing import Timing
 
 WORK = 60_000  # operations that a search in a test looks at
@@ -107,7 +107,7 @@ def simulated(problem: Problem, schedule: Schedule) -> float:
     return simulate(insert_actions(schedule, transfers(problem)), seconds_of(problem)).seconds
 
 
-def every_order(shop: Shop, rank: int) -> Iterator[list[int]]:
+def every_order(shop: JobShop, rank: int) -> Iterator[list[int]]:
     """All orders of a rank's operations that keep to F, I, W and to the memory."""
     tokens, m, count = shop.tokens_of(rank), shop.microbatches, shop.stages
 
@@ -262,7 +262,7 @@ def test_patterns_give_schedules_in_memory_or_none(problem, seed):
         if not found.left:
             assert respects(shop, found.orders) and starts_of(shop, found.orders) is not None
         pattern = neighbour(shop, pattern, random)
-    # What leaves memory for what has begun, and lets all that is there go, never gets stuck.
+    # What leaves memory for what has started, and lets all that is there go, never gets stuck.
     assert not pattern_schedule(shop, attrs.evolve(pattern, safe=True, loose=1e9)).left
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models import case
-from test_cost import fused
+from programs import fused
 
 import pfeife
 from pfeife import sched

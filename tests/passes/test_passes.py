@@ -7,36 +7,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CASES, EQUAL_TO_EAGER, case
+from models import CASES, EQUAL_TO_EAGER
 from pass_rows import ROWS
+from programs import CPU_CORE, captured, clusters, lowered
 from share import crossed, random_cases
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, machine, measure
+from pfeife.cost import estimate, measure
 from pfeife.ir.program import Port, Role
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass, eager_accumulation, nets
-
-CPU_CORE = machine("cpu-core")
-
-
-def clusters(program: pfeife.Program) -> pfeife.Program:
-    fused = pfeife.fuse()(program)
-    return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-
-
-@functools.cache
-def captured(name: str):
-    one = case(name)
-    microbatches = [one.batch(2, seed) for seed in range(4)]
-    program = pfeife.capture(one.step, *microbatches[0])
-    state = {n: v.clone() for n, v in pfeife.state_of(program, one.model).items()}
-    return one, program, state, microbatches
-
-
-def lowered(plan: pfeife.Plan, program: pfeife.Program) -> pfeife.Schedule:
-    return sched.verify_schedule(sched.lower(plan.schedule, program))
 
 
 @pytest.mark.parametrize(
@@ -261,8 +242,8 @@ def test_constants_are_on_the_rank_that_reads_them():
     constants = [n.name for n in placed.module.graph.nodes if n.op == "get_attr"]
     assert len(constants) == 2
     pipeline = LocalPipeline(placed, lowered(plan, placed), devices)
-    for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
-        for values in begun.values:
+    for runner, step in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
+        for values in step.values:
             assert {values[name].device for name in constants} == {devices[runner.rank]}
 
 

@@ -6,7 +6,7 @@ import sys
 
 import attrs
 import pytest
-from test_cost import fused
+from programs import fused
 
 import pfeife
 from pfeife import report

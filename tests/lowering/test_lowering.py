@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models import case
+from orders import CHAIN, lowered, placed, reductions, shuffled
 from torch import nn
 
 import pfeife
@@ -41,52 +42,6 @@ from pfeife.sched.cutting.cuts import Clusters, borders
 
 CPU_CORE = machine("cpu-core")
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
-
-@st.composite
-def placed(draw: st.DrawFn, policies=(gpipe, one_f_one_b, forward_only)) -> Schedule:
-    """A policy's schedule of up to 8 stages on ranks in any way, with ranks that have none."""
-    ranks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    if draw(st.booleans()):
-        ranks = [stage % (1 + max(ranks)) for stage in range(len(ranks))]
-    return draw(st.sampled_from(policies))(len(ranks), draw(st.integers(1, 6)), ranks)
-
-
-@st.composite
-def shuffled(draw: st.DrawFn) -> Schedule:
-    """A small schedule in which some backwards are split and some neighbours swapped."""
-    order = draw(placed((gpipe, one_f_one_b)))
-    assume(order.stages * order.microbatches <= 12)
-    ranks = []
-    for rank in order.ranks:
-        actions: list[Action] = []
-        for action in rank:
-            if action.do == Do.BACKWARD and draw(st.booleans()):
-                do = attrs.evolve(action, do=Do.INPUT_BACKWARD)
-                actions += [do, attrs.evolve(action, do=Do.WEIGHT_BACKWARD)]
-            else:
-                actions.append(action)
-        for at in draw(st.lists(st.integers(0, 100), max_size=3)):
-            if len(actions) > 1:
-                at %= len(actions) - 1
-                actions[at : at + 2] = reversed(actions[at : at + 2])
-        ranks.append(tuple(actions))
-    return Schedule(tuple(ranks))
-
-
-@st.composite
-def reductions(draw: st.DrawFn, schedule: Schedule) -> list[Reduction]:
-    """Gradients of parameters that one or several stages use."""
-    stage_ranks, found = schedule.stage_ranks, []
-    for index in range(draw(st.integers(0, 4))):
-        stages = sorted(draw(st.sets(st.integers(0, schedule.stages - 1), min_size=1)))
-        ranks = tuple(sorted({stage_ranks[stage] for stage in stages}))
-        found.append(Reduction(f"w{index}", ranks, tuple(stages), 2))
-    return found
-
-
-def lowered(order: Schedule) -> Schedule:
-    return insert_actions(order, chain(order))
 
 
 def edited(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Schedule:
@@ -219,13 +174,10 @@ def test_policies_by_name():
     for make in (*TRAINING.values(), forward_only):
         with pytest.raises(ValueError, match="3 placements for 2 stages"):
             make(2, 1, (0, 1, 2))
-        with pytest.raises(ValueError, match="ranks begin at 0"):
+        with pytest.raises(ValueError, match="ranks start at 0"):
             make(2, 1, (0, -1))
         with pytest.raises(ValueError, match="there is a stage"):
             make(0, 1)
-
-
-CHAIN = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 
 @pytest.mark.parametrize(

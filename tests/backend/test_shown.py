@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed.loops import Lines, Terminal
+from listening import Lines, Terminal
 from models import case
-from test_cost import fused
+from programs import fused
 
 import pfeife
 from pfeife import _torch, report, sched
@@ -276,7 +276,7 @@ def test_every_stop_is_in_torchs_trace(tmp_path):
     terminal, the same run draws its bars."""
     trace, out = tmp_path / "trace", tmp_path / "out"
     drawn = on_a_terminal(
-        [sys.executable, "-c", TRACED.format(tests=str(Path(__file__).parent))],
+        [sys.executable, "-c", TRACED.format(tests=str(Path(__file__).parent.parent))],
         env={**os.environ, "TORCH_TRACE": str(trace)},
         out=out,
     )

@@ -284,7 +284,7 @@ def test_a_reduced_gradient_is_there_once():
 @pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
 def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
     """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
-    as many as fit but two at least, are there from the begin, more when some have arrived. Those
+    as many as fit but two at least, are there from the start, more when some have arrived. Those
     of large messages stay."""
     crossing = 3 * width * 4
     for m in range(2, 9):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from listening import said
 from models import CASES, case
-from rows import said
 from torch import nn
 
 import pfeife

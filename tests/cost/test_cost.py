@@ -1,6 +1,5 @@
 """Costs: rooflines by hand, measurements that touch nothing, bytes that are counted once."""
 
-import functools
 import importlib
 import json
 import math
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import GPT, case, gpt
+from programs import fused
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +24,7 @@ from pfeife.cost import estimate, machine, measure, stage_memory
 from pfeife.cost.cache import Measured
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.cost.measure import fingerprint, processor
-from pfeife.cost.network import fit
+from pfeife.cost.network import piecewise_fit
 from pfeife.data import plain
 from pfeife.data.machine import Link, Machine, Network
 from pfeife.data.plan import Costs
@@ -37,12 +37,6 @@ CPU_CORE = machine("cpu-core")
 aten = torch.ops.aten
 # Rates at which a second is easily counted: an operation a second, eight bytes a second.
 SLOW = Machine("slow", flops=1.0, memory_bandwidth=8.0, memory=1, link_bandwidth=1.0)
-
-
-@functools.cache
-def fused(name: str) -> pfeife.Program:
-    one = case(name)
-    return pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
 
 
 def nodes_of(step, *batch: torch.Tensor) -> list[torch.fx.Node]:
@@ -485,12 +479,12 @@ def test_a_link_needs_two_sizes():
 def test_links_are_fitted():
     """Through the points where they rise, between and beyond them in straight lines."""
     sizes = (1000, 10_000)
-    values, residual = fit(sizes, (2e-6, 11e-6))
+    values, residual = piecewise_fit(sizes, (2e-6, 11e-6))
     link = Link(0, 1, (0, *sizes), values, values, (0.0,) * 3, residual)
     assert residual < 1e-6 and link.send_seconds(1000) == link.transfer_seconds(1000)
     for size, seconds in ((1000, 2e-6), (5500, 6.5e-6), (10_000, 11e-6), (20_000, 21e-6)):
         assert math.isclose(link.transfer_seconds(size), seconds, rel_tol=1e-6)
-    rising, residual = fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
+    rising, residual = piecewise_fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
     assert list(rising) == sorted(rising) and 0.2 < residual < 1
     with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
         Network((link,)).link(1, 0)
