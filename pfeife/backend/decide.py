@@ -89,6 +89,7 @@ def planned(
             stages=options.stages or _stages(options, order, ranks),
             search_seconds=None if options.search_work else options.search_seconds,
             search_work=options.search_work,
+            jobs=options.jobs,
             recompute=options.recompute,
         )
     return _decided(make, world) if world else make()

@@ -133,6 +133,7 @@ class Options:
         "search" for cuts, placement and schedule that are searched together for `search_seconds`;
         or, if `search_work` is given, until so many operations were looked at, which gives the same
         plan on any machine.
+    jobs: how many searches run side by side, in processes of their own, each from another seed.
     plan: cuts, schedule and what is recomputed, as `step.backend.compiled[0].plan` has them: a
         `Plan` or the path to its JSON. Nothing is searched then; it is refused unless it fits the
         program (see `sched.given.adopted`).
@@ -186,6 +187,7 @@ class Options:
     )
     search_seconds: float = attrs.field(default=20.0, validator=_seconds)
     search_work: int | None = attrs.field(default=None, validator=_count)
+    jobs: int = attrs.field(default=1, validator=_count)
     split_at: Mapping[str, str] | None = attrs.field(
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )

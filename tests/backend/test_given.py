@@ -603,6 +603,14 @@ def test_wrong_requests_to_recompute_are_refused(options, message):
         pfeife.compile(one.step, microbatches=4, stages=2, **options)(one.batch(8))
 
 
+@pytest.mark.whole
+def test_searches_side_by_side():
+    """Some more seeds, each with the whole budget: never a worse plan, and the same one again."""
+    search = {"devices": ["cpu", "cpu"], "schedule": "search", "search_work": 2000}
+    one, *two = (compiled(jobs=jobs, **search).plan for jobs in (1, 2, 2))
+    assert two[0] == two[1] and two[0].step_seconds <= one.step_seconds
+
+
 # A runtime of one's own.
 
 
