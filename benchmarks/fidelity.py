@@ -81,7 +81,7 @@ def random_plan(units: int, draw: random.Random) -> pfeife.Plan:
     stages = draw.randint(2, 4)
     cuts = sorted(draw.sample(range(1, units), stages - 1))
     stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(units))
-    order = draw.choice([sched.gpipe, sched.one_f_one_b])
+    order = draw.choice([sched.families.gpipe, sched.families.one_f_one_b])
     return pfeife.Plan(stage_of, order(stages, 4, tuple(s % 2 for s in range(stages))))
 
 

@@ -458,7 +458,7 @@ def played(loop: Loop, rank: int, size: int) -> dict[str, Any]:
     """What became of a loop on this rank."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    began, player = time.monotonic(), None
+    start, player = time.monotonic(), None
     kind, word, text, parts = "right", "", "", []
     try:
         player = Player(loop, rank, size)
@@ -477,7 +477,7 @@ def played(loop: Loop, rank: int, size: int) -> dict[str, Any]:
         "word": word,
         "text": text[:1500],
         "at": player.at if player else "",
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
         "parts": parts,
     }
 

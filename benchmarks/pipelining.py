@@ -56,7 +56,7 @@ def peer(
     """The same microbatches, as one batch that the schedule cuts again; with stages that
     torch.compile has compiled, if they shall be."""
     count, ranks, rank = len(split.stages), dist.get_world_size(), dist.get_rank()
-    mine = [s for s, at in enumerate(sched.placement(name, count, ranks)) if at == rank]
+    mine = [s for s, at in enumerate(sched.families.placement(name, count, ranks)) if at == rank]
     modules = [torch.compile(split.stages[s]) if inductor else split.stages[s] for s in mine]
     place = torch.device("cpu")
     stages = [PipelineStage(m, s, count, place) for m, s in zip(modules, mine, strict=True)]

@@ -361,9 +361,9 @@ def run(case: Case, seconds: float) -> Row:
     problems = [problem_of(case, placement) for placement in PLACEMENTS]
     work = int(seconds * WORK_PER_SECOND)
     given = [seeds[placement] for placement in PLACEMENTS]
-    began = time.perf_counter()
+    start = time.perf_counter()
     at, found = search_placements(problems, work=work, seed=1, seeds=given)
-    took = time.perf_counter() - began
+    took = time.perf_counter() - start
     where, alone = search_placements(problems, work=work, seed=1)
     for index, one in ((at, found), (where, alone)):
         assert fits(problems[index], one.schedule)
@@ -423,13 +423,13 @@ def growth(quick: bool) -> Iterator[str]:
         case = Case("", "", clusters, m, wire=0.05, memory=share(clusters, 0.6))
         problem = problem_of(case, "linear" if chunks == 1 else "v")
         operations = 3 * len(problem.stages) * m
-        began = time.perf_counter()
+        start = time.perf_counter()
         search_schedule(problem, work=20 * 15 * operations)
-        fixed = time.perf_counter() - began
+        fixed = time.perf_counter() - start
         budget = 6.0 if p < 64 else 60.0
-        began = time.perf_counter()
+        start = time.perf_counter()
         found = search_schedule(problem, seconds=budget)
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start
         yield (
             f"{p:5} {m:7} {chunks:6} {operations:10} {fixed:8.2f}s "
             f"{1e6 * fixed / operations:12.1f} {budget:6.0f}s {took:7.1f}s {100 * found.gap:10.2f}%"

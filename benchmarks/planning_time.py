@@ -21,6 +21,7 @@ import models
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine
+from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges, seconds_of, transfers
 
 # layers, ranks, microbatches, search_seconds (20 is the default)
@@ -92,10 +93,10 @@ def parts(ranks: int, microbatches: int, search: bool) -> tuple:
         budget = SEARCHED.get(ranks, 5.0)
         schedule = timed(lambda: sched.search_schedule(problem, seconds=budget)).schedule
     else:
-        schedule = timed(lambda: sched.one_f_one_b(ranks, microbatches))
+        schedule = timed(lambda: sched.families.one_f_one_b(ranks, microbatches))
     timed(lambda: sched.verify_schedule(schedule))
     timed(lambda: sched.lower_bound(problem))
-    lowered = timed(lambda: sched.insert_actions(schedule, transfers(problem)))
+    lowered = timed(lambda: insert_actions(schedule, transfers(problem)))
     timeline = timed(lambda: sched.simulate(lowered, seconds_of(problem)))
     how = f"search, {budget:.0f} s" if search else "1f1b"
     step = f"{timeline.seconds:.0f}"

@@ -138,7 +138,7 @@ def eager(ranks: int) -> Cases:
     def run(options: Options, microbatches: int = 16) -> Record:
         torch.manual_seed(0)
         split, other = splits.language(models.gpt(8), ranks), models.gpt(8)
-        order = sched.one_f_one_b(ranks, microbatches)
+        order = sched.families.one_f_one_b(ranks, microbatches)
         one = comparing.cut_as(split, order)
         one = attrs.evolve(one, batch=[split.case.draw() for _ in range(microbatches)])
         sides = {

@@ -1,7 +1,7 @@
 """Virtual accelerators: layers whose operations sleep, so that many ranks fit on few cores.
 
 A layer scales its input by its weight. Its forward, the gradient of its input and the gradient of
-its weight are three operations; each returns a fixed time after it began, as if another device
+its weight are three operations; each returns a fixed time after it started, as if another device
 had worked. Only the first row of a value is computed: the others stand for bytes that have to
 travel, and cost this machine nothing else.
 """

@@ -39,7 +39,7 @@ def in_rounds(stages, microbatches, ranks=None, *, size: int = 2) -> pfeife.Sche
     """A family: GPipe again and again, so that no more than `size` microbatches are in flight."""
     orders: list[tuple[pfeife.Action, ...]] = [()] * (1 + max(ranks or range(stages)))
     for first in range(0, microbatches, size):
-        small = sched.gpipe(stages, min(size, microbatches - first), ranks)
+        small = sched.families.gpipe(stages, min(size, microbatches - first), ranks)
         for rank, actions in enumerate(small.ranks):
             orders[rank] += tuple(attrs.evolve(a, microbatch=a.microbatch + first) for a in actions)
     return pfeife.Schedule(tuple(orders))

@@ -22,7 +22,8 @@ from pfeife.ir.program import Kind, Program, Role
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.sched import choose_recompute, policy
+from pfeife.sched import policy
+from pfeife.sched.cutting import choose_recompute
 from pfeife.sched.cutting.workload import blocked_borders
 
 

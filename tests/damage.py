@@ -16,8 +16,9 @@ from pfeife.data.machine import Link, Network
 from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Do
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
+from pfeife.lowering.lower import chain, insert_actions
 
-ORDER = sched.insert_actions(sched.gpipe(2, 2), sched.chain(sched.gpipe(2, 2)))
+ORDER = insert_actions(sched.families.gpipe(2, 2), chain(sched.families.gpipe(2, 2)))
 LINK = Link(0, 1, (0, 1000), (1e-6, 2e-6), (1e-7, 1e-7), (0.0, 0.0), 0.5)
 VALUES = {
     "plan": Plan(
@@ -38,7 +39,11 @@ VALUES = {
     **{name: machine(name) for name in machines()},
 }
 TEXTS = {name: plain.to_json(value) for name, value in VALUES.items()}
-CSVS = (ORDER.to_csv(), sched.zb_v(4, 4, (0, 1, 1, 0)).to_csv(), sched.one_f_one_b(3, 4).to_csv())
+CSVS = (
+    ORDER.to_csv(),
+    sched.families.zb_v(4, 4, (0, 1, 1, 0)).to_csv(),
+    sched.families.one_f_one_b(3, 4).to_csv(),
+)
 EXTREMES = (
     *("0", "-1", "1", "-0.0", "0.5", "1e-300", "5e-324", "1e300", "1e999", "-1e308", "NaN"),
     *("Infinity", "true", "null", "9223372036854775807", "9223372036854775808", "1" + "0" * 30),

@@ -14,7 +14,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline
 from pfeife.lowering.lower import chain, insert_actions
-from pfeife.sched import gpipe
+from pfeife.sched.families import gpipe
 
 
 def well_typed(value: object, hint: typing.Any) -> bool:

@@ -11,11 +11,7 @@ from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.ir.program import Reduction
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    forward_only,
-    gpipe,
-    one_f_one_b,
-)
+from pfeife.sched.families import forward_only, gpipe, one_f_one_b
 
 
 @st.composite

@@ -18,13 +18,8 @@ from pfeife.lowering.problem import (
     transfers,
 )
 from pfeife.lowering.simulate import simulate
-from pfeife.sched import folded
-from pfeife.sched.search.shop import (
-    Shop,
-    compile_problem,
-    length_of,
-    starts_of,
-)
+from pfeife.sched.families import folded
+from pfeife.sched.search.job_shop import JobShop, compile_problem, length_of, starts_of
 
 
 def equal(ranks: int, microbatches: int, memory: float | None = None) -> Problem:
@@ -83,7 +78,7 @@ def simulated(problem: Problem, schedule: Schedule) -> float:
     return simulate(insert_actions(schedule, transfers(problem)), seconds_of(problem)).seconds
 
 
-def every_order(shop: Shop, rank: int) -> Iterator[list[int]]:
+def every_order(shop: JobShop, rank: int) -> Iterator[list[int]]:
     """All orders of a rank's operations that keep to F, I, W and to the memory."""
     tokens, m, count = shop.tokens_of(rank), shop.microbatches, shop.stages
 

@@ -10,7 +10,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import machine
 from pfeife.ir.program import Kind
-from pfeife.sched import choose_recompute
+from pfeife.sched.cutting import choose_recompute
 
 CPU_CORE = machine("cpu-core")
 # So slow at products that "selective" does none of them again.

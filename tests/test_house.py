@@ -67,6 +67,22 @@ def test_a_module(path):
     assert ast.get_docstring(tree), "a module says what it is for"
 
 
+FOLDERS = sorted(
+    path for path in (ROOT / "pfeife").rglob("__init__.py") if path.parent.parent != ROOT
+)
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: "/".join(parts(path)[:-1]))
+def test_a_folder_says_what_is_in_it(path):
+    """In which order to read it: every module and folder in it is named, and no other."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    files = {p.stem for p in path.parent.glob("*.py")} - {"__init__"}
+    folders = {f"{p.parent.name}/" for p in path.parent.glob("*/__init__.py")}
+    named = re.findall(r"`(\w+/?)`", text)
+    assert files | folders == set(named), files | folders ^ set(named)
+    assert re.search("read|first", text, re.IGNORECASE), "in which order"
+
+
 TESTS = ROOT / "tests"
 TESTED = sorted({path.parent.relative_to(ROOT / "pfeife") for path in MODULES} - {Path(".")})
 WHOLES = {"edges", "distributed"}  # rows for steps as a whole

@@ -1,8 +1,8 @@
 """Every private name of torch that Pfeife uses, each with the reason and the way out.
 
-Tried on torch 2.11, 2.13 and 2.15. When one of these moves, only this folder changes: `dynamo`,
-`sources` and `results` are about the frame that Dynamo compiles, `aot` about its joint graph,
-`tensors`, `gloo` and `trace` about what their names say.
+Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
+what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
+joint graph); `tensors`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (

@@ -20,7 +20,7 @@ from pfeife.passes.compose import Recorded
 class Artifacts:
     """Writes the artifacts of one compilation (see `_torch.compilation`).
 
-    Their names begin with "pfeife_"; texts are made only where torch writes a trace.
+    Their names start with "pfeife_"; texts are made only where torch writes a trace.
     """
 
     compilation: Any

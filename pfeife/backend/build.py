@@ -13,7 +13,7 @@ from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.call import Compiled
 from pfeife.backend.decide import costs_of, planned, scheduling
-from pfeife.backend.given import boundaries, guarded, told
+from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.compilers import compile_bodies
@@ -36,7 +36,7 @@ from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
-from pfeife.sched import Scheduling, splits
+from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")
@@ -64,8 +64,8 @@ class Builder:
         options = self.options
         if options.runtime is not None and (world or options.devices):
             raise ValueError(
-                f"option runtime={told(options.runtime)}: it runs all ranks in one process, where "
-                "devices are its own matter; leave it out under torchrun, and devices with it"
+                f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
+                "where devices are its own matter; leave it out under torchrun, and devices with it"
             )
         passes = guarded(options.passes)
         return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
@@ -103,7 +103,7 @@ class _Build:
         return self.builder.options
 
     def compiled(self) -> Compiled:
-        captured, flat = self._captured()
+        captured, flat = self._capture()
         program = captured.program
         if captured.warning() and not (self.world and self.world.rank):
             log.warning(captured.warning())
@@ -128,14 +128,14 @@ class _Build:
             captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way
         )
 
-    def _captured(self) -> tuple[Captured, tuple[Recorded, ...]]:
+    def _capture(self) -> tuple[Captured, tuple[Recorded, ...]]:
         """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
         all do."""
         world, options = self.world, self.options
         with self.show.phase("capturing") as phase:
             found, refused = None, None
             try:
-                captured = self.graph.captured(self.args, options)
+                captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
                 known = world is not None and world.ownership.among(self.args)
                 if options.check and options.microbatches > 1 and not known:
@@ -189,7 +189,7 @@ class _Build:
             more = {"network": self.builder.network, "progress": phase.progress}
             plan = planned(self.options, clusters, order, world, constraints, more)
             history = record(clusters, *rank_passes(clusters, plan, replicas, owners, self.passes))
-            asked = order if isinstance(order, str) else told(order)
+            asked = order if isinstance(order, str) else described(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
         if world and {"stages", "ranks"} & set(self.passes):
             world.check_agreement(str(history[-1].program), "the program that the passes made")

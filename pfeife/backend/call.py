@@ -188,11 +188,11 @@ class Call:
             self.step.run(**part, watch=self._watch(phase.progress) if phase.progress else None)
 
     def _watch(self, progress: Progress) -> Watch:
-        """Counts the actions of rank 0; of several replicas those of the first that begins."""
-        total, begun = len(self.compiled.schedule.ranks[0]), itertools.count()
+        """Counts the actions of rank 0; of several replicas those of the first that starts."""
+        total, started = len(self.compiled.schedule.ranks[0]), itertools.count()
 
         def watch(rank: int) -> Observer:
-            if rank or next(begun):
+            if rank or next(started):
                 return lambda action: None
             return lambda action: progress(next(self.done), total)
 

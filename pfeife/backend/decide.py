@@ -15,8 +15,11 @@ from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.world import World
-from pfeife.sched import Scheduling, adopted, gpipe, partitioned, split_at
 from pfeife.sched import plan as make_plan
+from pfeife.sched.by_family import Scheduling
+from pfeife.sched.cutting import partitioned, split_at
+from pfeife.sched.families import gpipe
+from pfeife.sched.given import adopted
 
 
 def scheduling(options: Options, program: Program) -> Scheduling:
@@ -61,8 +64,8 @@ def planned(
     more: Mapping[str, Any],
 ) -> Plan:
     """The plan of a program of clusters with costs, that of rank 0 on every rank. `constraints` are
-    further arguments of both `sched.plan` and `sched.adopted`, `more` those of the former alone.
-    Raises ValueError as these do."""
+    further arguments of both `sched.plan` and `sched.given.adopted`, `more` those of the former
+    alone. Raises ValueError as these do."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
     both: dict[str, Any] = {
@@ -86,6 +89,7 @@ def planned(
             stages=options.stages or _stages(options, order, ranks),
             search_seconds=None if options.search_work else options.search_seconds,
             search_work=options.search_work,
+            jobs=options.jobs,
             recompute=options.recompute,
         )
     return _decided(make, world) if world else make()

@@ -17,8 +17,10 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
-from pfeife.sched import POLICIES, Family, Partition
-from pfeife.sched.cutting.checkpointing import WORDS
+from pfeife.sched import POLICIES
+from pfeife.sched.cutting import Partition
+from pfeife.sched.cutting.recompute_policy import WORDS
+from pfeife.sched.families import Family
 from pfeife.sched.planner import check_recomputed
 
 
@@ -28,7 +30,7 @@ def digest(value: Any) -> str:
     return f"{type(value).__name__} {hashlib.sha256(text).hexdigest()[:16]}"
 
 
-def told(value: Any) -> str:
+def described(value: Any) -> str:
     """An option's value as all ranks write it."""
     if isinstance(value, Family):
         return f"family {value} by {compiler_name(value.make)}"
@@ -102,8 +104,8 @@ def check_passes(instance: object, attribute: attrs.Attribute, value: Any) -> No
             )
 
 
-def told_passes(value: Passes) -> str:
-    return str({level: [told(one) for one in value.get(level, ())] for level in LEVELS})
+def described_passes(value: Passes) -> str:
+    return str({level: [described(one) for one in value.get(level, ())] for level in LEVELS})
 
 
 def guarded(passes: Passes) -> Passes:
@@ -156,7 +158,7 @@ def check_partition(instance: object, attribute: attrs.Attribute, value: Any) ->
     if not words and value is not None and not callable(value):
         raise ValueError(
             f"option partition={value!r}: must be 'parameters', 'uniform', 'type:Regex', a list of "
-            "clusters or of modules at which stages begin, or a function of a Program that gives "
+            "clusters or of modules at which stages start, or a function of a Program that gives "
             "the stage of every cluster"
         )
 
@@ -180,7 +182,7 @@ def check_runtime(instance: object, attribute: attrs.Attribute, value: Any) -> N
 
 
 def boundaries(partition: Partition | None) -> dict[str, str]:
-    """The modules at which a partition wants clusters to begin."""
+    """The modules at which a partition wants clusters to start."""
     named = isinstance(partition, tuple) and all(isinstance(one, str) for one in partition)
     return {str(one): "begin" for one in partition} if named else {}  # type: ignore[union-attr]
 
@@ -190,7 +192,9 @@ def check_together(options: Any) -> None:
     asked for. A call with a smaller batch may later run the first of its microbatches."""
     plan, schedule = options.plan, options.schedule
     if plan is not None and schedule != "1f1b":
-        raise ValueError(f"options plan and schedule={told(schedule)}: the plan has its schedule")
+        raise ValueError(
+            f"options plan and schedule={described(schedule)}: the plan has its schedule"
+        )
     for name in ("partition", "recompute"):
         asked = getattr(options, name)
         if plan is not None and asked is not None:

@@ -34,7 +34,7 @@ class Graph(Protocol):
     def key(self, args: Sequence[Any]) -> tuple:
         """What a program is built for."""
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program; raises ValueError for a graph that cannot be cut into microbatches."""
 
 
@@ -93,7 +93,7 @@ class MicrobatchGraph:
         """What a program is built for, beside the shapes and numbers that Dynamo guards."""
         return ()
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program. Raises ValueError for results that cannot be joined."""
         if options.microbatches > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
@@ -231,7 +231,7 @@ class BatchedGraph:
             return False
         return any(size.node.expr == batch.node.expr for batch in self.sizes)
 
-    def captured(self, args: Sequence[Any], options: Options) -> Captured:
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program at the microbatch's shapes. Raises ValueError if the batch does not
         divide, or the graph was specialised to the full batch."""
         count = options.microbatches
@@ -300,10 +300,10 @@ class BatchedGraph:
             )
         for name, size in rows.items():
             if size % count:
-                fits = next(n for n in range(count, 0, -1) if size % n == 0)
+                divides = next(n for n in range(count, 0, -1) if size % n == 0)
                 raise ValueError(
                     f"microbatch: input {name} with {size} rows does not divide into {count} "
-                    f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+                    f"microbatches; pass microbatches={divides}, or drop_last=True in the loader"
                 )
         broken = _torch.broken_guard(self.sizes, each)
         if broken:

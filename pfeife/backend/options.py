@@ -20,10 +20,10 @@ from pfeife.backend.given import (
     check_runtime,
     check_schedule,
     check_together,
+    described,
+    described_passes,
     passes_of,
     plan_of,
-    told,
-    told_passes,
 )
 from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.data.machine import Machine, Network
@@ -32,7 +32,8 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.protocols import Runtime
-from pfeife.sched import Partition, Recompute, Scheduling
+from pfeife.sched.by_family import Scheduling
+from pfeife.sched.cutting import Partition, RecomputePolicy
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -132,17 +133,18 @@ class Options:
         "search" for cuts, placement and schedule that are searched together for `search_seconds`;
         or, if `search_work` is given, until so many operations were looked at, which gives the same
         plan on any machine.
+    jobs: how many searches run side by side, in processes of their own, each from another seed.
     plan: cuts, schedule and what is recomputed, as `step.backend.compiled[0].plan` has them: a
         `Plan` or the path to its JSON. Nothing is searched then; it is refused unless it fits the
-        program (see `sched.adopted`).
+        program (see `sched.given.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
-        which stages begin; or a function of a program that gives the stage of every cluster.
+        which stages start; or a function of a program that gives the stage of every cluster.
     recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
         (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
-        limit of memory. See `sched.with_recompute`.
+        limit of memory. See `sched.cutting.with_recompute`.
     costs: "estimate", or "measure" by running every cluster on this machine; `Costs`, or a function
         of a program that gives them.
     passes: functions of a `Program`, for programs of the levels {"flat": [...], "clusters": [...],
@@ -179,27 +181,28 @@ class Options:
 
     microbatches: int = attrs.field(default=1, validator=_count)
     stages: int | None = attrs.field(default=None, validator=_count)
-    schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=told)
+    schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=described)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(
-        default=None, converter=plan_of, validator=check_plan, repr=told
+        default=None, converter=plan_of, validator=check_plan, repr=described
     )
     search_seconds: float = attrs.field(default=20.0, validator=_seconds)
     search_work: int | None = attrs.field(default=None, validator=_count)
+    jobs: int = attrs.field(default=1, validator=_count)
     split_at: Mapping[str, str] | None = attrs.field(
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )
     replicas: int = attrs.field(default=1, validator=_count)
     costs: str | Costs | Callable[[Program], Costs] = attrs.field(
-        default="estimate", validator=check_costs, repr=told
+        default="estimate", validator=check_costs, repr=described
     )
     partition: Partition | None = attrs.field(
-        default=None, converter=_tuple, validator=check_partition, repr=told
+        default=None, converter=_tuple, validator=check_partition, repr=described
     )
-    recompute: Recompute | None = attrs.field(
+    recompute: RecomputePolicy | None = attrs.field(
         default=None, converter=_tuple, validator=check_recompute
     )
     passes: Passes = attrs.field(
-        factory=dict, converter=passes_of, validator=check_passes, repr=told_passes
+        factory=dict, converter=passes_of, validator=check_passes, repr=described_passes
     )
     machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
     network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
@@ -224,7 +227,7 @@ class Options:
         validator=_compiler,
         repr=compiler_name,  # the same on every rank
     )
-    runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=told)
+    runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=described)
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     check: bool = attrs.field(default=True, validator=_flag)

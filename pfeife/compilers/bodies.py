@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.compilers.cuda_graphs import captured, check_devices
+from pfeife.compilers.cuda_graphs import as_cuda_graph, check_devices
 from pfeife.compilers.draws import around_draws, draws
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
@@ -42,7 +42,7 @@ def compile_bodies(
 
     Random operations run as without a compiler, between the compiled pieces of their body; a
     body with effects (a node that prints, say) runs as its graph. With `cuda_graphs` every piece
-    of every call is captured once, see `cuda_graphs.captured`.
+    of every call is captured once, see `as_cuda_graph`.
 
     Raises ValueError for a compiler that fails, naming the stage and the line of the model, and
     for `cuda_graphs` where a value is not on a CUDA device. `progress` is called with how many of
@@ -118,7 +118,7 @@ def _compiled(
         if not cuda_graphs:
             return known[key]
         slots = [example(node.meta["val"]) for node in inputs_of(piece)]
-        return captured(known[key], slots) if slots else known[key]
+        return as_cuda_graph(known[key], slots) if slots else known[key]
 
     computing = (node for node in body.graph.nodes if node.op == "call_function")
     if any(has_effects(node) for node in computing):

@@ -27,7 +27,7 @@ def check_devices(program: Program, calls: Sequence[Call]) -> None:
                 )
 
 
-def captured(run: Callable, slots: list[torch.Tensor]) -> Callable:
+def as_cuda_graph(run: Callable, slots: list[torch.Tensor]) -> Callable:
     """A function as a CUDA graph that reads its arguments from `slots` and returns copies.
 
     Arguments, parameters too, are copied into the slots at every call, so they may be anywhere;

@@ -169,13 +169,13 @@ def _timed(
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
     """How long the device takes for some work: by events on CUDA, else by the clock."""
     if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
-        begin.record(torch.cuda.current_stream(device))
+        first.record(torch.cuda.current_stream(device))
         work()
-        end.record(torch.cuda.current_stream(device))
+        last.record(torch.cuda.current_stream(device))
         torch.cuda.synchronize(device)
-        return begin.elapsed_time(end) / 1e3
+        return first.elapsed_time(last) / 1e3
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -6,7 +6,7 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
 
     RankRunner  ->  values     Value: a part of a Storage, which counts until nobody has it
                 ->  bodies     SizedBody: notes the body's peak, gives values of its results' sizes
-                ->  transport  SizedMessages: what has been posted, or sent and not yet released
+                ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.program import STATE_ROLES, Program, Role, holders
-from pfeife.lowering.clocks import Released, released
+from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
@@ -34,14 +34,14 @@ def memory_curves(
 
     The interpreter runs with all that it does about memory: values are dropped after their last
     use, messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept
-    until it has surely arrived (see `released`), small values travel together (see `Envelope`),
+    until it has surely arrived (see `acknowledged`), small values travel together (see `Envelope`),
     large ones arrive in buffers that stay (those are what all steps but the first find), gradients
     are added in place where that is possible. `optimizer` is the real one, its class, or bytes for
     each element of a parameter (see `optimizer_bytes`); every allocation is rounded up to a
     multiple of `rounding` bytes (512 for torch's CUDA allocator). What an operation needs inside
     itself is not known.
     """
-    known, held = released(schedule), _held(program, schedule, optimizer, rounding)
+    known, held = acknowledged(schedule), _held(program, schedule, optimizer, rounding)
     return tuple(
         _curve(program, schedule, rank, known, held[rank], rounding)
         for rank in range(len(schedule.ranks))
@@ -79,7 +79,7 @@ def _curve(
     program: Program,
     schedule: Schedule,
     rank: int,
-    known: Released,
+    known: Acknowledged,
     held: dict[str, int],
     rounding: int,
 ) -> MemoryCurve:

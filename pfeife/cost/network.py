@@ -43,9 +43,9 @@ def bench_network(
             for size, taken in zip(sizes, seconds, strict=True)
         ]
         knots = (0, *sizes)
-        values, residual = fit(sizes, seconds)
+        values, residual = piecewise_fit(sizes, seconds)
         sending, receiving = (
-            fit(sizes, _shared(lost, rank, place))[0] for rank in (source, destination)
+            piecewise_fit(sizes, _shared(lost, rank, place))[0] for rank in (source, destination)
         )
         links.append(Link(source, destination, knots, values, sending, receiving, residual))
         if progress:
@@ -121,7 +121,9 @@ def _lost(
     return max(lost, statistics.median(calls[1:] or [0.0]))
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[tuple[float, ...], float]:
+def piecewise_fit(
+    sizes: Sequence[int], seconds: Sequence[float]
+) -> tuple[tuple[float, ...], float]:
     """A rising piecewise-linear function of the size with knots at 0 and the sizes.
 
     Non-negative least squares over a latency and what every segment adds, errors taken relative

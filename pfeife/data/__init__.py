@@ -2,5 +2,6 @@
 
 `machine` is what there is to run on, `schedule` what every rank does, `plan` where to cut, and
 `timeline` what that takes. Read these first; `plain` reads and writes them as JSON, `checks` has
-their validators, `files` and `progress` are what all others need to touch the world.
+their validators, `optimizers` the bytes that an optimizer keeps, `files` and `progress` are what
+all others need to touch the world.
 """

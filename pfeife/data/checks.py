@@ -12,7 +12,7 @@ SLOWEST, FASTEST = 1e-9, 1e40  # bytes or operations per second
 
 
 def named(instance: object, attribute: attrs.Attribute) -> str:
-    """A field as messages call it."""
+    """A field as errors call it."""
     return f"{type(instance).__name__}.{attribute.name}"
 
 

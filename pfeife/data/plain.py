@@ -13,7 +13,7 @@ import typing
 from collections import Counter
 from enum import Enum
 from pathlib import Path
-from reprlib import repr as short  # a damaged file of 64 MiB makes no message of 64 MiB
+from reprlib import repr as short  # a damaged file of 64 MiB makes no error of 64 MiB
 from typing import Any
 
 import attrs

@@ -33,14 +33,14 @@ class Shown:
         """Shows the work of a `with` block. If that raises, its last state stays to be seen."""
         line = Line(f"pfeife: {label}", self.terminal, self.every) if self.terminal else None
         phase = Phase(line)
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             yield phase
         except BaseException:
             if line:
                 line.end()
             raise
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         if line:
             line.end(f"{seconds:.1f} s" if seconds >= self.after else None)
         if self.log.isEnabledFor(self.level):

@@ -8,7 +8,7 @@ from pfeife.data.schedule import Action
 
 @attrs.frozen
 class Event:
-    """One action of one rank with its start and end, in seconds since the step began."""
+    """One action of one rank with its start and end, in seconds since the step started."""
 
     rank: int = attrs.field(validator=checks.not_negative)
     action: Action
@@ -17,7 +17,7 @@ class Event:
 
     def __attrs_post_init__(self) -> None:
         if not self.end >= self.start:
-            raise ValueError(f"Event: {self.action} ends at {self.end}, begins at {self.start}")
+            raise ValueError(f"Event: {self.action} ends at {self.end}, starts at {self.start}")
 
 
 @attrs.frozen
@@ -28,7 +28,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the step's begin to the end of the last action."""
+        """From the step's start to the end of the last action."""
         return max((event.end for event in self.events), default=0.0)
 
     @property

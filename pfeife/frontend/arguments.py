@@ -235,7 +235,7 @@ def _split_source(source: str) -> tuple[str, str, str]:
 
 
 def _argument_of(source: str) -> str:
-    """The local variable that a source begins with, "" for a global."""
+    """The local variable that a source starts with, "" for a global."""
     found = re.match(r"L\['([^']+)'\]", source)
     return found[1] if found else ""
 

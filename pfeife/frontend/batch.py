@@ -71,9 +71,9 @@ class Cutter:
     """Cuts the arguments of a step's calls into microbatches.
 
     `in_dims` is a prefix of the positional arguments, as in torch.vmap, or has the dimension of
-    some arguments by name, None for those that go whole to every microbatch; what it leaves out
-    is cut along dimension 0. `fit` says whether a smaller batch that does not divide as the first
-    one did runs with as many microbatches as it needs to have no more rows in each.
+    some arguments by name, None for those that go whole to every microbatch; what it leaves out is
+    cut along dimension 0. `fit_smaller` says whether a smaller batch that does not divide as the
+    first one did runs with as many microbatches as it needs to have no more rows in each.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Cutter:
         in_dims: Any,
         microbatches: int,
         replicas: int = 1,
-        fit: bool = True,
+        fit_smaller: bool = True,
     ):
         self.in_dims, self.microbatches = in_dims, microbatches
-        self.replicas, self.fit = replicas, fit
+        self.replicas, self.fit_smaller = replicas, fit_smaller
         self.said = isinstance(in_dims, Mapping) or in_dims != 0
         self.name = getattr(step, "__qualname__", type(step).__name__)
         self.signature = _signature(step)
@@ -169,13 +169,13 @@ class Cutter:
         if not rows or rows % self.microbatches == 0:
             return self.microbatches
         for count in range(1, rows + 1):
-            small = self.fit and rows < self.most * self.microbatches and rows // count <= self.most
-            if small and rows % count == 0 and count % self.replicas == 0:
+            small = rows < self.most * self.microbatches and rows // count <= self.most
+            if self.fit_smaller and small and rows % count == 0 and count % self.replicas == 0:
                 return count
-        fits = next(n for n in range(self.microbatches, 0, -1) if rows % n == 0)
+        divides = next(n for n in range(self.microbatches, 0, -1) if rows % n == 0)
         raise ValueError(
             f"microbatch: a batch of {rows} rows does not divide into {self.microbatches} "
-            f"microbatches; pass microbatches={fits}, or drop_last=True in the loader"
+            f"microbatches; pass microbatches={divides}, or drop_last=True in the loader"
         )
 
 

@@ -13,7 +13,7 @@ from pfeife.frontend.batch import Cutter
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.dynamo import copied, dynamo_graph
 from pfeife.frontend.joint import trace
-from pfeife.frontend.reductions import LossReduction, told
+from pfeife.frontend.reductions import LossReduction, derive_reductions
 from pfeife.frontend.results import Leaf, Loss, leaves_of
 from pfeife.ir.program import Port, Program
 
@@ -74,8 +74,8 @@ def with_reductions(
     larger: Callable[[], Program] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
-    `reductions.told`."""
-    program, unknown = told(captured.program, loss_reduction, larger)
+    `derive_reductions`."""
+    program, unknown = derive_reductions(captured.program, loss_reduction, larger)
     last = set(captured.carried.values())
     outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
     return attrs.evolve(

@@ -102,7 +102,7 @@ def trace(
         if place not in in_place
     ]
     return attrs.evolve(
-        porter.captured(module, inputs.roots),
+        porter.capture(module, inputs.roots),
         leaves=leaves,
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},

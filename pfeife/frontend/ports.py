@@ -46,7 +46,7 @@ class Porter:
         self.draws = 0
         self.carried: list[tuple[str, Argument]] = []
 
-    def captured(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
+    def capture(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
         """What was captured; `module` is Dynamo's graph, `roots` as in `Inputs`."""
         nodes = list(self.joint.graph.nodes)
         # All inputs first: no node that is copied may take a name that is promised to a port.

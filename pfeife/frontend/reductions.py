@@ -21,7 +21,7 @@ from pfeife.ir.seeding import seeded
 LossReduction = Literal["mean", "sum", "auto"]
 
 
-def told(
+def derive_reductions(
     program: Program,
     loss_reduction: LossReduction = "auto",
     larger: Callable[[], Program] | None = None,
@@ -43,7 +43,7 @@ def told(
         if isinstance(found, Rows):
             found = next((Unknown(n) for n in found.counts if n not in kept), found)
         if isinstance(found, Rows):
-            port = _told(program, port, found, kept)
+            port = _with_reduction(program, port, found, kept)
         elif found is not None and port.batch_dim is None:
             unknown[port.name] = str(found)
         if port.role == Role.LOSS and port.reduction in (None, "same"):
@@ -86,7 +86,7 @@ def _given(port: Port) -> Rows:
     return Rows(varies=True, dim=port.batch_dim or 0)
 
 
-def _told(program: Program, port: Port, found: Rows, counts: list[fx.Node]) -> Port:
+def _with_reduction(program: Program, port: Port, found: Rows, counts: list[fx.Node]) -> Port:
     if found.dim is not None:
         whole = port.batch_dim is None and found.before == 1 and port.role == Role.OUTPUT
         return attrs.evolve(port, batch_dim=found.dim) if whole else port

@@ -5,7 +5,7 @@ from torch.fx import traceback
 
 
 def stage_boundary(x: torch.Tensor) -> torch.Tensor:
-    """Marks that a new stage begins with what is computed from `x`; returns a view of it.
+    """Marks that a new stage starts with what is computed from `x`; returns a view of it.
 
     Does nothing to a model that is not pipelined.
     """

@@ -4,5 +4,5 @@
 another: `verify` checks so, `simulate` and `predict` tell the time, `critical` what the step waits
 for. Read these in this order; `wiring`, `envelope` and `clocks` say which values an action reads,
 how they travel, and when a sender knows that they have arrived. `problem` is a schedule's task in
-bare numbers, `fit` checks that a schedule does all that a program needs.
+bare numbers, `coverage` checks that a schedule does all that a program needs.
 """

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.replay import Reductions, replay
 
-Released = tuple[dict[int, dict[int, int]], ...]
+Acknowledged = tuple[dict[int, dict[int, int]], ...]
 
 
-def released(schedule: Schedule) -> Released:
+def acknowledged(schedule: Schedule) -> Acknowledged:
     """When a rank may be sure that what it sent has arrived, without being told.
 
     Per rank and index of a receive (or reduction) in its actions: for a destination, how many
@@ -36,7 +36,7 @@ class _Clocks:
         self.sent: dict[Action, tuple[int, ...]] = {}
         self.waiting: list[dict[int, deque[int]]] = [{} for _ in schedule.ranks]
         self.reductions = Reductions[tuple[int, ...]](schedule)
-        self.found: Released = tuple({} for _ in schedule.ranks)
+        self.found: Acknowledged = tuple({} for _ in schedule.ranks)
 
     def advance(self, rank: int, action: Action) -> int | None:
         """Does an action of a rank, or says which rank it waits for."""

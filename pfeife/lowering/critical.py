@@ -13,7 +13,7 @@ def critical_path(
     """The events of a simulated step that follow one another, without a gap, until it ends.
 
     An action comes after the one before it on its rank; a receive that had to wait after what was
-    before the send, and then it lasts from the begin of the send; a reduction after what was
+    before the send, and then it lasts from the start of the send; a reduction after what was
     before it on the last rank that came to it. `occupied` and `overhead` are those of `simulate`:
 
         rank 0   F0 SEND F1 ...                 the path:  F0 of rank 0,

@@ -154,7 +154,7 @@ def pieces_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def bytes_of(sizes: Sequence[int], piece: tuple[int, ...]) -> int:
-    """What a piece of a message takes: several values begin at aligned places."""
+    """What a piece of a message takes: several values start at aligned places."""
     return sizes[piece[0]] if len(piece) == 1 else sum(_aligned(sizes[index]) for index in piece)
 
 

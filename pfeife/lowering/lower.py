@@ -6,7 +6,7 @@ import attrs
 
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
 from pfeife.ir.program import Kind, Message, Program, Reduction
-from pfeife.lowering.fit import check_fit
+from pfeife.lowering.coverage import check_coverage
 from pfeife.lowering.wiring import Wiring
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
@@ -84,7 +84,7 @@ def lower(schedule: Schedule, program: Program) -> Schedule:
     wiring = Wiring(program)
     transfers = [transfer_of(wiring, message) for message in wiring.messages]
     lowered = insert_actions(computing, transfers, program.reductions)
-    check_fit(lowered, wiring)
+    check_coverage(lowered, wiring)
     return lowered
 
 

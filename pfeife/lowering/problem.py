@@ -17,7 +17,7 @@ from pfeife.lowering.replay import replay
 class StageCosts:
     """One stage and one microbatch: seconds of its parts, bytes of what they keep.
 
-    `saved` bytes are held from the begin of the forward until the end of the input-backward,
+    `saved` bytes are held from the start of the forward until the end of the input-backward,
     `kept` bytes from there until the end of the weight-backward. A stage that is not
     `splittable` runs its backward whole, in the sum of the two times.
     """

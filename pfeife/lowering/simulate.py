@@ -22,7 +22,7 @@ def simulate(
     A rank does one thing at a time. A send's seconds are those of the transfer, and a channel
     (pair of ranks, one direction) carries one transfer at a time; a receive waits for the
     arrival. Of their ranks' time they take what `occupied` says, a receive only where the rank
-    has not waited as long anyway. A reduction begins on all ranks that have it together.
+    has not waited as long anyway. A reduction starts on all ranks that have it together.
     `overhead` seconds of the rank come to every action. Raises ValueError if the schedule
     deadlocks.
     """
@@ -65,8 +65,8 @@ class _Run:
             missing = self.reductions.join(rank, action, start)
             if missing is not None:
                 return missing
-            begins = max(self.reductions.brought[action])
-            self.clock[rank] = begins + self.seconds(action) + self.overhead
+            together = max(self.reductions.brought[action])
+            self.clock[rank] = together + self.seconds(action) + self.overhead
         else:
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))

@@ -23,7 +23,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
     Every cluster holds one heavy operation (one with a FLOP formula, or one that reads a
     parameter of two or more dimensions) and what is cheap around it. Between two heavy
     operations the border lies where the fewest bytes cross; among equals, where the most
-    modules are left. There is always a border before a `stage_boundary` and at the begin or end
+    modules are left. There is always a border before a `stage_boundary` and at the start or end
     of the modules that `boundaries` names. Backward nodes belong to the cluster of the forward
     node that they differentiate. Raises ValueError for a module that computes nothing.
     """
@@ -62,7 +62,7 @@ def _halves(flat: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 def _starts(
     forward: list[fx.Node], matrices: set[str], boundaries: Mapping[str, Side]
 ) -> list[int]:
-    """Positions in the forward order at which a cluster begins, the first being 0."""
+    """Positions in the forward order at which a cluster starts, the first being 0."""
     if not forward:
         return [0]
     crossing = _crossing_bytes(forward)
@@ -76,7 +76,7 @@ def _starts(
 
     starts = {0} | (forced - {len(forward)})
     for first, second in pairwise(heavy):
-        between = [i for i in range(first + 1, second + 1) if _may_begin(forward[i])]
+        between = [i for i in range(first + 1, second + 1) if _may_start(forward[i])]
         if between and not any(first < i <= second for i in forced):
             starts.add(min(between, key=dislike))
     return sorted(starts)
@@ -92,7 +92,7 @@ def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:
     )
 
 
-def _may_begin(node: fx.Node) -> bool:
+def _may_start(node: fx.Node) -> bool:
     """Parts of a tuple stay with the operation that made the tuple."""
     return not (
         node.all_input_nodes and isinstance(node.all_input_nodes[0].meta.get("val"), tuple | list)

@@ -1,6 +1,6 @@
 """What people look at: texts and drawings of plans, timelines, memory and networks.
 
-`tables` writes them, `compare` puts what was predicted beside what was measured.
+`tables` writes them; read it first. `compare` puts what was predicted beside what was measured.
 """
 
 from pfeife.report.compare import compare_memory, compare_times

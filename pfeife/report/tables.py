@@ -20,11 +20,11 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
     widths = [max(len(row[i]) for row in [list(head), *cells]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        fitted = [
+        padded = [
             cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
             for cell, width in zip(row, widths, strict=True)
         ]
-        return "  ".join(fitted).rstrip()
+        return "  ".join(padded).rstrip()
 
     return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, cells)])
 

@@ -2,9 +2,9 @@
 
 `interpret` is the loop and `handlers` its table; read these first, then `local/` (a thread a rank)
 or `distributed/` (a process a rank). `step` is what a rank knows meanwhile, `results` what comes
-out, `pipeline` how a step is begun, `buffered` which messages have memory when; `parts` keeps
-forward and backward of a step in order, `failure` says what went wrong, `profile` measures a step;
-`protocols` has what another runtime must be.
+out, `pipeline` how a step is started, `buffered` which messages have memory when; `phase_guard`
+keeps forward and backward of a step in order, `failure` says what went wrong, `profile` measures a
+step; `protocols` has what another runtime must be.
 """
 
 from pfeife.runtime.interpret import RankRunner

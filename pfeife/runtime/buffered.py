@@ -83,5 +83,5 @@ class _Inbox:
 
     def due(self) -> Sequence[Envelope]:
         """Those whose receives are to be posted now."""
-        begin, self.posted = self.posted, self.channel.ahead[self.taken]
-        return self.channel.envelopes[begin : self.posted]
+        start, self.posted = self.posted, self.channel.ahead[self.taken]
+        return self.channel.envelopes[start : self.posted]

@@ -83,7 +83,7 @@ def failure_of(error: BaseException, rank: int, where: str) -> Failure:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of a message after its first one, without the notes."""
+    """The lines of an error after its first one, without the notes."""
     return [line.strip() for line in str(error).splitlines()[1:4]]
 
 

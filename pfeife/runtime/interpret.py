@@ -2,8 +2,8 @@
 
 Every action of a lowered schedule is bound once to an instruction: its handler (the table of them
 is in `handlers`), the values that nothing touches after it, which are dropped, and the messages
-that have surely arrived by then (see `released`), which the transport lets go. Rank 0 of two stages
-with two microbatches under 1F1B, for a first stage that multiplies x by a matrix:
+that have surely arrived by then (see `acknowledged`), which the transport lets go. Rank 0 of two
+stages with two microbatches under 1F1B, for a first stage that multiplies x by a matrix:
 
     action      handler   drops                               releases
     0F0         compute
@@ -31,7 +31,7 @@ from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State
 from pfeife.ir.program import STATE_ROLES, Program
-from pfeife.lowering.clocks import Released, released
+from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Channel, Envelope
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.failure import explain
@@ -53,7 +53,7 @@ class RankRunner:
     """Runs one rank's part of a lowered schedule.
 
     Gradients are added up in the order of the schedule, which is that of the microbatches. `known`
-    is what `released` says of the schedule, for those who make the runners of several ranks.
+    is what `acknowledged` says of the schedule, for those who make the runners of several ranks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RankRunner:
         schedule: Schedule,
         rank: int,
         bodies: Mapping[str, Callable] | None = None,
-        known: Released | None = None,
+        known: Acknowledged | None = None,
     ):
         self.program, self.schedule, self.rank = program, schedule, rank
         self.actions = schedule.ranks[rank]
@@ -70,7 +70,7 @@ class RankRunner:
         self.constants = _constants(program)
         self.handlers = Handlers(self.wiring, rank, bodies or {})
         self.envelopes = self.handlers.envelopes
-        arrived = (released(schedule) if known is None else known)[rank]
+        arrived = (acknowledged(schedule) if known is None else known)[rank]
         self.instructions = self._bound(arrived)
         self.expected: dict[tuple[int, int], dict[int, Channel]] = {}
 
@@ -88,13 +88,13 @@ class RankRunner:
         return found
 
     @cached_property
-    def backward_begin(self) -> int:
+    def backward_start(self) -> int:
         """The index of the first action of the backward."""
         backward = (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE)
         return next(backward, len(self.actions))
 
     @cached_property
-    def has_parts(self) -> bool:
+    def has_phases(self) -> bool:
         """Whether the schedule has all forwards before all backwards, on every rank."""
         return all(_forwards_first(actions) for actions in self.schedule.ranks)
 
@@ -120,21 +120,21 @@ class RankRunner:
     def run(
         self,
         step: Step,
-        begin: int = 0,
+        start: int = 0,
         end: int | None = None,
         observe: Observer | None = None,
     ) -> Step:
-        """The actions from `begin` to `end`, both indices into the rank's schedule.
+        """The actions from `start` to `end`, both indices into the rank's schedule.
 
         `observe` is called after each of them.
         """
         last = len(self.actions) if end is None else end
-        step.at = begin
+        step.at = start
         try:
-            for source, channel in self._expected(begin, last).items():
+            for source, channel in self._expected(start, last).items():
                 step.transport.expect(source, channel)
             with torch.no_grad(), _torch.no_autocast():
-                self._loop(step, range(begin, last), observe)
+                self._loop(step, range(start, last), observe)
         except Exception as error:
             explain(error, self.rank, self.actions[step.at])
             raise
@@ -152,17 +152,17 @@ class RankRunner:
             if observe:
                 observe(self.actions[step.at])
 
-    def _expected(self, begin: int, end: int) -> dict[int, Channel]:
+    def _expected(self, start: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""
-        if (begin, end) not in self.expected:
+        if (start, end) not in self.expected:
             found: dict[int, list[Envelope]] = {}
-            for action in self.actions[begin:end]:
+            for action in self.actions[start:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
                     found.setdefault(message.source, []).append(self.envelopes[message.node])
             channels = {source: Channel(tuple(envelopes)) for source, envelopes in found.items()}
-            self.expected[begin, end] = channels
-        return self.expected[begin, end]
+            self.expected[start, end] = channels
+        return self.expected[start, end]
 
 
 _BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)

@@ -1,4 +1,4 @@
-"""What the runtimes have in common: how a step is begun, and how it is called."""
+"""What the runtimes have in common: how a step is started, and how it is called."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,8 @@ Tangents = Sequence[Mapping[str, torch.Tensor]]  # of the outputs, per microbatc
 
 
 class PipelineStep(ABC):
-    """One step of a pipeline, which may be run in parts; `steps` are those of its ranks here."""
+    """One step of a pipeline, which may be run phase by phase; `steps` are those of its ranks
+    here."""
 
     steps: list[Step]
 
@@ -78,7 +79,9 @@ class Pipeline(ABC, Generic[S]):
                 raise ValueError(
                     f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
                 )
-            return self._begun(state, _parts(self.program, microbatches, seed, tangents, replicas))
+            return self._started(
+                state, _parts(self.program, microbatches, seed, tangents, replicas)
+            )
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -91,7 +94,7 @@ class Pipeline(ABC, Generic[S]):
         """While inputs are checked; says which replicas run here."""
 
     @abstractmethod
-    def _begun(self, state: State, parts: Sequence[Part]) -> S:
+    def _started(self, state: State, parts: Sequence[Part]) -> S:
         """The step, of a part for each replica that runs here."""
 
 

@@ -20,12 +20,12 @@ from pfeife.runtime.step import Observer
 
 
 class Stopwatch:
-    """Notes when each action of each rank ends; the next one begins there."""
+    """Notes when each action of each rank ends; the next one starts there."""
 
     def __init__(self, devices: Sequence[torch.device]):
         self.events: list[Event] = []
         self.devices = devices
-        self.begin = self._now()
+        self.start = self._now()
 
     def _now(self) -> float:
         for device in self.devices:
@@ -38,7 +38,7 @@ class Stopwatch:
 
         def observe(action: Action) -> None:
             nonlocal last
-            now = self._now() - self.begin
+            now = self._now() - self.start
             self.events.append(Event(rank, action, last, now))
             last = now
 
@@ -54,7 +54,7 @@ def profile(
     """Runs one step (arguments as for `evaluate`) and returns when each action ran.
 
     On CUDA every action is waited for, so that its time is its own; overlap is lost. With a rank
-    a process this is collective: all ranks begin together and all get the whole timeline of the
+    a process this is collective: all ranks start together and all get the whole timeline of the
     first replica.
     """
     step = pipeline.start(state, microbatches, **options)

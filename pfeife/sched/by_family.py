@@ -13,7 +13,6 @@ from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched.cutting.checkpointing import Recompute
 from pfeife.sched.cutting.cuts import (
     Clusters,
     balanced,
@@ -21,6 +20,7 @@ from pfeife.sched.cutting.cuts import (
     clusters_of,
 )
 from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
@@ -35,8 +35,8 @@ def of_family(
     schedule: Scheduling,
     constraints: Constraints,
     owned: Collection[str],
-    recompute: Recompute | None,
-    again: Callable[[Plan, Recompute], Plan],
+    recompute: RecomputePolicy | None,
+    again: Callable[[Plan, RecomputePolicy], Plan],
 ) -> Plan:
     """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
     in what is recomputed."""
@@ -87,7 +87,7 @@ def of_family(
     )
 
 
-def to_cut(work: Workload, recompute: Recompute | None) -> Clusters:
+def to_cut(work: Workload, recompute: RecomputePolicy | None) -> Clusters:
     """The clusters as they are cut; what is saved is up to those who recompute."""
     clusters = clusters_of(work)
     if recompute in (None, "never"):

@@ -19,14 +19,14 @@ from pfeife.sched.cutting.layouts import (
     Constraints,
     Layout,
     Loads,
-    begins,
     layout_of,
     layouts_for,
     lighter,
     short_of_memory,
     stages_from,
+    starts_stage,
 )
-from pfeife.sched.cutting.recompute import recompute_options
+from pfeife.sched.cutting.recompute_choice import recompute_options
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload, workload_of
 from pfeife.sched.search.bound import lower_bound
@@ -81,9 +81,9 @@ def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
     """What tells `progress` how many seconds are over, of how many the budget is likely to last."""
     if progress is None:
         return lambda: None
-    began = time.monotonic()
+    start = time.monotonic()
     total = math.ceil(min(budget.seconds_left, budget.work / WORK_PER_SECOND))
-    return lambda: progress(min(int(time.monotonic() - began), total), total)
+    return lambda: progress(min(int(time.monotonic() - start), total), total)
 
 
 def _options(
@@ -108,15 +108,13 @@ def search_workload(
     layouts = layouts_for(work, clusters, constraints)
     if options is not None and any(short_of_memory(layout, constraints) for layout in layouts):
         layouts += lighter(layouts, constraints, options())
-    fitting_ones = [layout for layout in layouts if layout.shortage <= 0]
-    if not fitting_ones:
+    roomy = [layout for layout in layouts if layout.shortage <= 0]
+    if not roomy:
         raise NoRoom(_refusal(layouts, constraints))
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
-    problems = [layout.problem for layout in fitting_ones]
+    problems = [layout.problem for layout in roomy]
     at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
-    layout, schedule = _moved(
-        clusters, constraints, fitting_ones[at], found.schedule, budget.part(0.5)
-    )
+    layout, schedule = _moved(clusters, constraints, roomy[at], found.schedule, budget.part(0.5))
     interrupted, bound = found.interrupted, None
     if found.gap > 1e-6 and not budget.over():
         _, again = search_within(
@@ -154,7 +152,7 @@ def _moved(
 ) -> tuple[Layout, Schedule]:
     """Cuts moved border by border as long as the same schedule becomes shorter by it."""
     best, units = makespan(layout.problem, schedule), len(clusters.seconds)
-    starts = [unit for unit in range(1, units) if begins(layout.stage_of, unit)]
+    starts = [unit for unit in range(1, units) if starts_stage(layout.stage_of, unit)]
     loads = Loads(clusters, layout.problem.stage_ranks, constraints.machine)
     each = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None

@@ -20,11 +20,11 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
 from pfeife.sched.by_family import Scheduling, family_of, in_flight, of_family, to_cut
 from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
-from pfeife.sched.cutting.checkpointing import Recompute, with_recompute
 from pfeife.sched.cutting.cuts import (
     marked,
 )
 from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
 from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.following import follow
@@ -53,7 +53,7 @@ def plan(
     placement: Sequence[int] | None = None,
     owners: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
-    recompute: Recompute | None = None,
+    recompute: RecomputePolicy | None = None,
     passes: Passes | None = None,
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
@@ -142,7 +142,7 @@ class _Asked:
     program: Program
     constraints: Constraints
     schedule: Scheduling
-    recompute: Recompute | None
+    recompute: RecomputePolicy | None
     owners: Mapping[str, frozenset[int]]
     curves: Callable[[Plan], tuple[MemoryCurve, ...]]
     batch: int
@@ -169,7 +169,7 @@ class _Asked:
             search_work=work and (max(1, work // 4) if tries else work),
         )
 
-    def recomputed(self, plan: Plan, how: Recompute) -> Plan:
+    def recomputed(self, plan: Plan, how: RecomputePolicy) -> Plan:
         """The plan with what its stages recompute, by the limit as it was given."""
         limit, machine = self.constraints.memory_limit, self.constraints.machine
         return with_recompute(
@@ -188,7 +188,7 @@ class _Asked:
         return tuple(self.batch + size for size in sums)
 
 
-def check_recomputed(schedule: Scheduling, recompute: Recompute | None) -> None:
+def check_recomputed(schedule: Scheduling, recompute: RecomputePolicy | None) -> None:
     """Raises ValueError where a search and somebody else are to decide what is recomputed."""
     if schedule == "search" and recompute not in (None, "auto"):
         raise ValueError(

@@ -18,19 +18,22 @@ def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
     """A function of a problem: the family "loops", two microbatches at a time."""
     stage_ranks = problem.stage_ranks
     assert problem.memory is not None and len(problem.memory) == problem.ranks
-    return sched.loops(len(stage_ranks), problem.microbatches, stage_ranks, loop_batch=2)
+    return sched.families.loops(len(stage_ranks), problem.microbatches, stage_ranks, loop_batch=2)
 
 
-OURS = pfeife.Family("ours", sched.zb_v, sched.folded, splits=True)
+OURS = pfeife.Family("ours", sched.families.zb_v, sched.families.folded, splits=True)
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (OURS, sched.zb_v(4, 4, (0, 1, 1, 0))),
-        (sched.POLICIES["loops"].bind(loop_batch=2), sched.loops(4, 4, (0, 1, 0, 1), loop_batch=2)),
-        (sched.gpipe(4, 4, (1, 0, 1, 0)), sched.gpipe(4, 4, (1, 0, 1, 0))),
-        (by_pairs, sched.loops(4, 4, (0, 1, 0, 1), loop_batch=2)),
+        (OURS, sched.families.zb_v(4, 4, (0, 1, 1, 0))),
+        (
+            sched.POLICIES["loops"].bind(loop_batch=2),
+            sched.families.loops(4, 4, (0, 1, 0, 1), loop_batch=2),
+        ),
+        (sched.families.gpipe(4, 4, (1, 0, 1, 0)), sched.families.gpipe(4, 4, (1, 0, 1, 0))),
+        (by_pairs, sched.families.loops(4, 4, (0, 1, 0, 1), loop_batch=2)),
     ],
     ids=["a family", "a bound family", "a schedule", "a function"],
 )
@@ -42,24 +45,26 @@ def test_a_schedule_of_ones_own(schedule, expected):
 def test_a_schedule_brings_its_stages_and_its_first_microbatches():
     """A smaller batch runs the first of a schedule's microbatches; without gradients, and with the
     loss outside, the stages stay on its ranks."""
-    one, order = net(), sched.zb_v(4, 4, (0, 1, 1, 0))
+    one, order = net(), sched.families.zb_v(4, 4, (0, 1, 1, 0))
     step = pfeife.compile(one.step, microbatches=4, schedule=order)
     check(one, step, 8, 4)
     check(one, step, 6, 3)
     with torch.no_grad():
         step(one.batch(8))
     plans = [found.plan.schedule for found in step.backend.compiled]
-    assert plans == [order, order.first(3), sched.forward_only(4, 4, (0, 1, 1, 0))]
+    assert plans == [order, order.first(3), sched.families.forward_only(4, 4, (0, 1, 1, 0))]
     model = pfeife.compile(one.model, microbatches=4, schedule=order)
     model(one.batch(8)).sum().backward()
-    assert model.backend.compiled[0].plan.schedule == sched.gpipe(4, 4, (0, 1, 1, 0))
+    assert model.backend.compiled[0].plan.schedule == sched.families.gpipe(4, 4, (0, 1, 1, 0))
 
 
 def backwards_first(problem: sched.Problem) -> pfeife.Schedule:
-    return sched.one_f_one_b(len(problem.stages), problem.microbatches + 1, problem.stage_ranks)
+    return sched.families.one_f_one_b(
+        len(problem.stages), problem.microbatches + 1, problem.stage_ranks
+    )
 
 
-ORDER = sched.one_f_one_b(2, 4)
+ORDER = sched.families.one_f_one_b(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,10 @@ ORDER = sched.one_f_one_b(2, 4)
         ({"schedule": ORDER, "devices": ["cpu"]}, "the given schedule is for 2 ranks, not 1"),
         ({"schedule": backwards_first, "stages": 2}, "it returned 5 microbatches .* has 4"),
         ({"schedule": lambda problem: None, "stages": 2}, "it returned NoneType, not a Schedule"),
-        ({"schedule": pfeife.Family("whole", sched.zb_h1), "stages": 2}, "Family with splits=True"),
+        (
+            {"schedule": pfeife.Family("whole", sched.families.zb_h1), "stages": 2},
+            "Family with splits=True",
+        ),
         ({"schedule": pfeife.Schedule(((), ()))}, "the given schedule runs 0"),
         (
             {"schedule": ORDER, "partition": lambda program: [0, 1, 1, 2]},
@@ -95,7 +103,7 @@ def test_wrong_schedules_are_refused(options, message):
 def test_ranks_tell_options_apart_by_content_and_name():
     """The text that ranks compare says the same in every process, and other things otherwise."""
     options = [
-        *({"schedule": sched.zb_v(2, 4)}, {"schedule": ORDER}, {"schedule": "zb-v"}),
+        *({"schedule": sched.families.zb_v(2, 4)}, {"schedule": ORDER}, {"schedule": "zb-v"}),
         *({"plan": pfeife.Plan((0, 1), ORDER)}, {"costs": by_flops}, {"partition": [1]}),
         *({"passes": {"flat": [failing]}}, {"passes": {"ranks": [failing]}}, {"recompute": 2}),
         *({"schedule": by_pairs}, {"schedule": OURS}, {"schedule": OURS.bind()}),
@@ -135,10 +143,10 @@ def test_a_recorded_plan_is_used_again(tmp_path, options):
 
 
 def test_a_plan_by_hand():
-    plan = pfeife.Plan((0, 1, 1, 0), sched.gpipe(2, 4))
+    plan = pfeife.Plan((0, 1, 1, 0), sched.families.gpipe(2, 4))
     with pytest.raises(ValueError, match=r"stage"):  # a value would flow backwards
         compiled(plan=plan)
-    for plan in (pfeife.Plan((0, 0, 1, 2), sched.gpipe(3, 4, (0, 1, 0))),):
+    for plan in (pfeife.Plan((0, 0, 1, 2), sched.families.gpipe(3, 4, (0, 1, 0))),):
         found = compiled(plan=plan)
         assert found.plan == plan and len(found.schedule.ranks) == 2
 
@@ -153,12 +161,15 @@ def test_a_plan_by_hand():
             {"recompute": (pfeife.RecomputeOption(names=("nothing",)),) * 2},
             "the plan recomputes nothing, which stage 0 does not make",
         ),
-        ({"schedule": sched.one_f_one_b(2, 3)}, "that is 4, but the given plan runs 3; pass"),
-        ({"schedule": sched.forward_only(2, 4)}, "no action runs"),
+        (
+            {"schedule": sched.families.one_f_one_b(2, 3)},
+            "that is 4, but the given plan runs 3; pass",
+        ),
+        ({"schedule": sched.families.forward_only(2, 4)}, "no action runs"),
     ],
 )
 def test_a_plan_of_something_else_is_refused(change, message):
-    plan = pfeife.Plan((0, 0, 1, 1), sched.one_f_one_b(2, 4))
+    plan = pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
     one = net()
     with pytest.raises(ValueError, match=message):
         step = pfeife.compile(one.step, microbatches=4, plan=attrs.evolve(plan, **change))
@@ -181,14 +192,14 @@ def test_a_plan_of_something_else_is_refused(change, message):
     ],
 )
 def test_a_plan_against_other_options(options, message):
-    one, plan = net(), pfeife.Plan((0, 0, 1, 1), sched.one_f_one_b(2, 4))
+    one, plan = net(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
     with pytest.raises(ValueError, match=message):
         pfeife.compile(one.step, **{"microbatches": 4, "plan": plan, **options})(one.batch(8))
 
 
 def test_a_plan_and_what_it_cannot_do():
     """More microbatches than it has; backwards before forwards, with the loss outside."""
-    one, plan = net(), pfeife.Plan((0, 0, 1, 1), sched.one_f_one_b(2, 2))
+    one, plan = net(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 2))
     step = pfeife.compile(one.step, microbatches=2, plan=plan)
     check(one, step, 6, 2)
     with pytest.raises(ValueError, match="it runs 2 microbatches, and this batch is cut into 5"):
@@ -344,6 +355,13 @@ def test_a_pass_that_fails_is_named():
 
 
 # Where to cut, and what to recompute.
+
+
+def test_searches_side_by_side():
+    """Some more seeds, each with the whole budget: never a worse plan, and the same one again."""
+    search = {"devices": ["cpu", "cpu"], "schedule": "search", "search_work": 2000}
+    one, *two = (compiled(jobs=jobs, **search).plan for jobs in (1, 2, 2))
+    assert two[0] == two[1] and two[0].step_seconds <= one.step_seconds
 
 
 # A runtime of one's own.

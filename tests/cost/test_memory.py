@@ -12,10 +12,10 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.lowering.envelope import AHEAD
-from pfeife.sched import clusters_of, workload_of
+from pfeife.sched.cutting import clusters_of, workload_of
 
 CPU_CORE = machine("cpu-core")
-POLICIES = {"gpipe": sched.gpipe, "1f1b": sched.one_f_one_b}
+POLICIES = {"gpipe": sched.families.gpipe, "1f1b": sched.families.one_f_one_b}
 
 
 # Two matrices, one a rank. In bytes: 3 x 5 floats of a batch, 3 x 7 of what crosses, both ways.
@@ -44,7 +44,7 @@ def text_of(curve) -> list[tuple[str, int, int]]:
 
 def test_temporaries_by_hand():
     """The first stage's most is its gradient; the second has both gradients and the square's."""
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 1))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
     memory = stage_memory(pfeife.partition(plan)(two_matrices()))
     assert [stage.temporaries for stage in memory] == [FIRST, SECOND + CROSSING + PRODUCT]
     assert [stage.parameters for stage in memory] == [FIRST, SECOND]
@@ -77,7 +77,7 @@ def test_one_microbatch_by_hand(policy):
 
 def test_a_reduced_gradient_is_there_once():
     """With replicas: it is reduced in a copy, and then what was summed up goes."""
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 1))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
     passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 2))]
     sent = pfeife.compose(*passes)(two_matrices())
     first, _ = memory_curves(sent, sched.lower(plan.schedule, sent))
@@ -88,7 +88,7 @@ def test_a_reduced_gradient_is_there_once():
 @pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
 def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
     """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
-    as many as fit but two at least, are there from the begin, more when some have arrived. Those
+    as many as fit but two at least, are there from the start, more when some have arrived. Those
     of large messages stay."""
     crossing = 3 * width * 4
     for m in range(2, 9):
@@ -179,7 +179,7 @@ def test_the_peak_is_accounted_for(name, policy):
 def staged(name: str, cuts: tuple[int, ...]) -> pfeife.Program:
     program = pfeife.annotate(estimate(fused(name), CPU_CORE))(fused(name))
     stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(program.units))
-    order = pfeife.sched.gpipe(len(cuts) + 1, 1)
+    order = pfeife.sched.families.gpipe(len(cuts) + 1, 1)
     return pfeife.partition(pfeife.Plan(stage_of, order))(program)
 
 

@@ -6,7 +6,7 @@ import math
 import attrs
 import pytest
 
-from pfeife.cost.network import fit
+from pfeife.cost.network import piecewise_fit
 from pfeife.data import plain
 from pfeife.data.machine import Link, Network
 
@@ -51,12 +51,12 @@ def test_a_link_needs_two_sizes():
 def test_links_are_fitted():
     """Through the points where they rise, between and beyond them in straight lines."""
     sizes = (1000, 10_000)
-    values, residual = fit(sizes, (2e-6, 11e-6))
+    values, residual = piecewise_fit(sizes, (2e-6, 11e-6))
     link = Link(0, 1, (0, *sizes), values, values, (0.0,) * 3, residual)
     assert residual < 1e-6 and link.send_seconds(1000) == link.transfer_seconds(1000)
     for size, seconds in ((1000, 2e-6), (5500, 6.5e-6), (10_000, 11e-6), (20_000, 21e-6)):
         assert math.isclose(link.transfer_seconds(size), seconds, rel_tol=1e-6)
-    rising, residual = fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
+    rising, residual = piecewise_fit((1000, 10_000, 100_000), (2e-6, 1e-6, 11e-6))
     assert list(rising) == sorted(rising) and 0.2 < residual < 1
     with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
         Network((link,)).link(1, 0)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from pfeife.data.schedule import Action, Do, Schedule, parse_action, received_as
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.families import gpipe, one_f_one_b
 
 
 @given(actions())

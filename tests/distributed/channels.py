@@ -49,8 +49,8 @@ def interleaved(
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
     owners = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
-    schedule = schedule or sched.interleaved(4, 4, (0, 1, 0, 1))
-    plan = pfeife.Plan(sched.follow(clusters, owners)[0], schedule)
+    schedule = schedule or sched.families.interleaved(4, 4, (0, 1, 0, 1))
+    plan = pfeife.Plan(sched.following.follow(clusters, owners)[0], schedule)
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     pipeline = DistributedPipeline(sent, sched.verify_schedule(sched.lower(plan.schedule, sent)))
     return pipeline, pfeife.state_of(program, net), microbatches
@@ -141,10 +141,10 @@ def a_cut_after_others() -> None:
     for rank in range(world.size):
         if rank == world.rank and work is not None:
             connection.cut()
-            begun = time.monotonic()
+            start = time.monotonic()
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=5))
-            assert time.monotonic() - begun < 4, "nothing has ended the wait"
+            assert time.monotonic() - start < 4, "nothing has ended the wait"
         world.gather(torch.zeros(1))
         time.sleep(0.1)  # until the others have noticed what this rank has closed
     connection.close()
@@ -251,7 +251,7 @@ def a_large_message_with_a_late_receiver() -> None:
 def a_pipeline_run_whole_and_in_parts() -> None:
     """In any order, and two steps at once, also with stages that fold back."""
     for placement in ((0, 1, 1, 0), (0, 1, 0, 1)):
-        pipeline, state, microbatches = interleaved(schedule=sched.gpipe(4, 4, placement))
+        pipeline, state, microbatches = interleaved(schedule=sched.families.gpipe(4, 4, placement))
         for _ in range(2):
             same_as_evaluated(pipeline, state, microbatches, pipeline(state, microbatches))
             steps = [pipeline.start(state, microbatches) for _ in range(2)]
@@ -298,12 +298,12 @@ def two_ranks_that_fail_at_once() -> None:
     net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     microbatches = [(torch.randn(2, 4),) for _ in range(4)]
     program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
-    clusters, plan = pfeife.fuse()(program), pfeife.Plan((0, 1, 2, 3), sched.gpipe(4, 4))
+    clusters, plan = pfeife.fuse()(program), pfeife.Plan((0, 1, 2, 3), sched.families.gpipe(4, 4))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-    rank, begun = int(os.environ["RANK"]), time.monotonic()
+    rank, start = int(os.environ["RANK"]), time.monotonic()
 
     def fails(*args):
-        time.sleep(max(0.0, begun + 3.0 - time.monotonic()))
+        time.sleep(max(0.0, start + 3.0 - time.monotonic()))
         raise KeyError(f"of rank {rank}")
 
     calls = [call.node for call in sent.calls if call.rank == rank in (1, 2) and call.kind == "B"]

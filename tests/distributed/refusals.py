@@ -117,7 +117,10 @@ def other_on_rank_one(program: pfeife.Program) -> pfeife.Program:
 def decisions_that_differ() -> None:
     """Ranks that were given other schedules, or whose passes make other programs, stop before
     anything is sent; the same ones run."""
-    orders, world = (sched.gpipe(2, 2), sched.one_f_one_b(2, 2)), join_world(torch.device("cpu"))
+    orders, world = (
+        (sched.families.gpipe(2, 2), sched.families.one_f_one_b(2, 2)),
+        join_world(torch.device("cpu")),
+    )
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
     for options, message in (

@@ -267,10 +267,10 @@ def attention_among_rows_with_the_named_backend():
 def a_program_that_is_not_the_step():
     """As a defect of the capturing would make it: another function of the activations."""
     model = net()
-    capture = MicrobatchGraph.captured
+    capture = MicrobatchGraph.capture
 
     class Wrong(MicrobatchGraph):
-        def captured(self, args, options):
+        def capture(self, args, options):
             found = capture(self, args, options)
             module = copy.deepcopy(found.program.module)
             for node in module.graph.nodes:

@@ -305,7 +305,7 @@ def the_machine_is_that_of_the_parameters():
     x = torch.ones(2, 4)
     program = capture(lambda x: model(x).square().mean(), x)
     graph = mock.Mock()
-    graph.captured.return_value = Captured(program, (None,), (None,), (), ())
+    graph.capture.return_value = Captured(program, (None,), (None,), (), ())
 
     def planned(device: str):
         builder = Builder(Options(), None, None)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from orders import CHAIN, lowered, schedules
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
-from pfeife.lowering.clocks import released
+from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.simulate import simulate
-from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.families import gpipe, one_f_one_b
 
 
 def by_action(schedule: Schedule) -> list[dict[str, dict[int, int]]]:
     return [
         {str(actions[index]): counts for index, counts in found.items()}
-        for actions, found in zip(schedule.ranks, released(schedule), strict=True)
+        for actions, found in zip(schedule.ranks, acknowledged(schedule), strict=True)
     ]
 
 
@@ -70,8 +70,8 @@ def order(schedule: Schedule) -> nx.DiGraph:
 @settings(max_examples=60)
 @given(schedules())
 def test_exactly_what_can_be_known(schedule):
-    """A message is released at the first receive or reduction that its receive comes before."""
-    graph, stage_ranks, found = order(schedule), schedule.stage_ranks, released(schedule)
+    """A message is acknowledged at the first receive or reduction that its receive comes before."""
+    graph, stage_ranks, found = order(schedule), schedule.stage_ranks, acknowledged(schedule)
     for rank, actions in enumerate(schedule.ranks):
         expected: dict[int, dict[int, int]] = {}
         waiting: list[tuple[int, Action]] = []
@@ -89,7 +89,7 @@ def test_exactly_what_can_be_known(schedule):
 
 @settings(max_examples=60)
 @given(schedules(), st.integers(0, 1000))
-def test_released_after_it_was_received(schedule, seed):
+def test_acknowledged_after_it_was_received(schedule, seed):
     """However long everything takes; and no more than was sent, in the order of the channel."""
     drawn = random.Random(seed)
     times = {a: drawn.choice((0.0, 1.0, 10.0)) for rank in schedule.ranks for a in rank}
@@ -97,7 +97,9 @@ def test_released_after_it_was_received(schedule, seed):
     timeline = simulate(schedule, times.__getitem__, occupied=busy.__getitem__)
     end = {(event.rank, event.action): event.end for event in timeline.events}
     stage_ranks = schedule.stage_ranks
-    for rank, (actions, found) in enumerate(zip(schedule.ranks, released(schedule), strict=True)):
+    for rank, (actions, found) in enumerate(
+        zip(schedule.ranks, acknowledged(schedule), strict=True)
+    ):
         leaving: dict[int, list[Action]] = {}
         for index, action in enumerate(actions):
             if action.do in SENDS:
@@ -117,4 +119,4 @@ def test_a_deadlock_is_refused():
         CHAIN.replace("0B0", "0B0,0REDUCE_GRAD").replace("1B0", "1B0,0REDUCE_GRAD"),
     ):
         with pytest.raises(ValueError, match="deadlocks: rank 0 waits"):
-            released(Schedule.from_csv(text))
+            acknowledged(Schedule.from_csv(text))

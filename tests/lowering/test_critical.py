@@ -44,14 +44,14 @@ def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
     assert path[0].start == 0 and path[-1].end == timeline.seconds
     assert all(a.end == b.start for a, b in pairwise(path))
     assert sum(e.end - e.start for e in path) == pytest.approx(timeline.seconds)
-    begun = {(e.rank, e.action): e.start for e in timeline.events}
+    starts_at = {(e.rank, e.action): e.start for e in timeline.events}
     for before, event in pairwise(path):
         made = {
             rank: time
-            for (rank, action), time in begun.items()
+            for (rank, action), time in starts_at.items()
             if action.do in SENDS and received_as(action) == event.action
         }
         together = event.action.do == Do.REDUCE_GRAD
-        made |= {r: t for (r, a), t in begun.items() if a == event.action and together}
-        starts = made | {event.rank: begun[event.rank, event.action]}
+        made |= {r: t for (r, a), t in starts_at.items() if a == event.action and together}
+        starts = made | {event.rank: starts_at[event.rank, event.action]}
         assert starts[before.rank] == event.start

@@ -11,10 +11,7 @@ from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, parse_action
 from pfeife.ir.program import Kind, Reduction
 from pfeife.lowering.lower import Transfer, chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    gpipe,
-    one_f_one_b,
-)
+from pfeife.sched.families import gpipe, one_f_one_b
 
 
 @settings(max_examples=100)

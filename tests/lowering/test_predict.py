@@ -84,7 +84,7 @@ def two_matrices() -> pfeife.Program:
     return pfeife.fuse()(pfeife.capture(step, torch.randn(3, 5)))
 
 
-def sent(microbatches: int, adding: float = 0.0, order=sched.gpipe):
+def sent(microbatches: int, adding: float = 0.0, order=sched.families.gpipe):
     """Two stages, a second a call, `adding` for the gradients; 84 bytes go each way."""
     fused = two_matrices()
     plan = pfeife.Plan((0, 1), order(2, microbatches))
@@ -109,7 +109,7 @@ def test_overlap(overlap, share):
     events = {str(e.action): e for e in predict(program, schedule, link).events}
     assert events["0SEND_F0"].end - events["0SEND_F0"].start == share
     assert events["0F1"].start == 1 + share
-    assert events["1RECV_F0"].end == 3, "it has waited from the begin"
+    assert events["1RECV_F0"].end == 3, "it has waited from the start"
     # The second is under way from 3 on (the channel) or from when the rank comes to it.
     assert events["1RECV_F1"].end == max(max(3, 2 + share) + 2, 4 + share)
 
@@ -165,8 +165,8 @@ def test_small_values_of_a_message_travel_together():
         assert transfer(action.send(0)) == pytest.approx(1.0 + size * 0.002)
         assert occupied(action.send(0)) == pytest.approx(0.5 + size * 0.0005)
         assert occupied(action.receive(0)) == pytest.approx(0.25 + size * 0.00025)
-    problem = sched.stage_problem(
-        sched.workload_of(fused, plan.duplicated),
+    problem = sched.cutting.stage_problem(
+        sched.cutting.workload_of(fused, plan.duplicated),
         plan.stage_of_cluster,
         (0, 1),
         2,
@@ -190,7 +190,7 @@ def test_replicas_reduce_in_predicted_time():
     """Each stage's gradients are reduced once, over all its replicas, in the ring's time; adding
     up is counted in the program of a replica as in that of one."""
     fused = two_matrices()
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 3))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 3))
     passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 3))]
     program = pfeife.compose(*passes)(fused)
     kinds = {call.node: call.kind for call in program.calls}

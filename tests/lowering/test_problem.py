@@ -15,11 +15,9 @@ from pfeife.lowering.problem import (
     chain_edges,
     makespan,
 )
-from pfeife.sched import gpipe, one_f_one_b
+from pfeife.sched.families import gpipe, one_f_one_b
 from pfeife.sched.search.bound import lower_bound
-from pfeife.sched.search.shop import (
-    compile_problem,
-)
+from pfeife.sched.search.job_shop import compile_problem
 
 
 def test_channels_are_contended_where_transfers_take_longer_than_what_sends():

@@ -8,10 +8,7 @@ from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, received_as
 from pfeife.lowering.replay import replay
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    gpipe,
-    naive,
-)
+from pfeife.sched.families import gpipe, naive
 
 
 @settings(max_examples=100)

@@ -14,10 +14,7 @@ from pfeife.data.timeline import Timeline
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    gpipe,
-    one_f_one_b,
-)
+from pfeife.sched.families import gpipe, one_f_one_b
 
 TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
 

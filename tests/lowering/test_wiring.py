@@ -117,7 +117,7 @@ def staged(program: pfeife.Program, policy: str, stages: int, split: bool):
     if stages == 1:
         plan = pfeife.Plan((0,) * fused.units, sched.policy(policy)(1, MICROBATCHES))
     else:
-        marks = sched.marked(fused)
+        marks = sched.cutting.marked(fused)
         stages = 1 + max(marks) if marks else min(stages, fused.units)
         plan = sched.plan(
             fused, machine=CPU_CORE, microbatches=MICROBATCHES, stages=stages, schedule=policy

@@ -30,7 +30,7 @@ def planned(name: str, order: str):
     """A fused program, a plan of it on two or three ranks, and what a step gives."""
     one, program, state, microbatches = captured(name)
     base = clusters(program)
-    if sched.splits(order):
+    if sched.by_family.splits(order):
         base = pfeife.split_backward()(base)
         costs = pfeife.cost.estimate(base, CPU_CORE)
         base = pfeife.annotate(costs)(base)
@@ -45,7 +45,7 @@ def planned(name: str, order: str):
     )
     if order == "1f1b":
         staged = pfeife.partition(plan)(base)
-        choice = sched.choose_recompute(staged, "full", machine=CPU_CORE)
+        choice = sched.cutting.choose_recompute(staged, "full", machine=CPU_CORE)
         plan = attrs.evolve(plan, recompute=choice)
     nodes = inline(base)[0].module.graph.nodes
     names = tuple(node.name for node in nodes if node.op != "output")
@@ -236,7 +236,7 @@ def test_what_reads_an_updated_buffer_is_not_duplicated():
     """The other rank does not see the updates: it would compute with the first value."""
     model, x = Scaled(), torch.randn(3, 4)
     fused = clusters(pfeife.capture(lambda x: model(x).square().mean(), x))
-    plan = Plan((0,) * (fused.units - 1) + (1,), sched.gpipe(2, 3))
+    plan = Plan((0,) * (fused.units - 1) + (1,), sched.families.gpipe(2, 3))
     pfeife.partition(plan)(fused)
     with pytest.raises(ValueError, match="buffer scale is updated and used by several stages"):
         pfeife.partition(attrs.evolve(plan, duplicated=("add",)))(fused)

@@ -82,7 +82,9 @@ def test_boundaries_by_name_and_by_marker():
     points = {"blocks.1": "begin", "blocks.2": "end"}
     fused = pfeife.fuse(boundaries=points)(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
+    plan = sched.plan(
+        fused, machine=CPU_CORE, microbatches=2, cuts=sched.cutting.split_at(fused, points)
+    )
     staged = pfeife.partition(plan)(fused)
     stages_of = {
         port.fqn: {call.unit for call in calls}
@@ -101,7 +103,7 @@ def test_boundaries_by_name_and_by_marker():
         return torch.nn.functional.cross_entropy(one.model.head(x).flatten(0, 1), targets.flatten())
 
     fused = clusters(pfeife.capture(marked, *one.batch(2)))
-    assert sched.marked(fused) == (0, 1)
+    assert sched.cutting.marked(fused) == (0, 1)
 
 
 def test_wrong_requests_are_refused():
@@ -117,7 +119,7 @@ def test_wrong_requests_are_refused():
     with pytest.raises(ValueError, match="memory_limit=10: the best plan found needs"):
         plan(stages=2, memory_limit=10)
     with pytest.raises(ValueError, match="give fuse the same boundaries"):
-        sched.split_at(fused, {"blocks.1.mlp.2": "begin"})
+        sched.cutting.split_at(fused, {"blocks.1.mlp.2": "begin"})
     other = sched.plan(clusters(captured("UNet")[1]), machine=CPU_CORE, microbatches=2, stages=2)
     with pytest.raises(ValueError, match="the plan is for"):
         pfeife.partition(other)(fused)
@@ -128,7 +130,9 @@ def test_masks_are_computed_where_they_are_read():
     points = {"blocks.1": "begin", "blocks.2": "begin"}
     fused = pfeife.fuse(boundaries=points)(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=sched.split_at(fused, points))
+    plan = sched.plan(
+        fused, machine=CPU_CORE, microbatches=2, cuts=sched.cutting.split_at(fused, points)
+    )
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
     crossing = pfeife.ir.program.messages(sent)
     shapes = [
@@ -149,12 +153,12 @@ def test_a_buffer_of_two_stages_is_refused():
 
     fused = clusters(pfeife.capture(step, torch.randn(3, 4)))
     assert fused.units == 2
-    order = sched.gpipe(2, 1)
+    order = sched.families.gpipe(2, 1)
     with pytest.raises(
         ValueError, match=r"num_batches_tracked is updated and used by several stages"
     ):
         pfeife.partition(pfeife.Plan((0, 1), order))(fused)
-    assert sched.clusters_of(sched.workload_of(fused)).blocked == {1}
+    assert sched.cutting.clusters_of(sched.cutting.workload_of(fused)).blocked == {1}
 
 
 def test_measured_costs_plan_too():

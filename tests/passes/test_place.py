@@ -37,7 +37,7 @@ def test_bodies_are_placed_whatever_their_names():
 
     microbatches = [(torch.randn(2, 4),)] * 2
     program = pfeife.capture(step, *microbatches[0])
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 2))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 2))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(pfeife.fuse()(program))
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(sent.module.graph, {}))
@@ -66,12 +66,12 @@ def test_constants_are_on_the_rank_that_reads_them():
     microbatches = [(torch.randn(2, 4),)] * 2
     program = pfeife.capture(step, *microbatches[0])
     fused, devices = pfeife.fuse()(program), [torch.device("cpu"), torch.device("meta")]
-    plan = pfeife.Plan((0, 1), sched.gpipe(2, 2))
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 2))
     passes = [pfeife.partition(plan), pfeife.place(devices), pfeife.insert_send_recv()]
     placed = pfeife.compose(*passes)(fused)
     constants = [n.name for n in placed.module.graph.nodes if n.op == "get_attr"]
     assert len(constants) == 2
     pipeline = LocalPipeline(placed, lowered(plan, placed), devices)
-    for runner, begun in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
-        for values in begun.values:
+    for runner, step in pipeline.start(pfeife.state_of(program, model), microbatches).runners:
+        for values in step.values:
             assert {values[name].device for name in constants} == {devices[runner.rank]}

@@ -22,7 +22,7 @@ from pfeife.ir.evaluate import named_batch
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import Kind, Role, call_of, find_node, messages
 from pfeife.runtime import LocalPipeline
-from pfeife.sched import choose_recompute, recompute_options
+from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
 
 CPU_CORE = machine("cpu-core")
@@ -163,7 +163,7 @@ def test_what_several_weights_gradients_share_stays_with_them():
         return (one(shared) * other(shared)).sum()
 
     fused = clusters(pfeife.capture(step, torch.randn(3, 4)))
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 1))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 1))
     choice = choose_recompute(pfeife.partition(plan)(fused), "selective", machine=NO_PRODUCTS)
     passes = (pfeife.partition(attrs.evolve(plan, recompute=choice)), pfeife.split_backward())
     split = pfeife.compose(*passes)(fused)
@@ -260,7 +260,7 @@ def test_a_buffer_that_the_forward_would_lose_is_kept_or_refused():
 
     program = pfeife.capture(step, torch.randn(3, 4))
     fused = clusters(overwritten(program))
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 1))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 1))
     (option,) = choose_recompute(pfeife.partition(plan)(fused), "full", machine=CPU_CORE)
     kept = pfeife.partition(attrs.evolve(plan, recompute=(option,)))(fused)
     assert "sin" not in option.names

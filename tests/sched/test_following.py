@@ -33,7 +33,7 @@ def planned(fused, owners, ranks, schedule="1f1b"):
 
 
 def check(fused, state, microbatches, owners, ranks, schedule="1f1b"):
-    if sched.splits(schedule):
+    if sched.by_family.splits(schedule):
         split = pfeife.split_backward()(fused)
         fused = pfeife.annotate(estimate(split, CPU_CORE))(split)
     plan, program = planned(fused, owners, ranks, schedule)
@@ -63,7 +63,7 @@ def test_random_owners(data):
         if data.draw(st.booleans()):
             owners[name] = frozenset(rank_of[call.unit % 12] for call in users)
     try:
-        sched.follow(fused, owners, ranks)
+        sched.following.follow(fused, owners, ranks)
     except ValueError as error:
         assert "is trained on ranks" in str(error)
         return

@@ -15,10 +15,8 @@ from pfeife.cost import estimate, machine
 from pfeife.data.machine import Link, Network
 from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
-from pfeife.sched import (
-    plan,
-    split_at,
-)
+from pfeife.sched import plan
+from pfeife.sched.cutting import split_at
 
 CPU_CORE = machine("cpu-core")
 

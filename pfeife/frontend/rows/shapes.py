@@ -27,16 +27,16 @@ def reshaped(one: Operation) -> Rows:
         return rows
     shape, new = shape_of(source), one.shape
     place = math.prod(shape[: rows.dim]) * rows.before
-    fits = [
+    possible = [
         (dim, place // before)
         for dim in range(len(new))
         for before in [math.prod(new[:dim])]
         if place % before == 0 and before * new[dim] % (place * one.rows) == 0
     ]
-    if not fits:
+    if not possible:
         raise Stuck
-    same = [(d, b) for d, b in fits if new[d] == shape[rows.dim]]
-    dim, before = (same or fits)[0]
+    same = [(d, b) for d, b in possible if new[d] == shape[rows.dim]]
+    dim, before = (same or possible)[0]
     return attrs.evolve(rows, dim=dim, before=before)
 
 

@@ -46,11 +46,11 @@ def lives(rank: int, first: Heartbeats | None, second: Heartbeats | None) -> boo
     return now is not None and now != (first or {}).get(rank)
 
 
-def wait_until_told(monitor: Monitor, seconds: float) -> None:
+def wait_until_known(monitor: Monitor, seconds: float) -> None:
     """Until all ranks that live know of the failure, but not longer than so many seconds."""
-    begun, first = time.monotonic(), monitor.heartbeats()
-    while (waited := time.monotonic() - begun) < seconds:
-        unaware, now = set(range(monitor.size)) - set(monitor.told()), monitor.heartbeats()
+    start, first = time.monotonic(), monitor.heartbeats()
+    while (waited := time.monotonic() - start) < seconds:
+        unaware, now = set(range(monitor.size)) - set(monitor.aware()), monitor.heartbeats()
         if waited > _LISTENING:
             unaware = {rank for rank in unaware if lives(rank, first, now)}
         if not unaware:

@@ -88,7 +88,7 @@ class Gradients:
                 weakref.ref(parameter), id(gradient), gradient._version, values
             )
 
-    def told(self) -> list[str]:
+    def news(self) -> list[str]:
         """The optimizers that have stepped since the ranks have last compared, and the factors,
         a line each."""
         lines = [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]

@@ -23,7 +23,7 @@ ANSWER = 5.0  # seconds in which the store answers, unless it is lost
 MISSED = 3  # signs of life in a row that the store refuses before it counts as gone
 ALL = -1  # who a rank waits for in an operation of all ranks
 OUTSIDE = "the program outside of a step"
-BUILDING = "building: "  # how it begins where a rank prepares something
+BUILDING = "building: "  # how it starts where a rank prepares something
 T = TypeVar("T")
 
 
@@ -105,7 +105,7 @@ class Monitor:
                 time.sleep(0.05)
         return self.failure
 
-    def told(self) -> Collection[int]:
+    def aware(self) -> Collection[int]:
         """The ranks that know of the failure or have left; all if the store is gone."""
         everyone = range(self.size)
 

@@ -63,7 +63,7 @@ class Ownership:
         self.known = WeakIdKeyDictionary()
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
-        self.fitting: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
         self.gradients = Gradients(self.known, self.foreign.found)
@@ -138,12 +138,12 @@ class Ownership:
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
         has given that its owners since it was built."""
-        if self.fitting.get(program) == len(self.owned):
+        if self.checked.get(program) == len(self.owned):
             return False
         owners, ranks = self.of(program, slots, mesh), ranks_of(program)
         if any(ranks.get(name, frozenset()) - theirs for name, theirs in owners.items()):
             return True
-        self.fitting[program] = len(self.owned)
+        self.checked[program] = len(self.owned)
         return False
 
     def borrowed(
@@ -164,7 +164,7 @@ class Ownership:
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
         them has been written to, what has become NaN, by what gradients were scaled."""
-        lines = self.gradients.told()
+        lines = self.gradients.news()
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]

@@ -18,7 +18,7 @@ from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal, describe
 from pfeife.runtime.interpret import RankRunner
-from pfeife.runtime.parts import Parts
+from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep
 from pfeife.runtime.results import owner, result_of, trained_on
 from pfeife.runtime.step import Part, Step, Watch
@@ -72,13 +72,13 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
                 self.transport = DistributedTransport(world, self.mesh, self.program)
             yield range(self.transport.replica, self.transport.replica + 1)
 
-    def _begun(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
+    def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
         return DistributedStep(self, self.runner.start(state, parts[0], transport), transport)
 
 
 class DistributedStep(PipelineStep):
-    """One rank's step, which may be run in parts, each once.
+    """One rank's step, which may be run phase by phase, each once.
 
     After a failure, also of another rank, it has no results: to ask for them raises.
     """
@@ -86,18 +86,18 @@ class DistributedStep(PipelineStep):
     def __init__(self, pipeline: DistributedPipeline, step: Step, transport: DistributedTransport):
         self.pipeline, self.step, self.transport = pipeline, step, transport
         self.steps = [step]
-        self.parts = Parts(pipeline.runner.has_parts)
+        self.phases = PhaseGuard(pipeline.runner.has_phases)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them. Raises
-        PipelineError if any other rank fails, RuntimeError for a part that has run already."""
+        PipelineError if any other rank fails, RuntimeError for a phase that has run already."""
         runner, world = self.pipeline.runner, self.transport.world
-        border = runner.backward_begin
-        begin, end = (0 if forward else border), (None if backward else border)
-        with world.busy(self._doing), self.parts.running(forward, backward):
-            runner.run(self.step, begin, end, watch(runner.rank) if watch else None)
+        border = runner.backward_start
+        start, end = (0 if forward else border), (None if backward else border)
+        with world.busy(self._doing), self.phases.running(forward, backward):
+            runner.run(self.step, start, end, watch(runner.rank) if watch else None)
             self.transport.finish()
 
     def _doing(self) -> Doing:
@@ -116,7 +116,7 @@ class DistributedStep(PipelineStep):
         (collective)."""
         world = self.transport.world
         names = [name for part in tangents for name in part]
-        world.agreed("\n".join(names), "the results that a backward begins at")
+        world.agreed("\n".join(names), "the results that a backward starts at")
         if values:
             wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
             if wrong:
@@ -127,10 +127,10 @@ class DistributedStep(PipelineStep):
         `outputs` those that every rank has got already are left out. Raises PipelineError if any
         rank has failed, RuntimeError for a step that has not run."""
         with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
-            self.parts.check()
+            self.phases.check()
             mine = result_of(self.pipeline.program, self.transport.rank, self.step)
             shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
-            finished = "backward" in self.parts.done
+            finished = "backward" in self.phases.done
             shared_gradients = (
                 self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )

@@ -230,7 +230,7 @@ class World:
 
     def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
         """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
-        ranks raise a Refusal with its message."""
+        ranks raise a Refusal with its text."""
         text = ""
         if self.rank == 0:
             try:
@@ -260,7 +260,7 @@ class World:
 
     def check_agreement(self, text: str, what: str) -> None:
         """Raises Refusal on every rank unless all ranks give the same text (collective); the
-        message has the first line that differs."""
+        error has the first line that differs."""
         self.agreed(text, what)
 
     def agreed(
@@ -324,7 +324,7 @@ class World:
         self.ownership.gradients.end()
         if self.monitor.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
-                diagnosis.wait_until_told(self.monitor, GRACE)
+                diagnosis.wait_until_known(self.monitor, GRACE)
             self.monitor.ask(self.monitor.acknowledge)
             self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()

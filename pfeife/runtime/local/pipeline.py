@@ -13,12 +13,12 @@ import torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Program, Reduction
-from pfeife.lowering.clocks import released
+from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.envelope import Channel, Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
 from pfeife.runtime.local.threads import Threads, flushes_denormals
-from pfeife.runtime.parts import Parts
+from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import result_of, trained_on
 from pfeife.runtime.step import Observer, Part, Step, Watch
@@ -122,7 +122,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         super().__init__(program, schedule)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
-        known = released(schedule)
+        known = acknowledged(schedule)
         self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
         self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
         self.threads = Threads([*range(ranks)] * program.replicas)
@@ -130,12 +130,12 @@ class LocalPipeline(Pipeline["LocalStep"]):
     def _starting(self) -> contextlib.AbstractContextManager[range]:
         return contextlib.nullcontext(range(self.program.replicas))
 
-    def _begun(self, state: State, parts: Sequence[Part]) -> "LocalStep":
+    def _started(self, state: State, parts: Sequence[Part]) -> "LocalStep":
         return LocalStep(self, state, parts)
 
 
 class LocalStep(PipelineStep):
-    """One step of a `LocalPipeline`, which may be run in parts, each once.
+    """One step of a `LocalPipeline`, which may be run phase by phase, each once.
 
     After a failure it has no results: to ask for them raises.
     """
@@ -143,7 +143,7 @@ class LocalStep(PipelineStep):
     def __init__(self, pipeline: LocalPipeline, state: State, parts: Sequence[Part]):
         self.world, self.replicas = LocalWorld(), len(parts)
         self.program = pipeline.program
-        self.parts, self.threads = Parts(pipeline.runners[0].has_parts), pipeline.threads
+        self.phases, self.threads = PhaseGuard(pipeline.runners[0].has_phases), pipeline.threads
         self.runners = [
             (runner, self._start(runner, replica, pipeline, state, part))
             for replica, part in enumerate(parts)
@@ -165,8 +165,8 @@ class LocalStep(PipelineStep):
     ) -> None:
         """Runs the forward actions, the backward actions, or all; `watch` sees them. The first
         failure, or an interrupt of this thread, is raised with its own traceback after every
-        thread has ended its action. Raises RuntimeError for a part that has run already."""
-        with self.parts.running(forward, backward):
+        thread has ended its action. Raises RuntimeError for a phase that has run already."""
+        with self.phases.running(forward, backward):
             self._run(forward, backward, watch)
 
     def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
@@ -179,9 +179,9 @@ class LocalStep(PipelineStep):
                 # oneDNN's convolutions with another number of threads.
                 torch.set_num_threads(kernel_threads)
                 torch.set_flush_denormal(flushes)
-                border = runner.backward_begin
-                begin, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, begin, end, self._observer(runner.rank, watch))
+                border = runner.backward_start
+                start, end = (0 if forward else border), (None if backward else border)
+                runner.run(step, start, end, self._observer(runner.rank, watch))
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
@@ -216,7 +216,7 @@ class LocalStep(PipelineStep):
     def result(self, *, outputs: bool = True) -> Result:
         """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
         RuntimeError for a step that has not run or has failed."""
-        self.parts.check()
+        self.phases.check()
         ranks = len(self.runners) // self.replicas
         pipelines = []
         for start in range(0, len(self.runners), ranks):

@@ -1,4 +1,29 @@
-"""Where to cut, and what to compute again: `workload` (the clusters' figures) first, then `cuts`
-(stages of a chain), `layouts` (stages on ranks), `recompute`, `account` and `room` (under a memory
-limit).
+"""Where to cut, on which ranks, and what to compute again where memory is short.
+
+`workload` has the figures of clusters and of the stages that cuts make of them; read it first, then
+`cuts` (the best stages of a chain), `partitions` (by hand, or as DeepSpeed says it) and `layouts`
+(stages on ranks). `recompute_choice` finds what a stage computes again for a number of bytes,
+`recompute_policy` what people ask for by a word; `account` and `room` keep plans to the memory.
 """
+
+from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
+from pfeife.sched.cutting.partitions import Partition, partitioned
+from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
+from pfeife.sched.cutting.workload import stage_problem, workload_of
+
+__all__ = [
+    "Partition",
+    "RecomputePolicy",
+    "balanced",
+    "cheap_to_recompute",
+    "choose_recompute",
+    "clusters_of",
+    "marked",
+    "partitioned",
+    "recompute_options",
+    "split_at",
+    "stage_problem",
+    "with_recompute",
+    "workload_of",
+]

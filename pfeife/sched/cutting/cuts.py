@@ -58,7 +58,7 @@ def clusters_of(work: Workload) -> Clusters:
     return Clusters(seconds, tuple(parameters), tuple(saved), crossing, work.blocked)
 
 
-# What is best for the stages so far by the cluster they end before, and where the last begins.
+# What is best for the stages so far by the cluster they end before, and where the last starts.
 _Row = dict[int, tuple[float, int]]
 
 
@@ -165,7 +165,7 @@ def marked(program: Program) -> tuple[int, ...]:
 
 
 def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
-    """The stage of every cluster with a cut at the begin or end of each named module.
+    """The stage of every cluster with a cut at the start or end of each named module.
 
     `fuse` must have been given the same points, so that clusters end there.
     """
@@ -240,5 +240,5 @@ def cheap_to_recompute(
 
 
 def borders(stage_of_cluster: Sequence[int]) -> tuple[int, ...]:
-    """The clusters at which a new stage begins, the first left out."""
+    """The clusters at which a new stage starts, the first left out."""
     return tuple(i + 1 for i, (a, b) in enumerate(pairwise(stage_of_cluster)) if a != b)

@@ -49,8 +49,8 @@ class Layout:
         return max(self.problem.smallest_memory(rank) - limit for rank, limit in enumerate(limits))
 
 
-def begins(stage_of: Sequence[int], unit: int) -> bool:
-    """Whether a stage begins with a cluster that is not the first."""
+def starts_stage(stage_of: Sequence[int], unit: int) -> bool:
+    """Whether a stage starts with a cluster that is not the first."""
     return stage_of[unit] != stage_of[unit - 1]
 
 
@@ -126,7 +126,7 @@ def _cuts(
         yield stages_from(loads.improved(start), len(clusters.seconds))
     units, stages = len(clusters.seconds), len(placement)
     stage_of = [unit * stages // units for unit in range(units)]
-    by_count = [unit for unit in range(1, units) if begins(stage_of, unit)]
+    by_count = [unit for unit in range(1, units) if starts_stage(stage_of, unit)]
     if loads.allowed(by_count):
         yield stages_from(by_count, units)
 
@@ -138,7 +138,7 @@ def stages_from(starts: Sequence[int], units: int) -> tuple[int, ...]:
 
 class Loads:
     """Seconds of every rank for cuts, given by the cluster at which each stage but the first
-    begins."""
+    starts."""
 
     def __init__(self, clusters: Clusters, placement: tuple[int, ...], machine: Machine):
         self.clusters, self.placement = clusters, placement

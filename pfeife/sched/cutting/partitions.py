@@ -12,7 +12,7 @@ from pfeife.ir.program import Kind, Program, Role, holders
 from pfeife.sched.cutting.cuts import split_at
 from pfeife.sched.cutting.workload import blocked_borders
 
-# "parameters", "uniform", "type:Regex"; the clusters at which stages begin, or the modules; or a
+# "parameters", "uniform", "type:Regex"; the clusters at which stages start, or the modules; or a
 # function that gives the stage of every cluster.
 Partition = str | Sequence[int] | Sequence[str] | Callable[[Program], Sequence[int]]
 
@@ -22,9 +22,9 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
 
     "uniform" gives the stages about as many clusters, "parameters" about as many elements of
     trained parameters, "type:Regex" about as many of the modules whose class has a name that the
-    expression is found in (in any case; stages begin where such modules begin): DeepSpeed's
+    expression is found in (in any case; stages start where such modules start): DeepSpeed's
     `partition_method`. In all of these the largest stage is as small as can be. Numbers are the
-    clusters at which a stage begins, names the modules (`fuse` must have been given those as
+    clusters at which a stage starts, names the modules (`fuse` must have been given those as
     boundaries). What a function returns is taken as it is. Raises ValueError for fewer borders than
     it takes, for names and numbers that are not there, and for a border between those that update
     and read one buffer.
@@ -43,8 +43,8 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
     if how == "parameters":
         weights = _elements(program)
     elif how.startswith("type:"):
-        begins = _modules(program, how.removeprefix("type:"))
-        borders, weights = sorted({*begins} - {0}), [float(begins.count(u)) for u in range(units)]
+        starts = _modules(program, how.removeprefix("type:"))
+        borders, weights = sorted({*starts} - {0}), [float(starts.count(u)) for u in range(units)]
     open_ = [border for border in borders if border not in blocked_borders(program)]
     if stages > len(open_) + 1:
         raise ValueError(
@@ -55,7 +55,7 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
 
 
 def even(weights: Sequence[float], borders: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The stage of every cluster, stages beginning at some of the borders, such that the heaviest
+    """The stage of every cluster, stages starting at some of the borders, such that the heaviest
     is as light as can be, and among such cuts the least sum of squares.
 
     Dynamic programming: row s has for every edge the best that s stages before it can be.
@@ -94,7 +94,7 @@ def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int,
     inside = range(1, program.units)
     if starts != sorted(set(starts)) or any(start not in inside for start in starts):
         raise ValueError(
-            f"partition={starts}: the clusters at which stages begin go up, from 1 to "
+            f"partition={starts}: the clusters at which stages start go up, from 1 to "
             f"{program.units - 1}: the program has {program.units} clusters"
         )
     return tuple(sum(start <= unit for start in starts) for unit in range(program.units))
@@ -113,7 +113,7 @@ def _elements(program: Program) -> list[float]:
 
 
 def _modules(program: Program, pattern: str) -> list[int]:
-    """The clusters in which modules begin whose class has such a name, once a module."""
+    """The clusters in which modules start whose class has such a name, once a module."""
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:

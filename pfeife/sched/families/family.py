@@ -17,11 +17,11 @@ class Family:
     `make(stages, microbatches, ranks, **arguments)` gives the schedule of stages that are placed
     on `ranks`, one rank a stage if that is None; it raises ValueError for what it is not for.
     `placement(stages, ranks)` places the stages where nobody else does. `splits` says whether
-    backwards are in two parts (I and W), `seeds` whether `schedule="search"` begins with the
+    backwards are in two parts (I and W), `seeds` whether `schedule="search"` starts with the
     schedules of this family too.
 
     >>> import pfeife
-    >>> pairs = pfeife.Family("pairs", pfeife.sched.loops).bind(loop_batch=2, prefetch=1)
+    >>> pairs = pfeife.Family("pairs", pfeife.sched.families.loops).bind(loop_batch=2, prefetch=1)
     >>> print(pairs, len(pairs(2, 4).ranks))
     pairs(loop_batch=2, prefetch=1) 2
     """

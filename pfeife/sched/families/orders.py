@@ -36,7 +36,7 @@ def placed(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple
         raise ValueError(f"{len(stage_ranks)} placements for {stages} stages")
     if not stages or min(stage_ranks) < 0:
         raise ValueError(
-            f"stages on ranks {list(stage_ranks)}: there is a stage, and ranks begin at 0"
+            f"stages on ranks {list(stage_ranks)}: there is a stage, and ranks start at 0"
         )
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: a step has at least one")

@@ -171,7 +171,7 @@ def forward_only(stages: int, microbatches: int, ranks: Sequence[int] | None = N
 
 
 # The families that have a name. Somebody's own is passed as a `Family`, not entered here. Those
-# that begin a search come first, the best of them before the others: it has not time for all.
+# that start a search come first, the best of them before the others: it has not time for all.
 POLICIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family

@@ -18,7 +18,7 @@ from random import Random
 
 import attrs
 
-from pfeife.sched.search.shop import Orders, Shop
+from pfeife.sched.search.job_shop import JobShop, Orders
 from pfeife.sched.search.timing import Timing
 
 
@@ -44,7 +44,7 @@ class Cooling:
 
 
 def anneal(
-    shop: Shop,
+    shop: JobShop,
     orders: Orders,
     *,
     work: int,

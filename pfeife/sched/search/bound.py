@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 import attrs
 
 from pfeife.lowering.problem import Problem
-from pfeife.sched.search.shop import Shop, compile_problem
+from pfeife.sched.search.job_shop import JobShop, compile_problem
 
 
 def lower_bound(problem: Problem) -> float:
@@ -22,7 +22,7 @@ def lower_bound(problem: Problem) -> float:
     return bound_of(compile_problem(problem))
 
 
-def bound_of(shop: Shop) -> float:
+def bound_of(shop: JobShop) -> float:
     """`lower_bound` of a compiled problem."""
     heads, tails = _heads(shop), _tails(shop)
     m, best = shop.microbatches, 0.0
@@ -63,8 +63,8 @@ def preemptive(jobs: list[tuple[float, float, float]]) -> float:
     return best
 
 
-def _fitting(shop: Shop) -> list[int]:
-    """Per stage how many microbatches fit between the begin of F and the end of I at a time, one
+def _fitting(shop: JobShop) -> list[int]:
+    """Per stage how many microbatches fit between the start of F and the end of I at a time, one
     in any case.
 
     One that is there holds what the earlier stages of its rank saved, too, if it went through
@@ -97,7 +97,7 @@ class _Step:
     work: float
 
 
-def _heads(shop: Shop) -> list[list[float]]:
+def _heads(shop: JobShop) -> list[list[float]]:
     """The earliest start of every token's k-th operation.
 
         stage s      F0  F1  F2 ...  I0 ...        room for two microbatches:
@@ -121,7 +121,7 @@ def _heads(shop: Shop) -> list[list[float]]:
     return _longest(steps, shop)
 
 
-def _tails(shop: Shop) -> list[list[float]]:
+def _tails(shop: JobShop) -> list[list[float]]:
     """The least seconds from every operation's end to the end of the step: heads seen from the
     other end, in which every operation is as late as its reader allows."""
     before, fitting, count = _before(shop), _fitting(shop), shop.stages
@@ -140,15 +140,15 @@ def _tails(shop: Shop) -> list[list[float]]:
     return [row[::-1] for row in _longest(steps, shop)]
 
 
-def _in_order(shop: Shop) -> list[int]:
+def _in_order(shop: JobShop) -> list[int]:
     """Tokens so that each comes after what it reads, those without operations left out."""
     count = shop.stages
     order = [*range(count), *range(2 * count - 1, count - 1, -1), *range(2 * count, 3 * count)]
     return [o for o in order if o < 2 * count or not shop.whole[o - 2 * count]]
 
 
-def _longest(steps: Sequence[_Step], shop: Shop) -> list[list[float]]:
-    """By token and k the longest path to its begin."""
+def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
+    """By token and k the longest path to its start."""
     rows: list[list[float]] = []
     row = [-math.inf] * (3 * shop.stages)
     running = [-math.inf] * (3 * shop.stages)  # when all work up to the (k-1)-th is done
@@ -173,7 +173,7 @@ def _longest(steps: Sequence[_Step], shop: Shop) -> list[list[float]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _before(shop: Shop) -> list[frozenset[int]]:
+def _before(shop: JobShop) -> list[frozenset[int]]:
     """Per token the others of its rank that come before it for the same microbatch."""
     ancestors: list[set[int]] = [set() for _ in range(3 * shop.stages)]
     for token in _in_order(shop):
@@ -186,7 +186,7 @@ def _before(shop: Shop) -> list[frozenset[int]]:
     ]
 
 
-def _area(shop: Shop, rank: int, heads: list[list[float]], tails: list[list[float]]) -> float:
+def _area(shop: JobShop, rank: int, heads: list[list[float]], tails: list[list[float]]) -> float:
     """What a rank must hold, in bytes times seconds, over its bytes, between its ramps."""
     memory, count = shop.memory[rank], shop.stages
     if math.isinf(memory) or not memory:
@@ -207,8 +207,8 @@ def _area(shop: Shop, rank: int, heads: list[list[float]], tails: list[list[floa
     return first + held * shop.microbatches / memory + last
 
 
-def _round_trip(shop: Shop, stage: int) -> float:
-    """The least seconds between the end of a stage's F and the begin of its I."""
+def _round_trip(shop: JobShop, stage: int) -> float:
+    """The least seconds between the end of a stage's F and the start of its I."""
     count = shop.stages
     longest = {stage: shop.seconds[stage]}
     for s in range(stage + 1, count):
@@ -218,8 +218,8 @@ def _round_trip(shop: Shop, stage: int) -> float:
     back = dict(longest)
     for s in sorted(longest, reverse=True):
         found = [back[a - count] + lag for a, lag in shop.sources[s + count] if a - count in back]
-        begin = max([longest[s], *found])
+        start = max([longest[s], *found])
         if s == stage:
-            return begin - shop.seconds[stage]
-        back[s] = begin + shop.seconds[s + count]
+            return start - shop.seconds[stage]
+        back[s] = start + shop.seconds[s + count]
     raise AssertionError("unreachable")

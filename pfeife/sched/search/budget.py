@@ -64,10 +64,10 @@ class Budget:
             max(1, int(share * self.left)), deadline, self.tick, pace=self.pace, whole=self
         )
 
-    def spend(self, work: int, began: float | None = None) -> None:
-        """Counts operations, and takes the pace from when they were begun."""
+    def spend(self, work: int, start: float | None = None) -> None:
+        """Counts operations, and takes the pace from when they started."""
         self.spent += work
         if self.whole is not None:
-            self.whole.spend(work, began)
-        if began is not None and work:
-            self.pace = max((time.monotonic() - began) / work, 0.5 / WORK_PER_SECOND)
+            self.whole.spend(work, start)
+        if start is not None and work:
+            self.pace = max((time.monotonic() - start) / work, 0.5 / WORK_PER_SECOND)

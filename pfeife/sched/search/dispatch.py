@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import attrs
 
-from pfeife.sched.search.shop import Orders, Shop
+from pfeife.sched.search.job_shop import JobShop, Orders
 
 NEVER = math.inf
 
@@ -14,11 +14,11 @@ NEVER = math.inf
 class Floor:
     """What a chooser sees, by token or rank.
 
-    `done[token]` operations have begun; the next F or I of a token may start at `ready[token][k]`
-    (never, as long as something that it reads has not begun); `held[rank]` bytes.
+    `done[token]` operations have started; the next F or I of a token may start at `ready[token][k]`
+    (never, as long as something that it reads has not started); `held[rank]` bytes.
     """
 
-    def __init__(self, shop: Shop):
+    def __init__(self, shop: JobShop):
         m, count = shop.microbatches, shop.stages
         self.shop = shop
         self.stages = [
@@ -55,7 +55,7 @@ Chooser = Callable[[int, float], tuple[int, float]]
 
 @attrs.frozen
 class Dispatched:
-    """What came of a chooser. `left` operations never began: ranks waited for one another."""
+    """What came of a chooser. `left` operations never started: ranks waited for one another."""
 
     seconds: float
     orders: Orders

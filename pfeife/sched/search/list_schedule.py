@@ -1,11 +1,11 @@
 """List scheduling by a rule: input-backwards, then forwards, then weight-backwards."""
 
 from pfeife.sched.search.dispatch import NEVER, Chooser, Dispatched, Floor, dispatch
+from pfeife.sched.search.job_shop import JobShop
 from pfeife.sched.search.rules import Rule
-from pfeife.sched.search.shop import Shop
 
 
-def list_schedule(shop: Shop, rule: Rule) -> Dispatched | None:
+def list_schedule(shop: JobShop, rule: Rule) -> Dispatched | None:
     """What a rule gives, nothing left; None if one microbatch alone is too big somewhere."""
     floor = Floor(shop)
     memory = rule.memory or shop.memory

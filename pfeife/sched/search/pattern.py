@@ -12,7 +12,7 @@ from random import Random
 import attrs
 
 from pfeife.sched.search.dispatch import NEVER, Chooser, Dispatched, Floor, dispatch
-from pfeife.sched.search.shop import Shop
+from pfeife.sched.search.job_shop import JobShop
 
 
 @attrs.frozen
@@ -20,7 +20,7 @@ class Pattern:
     """`slots` of F and I by token, in periods; W fill gaps of `gap` times their seconds, and go
     before F when more than `owed` of them wait on a rank. What is there may go before what has
     its turn and is not there if its own turn is at most `loose` periods later. `safe` patterns
-    leave memory for what has begun (see `Floor.room`), others rely on their order."""
+    leave memory for what has started (see `Floor.room`), others rely on their order."""
 
     slots: tuple[float, ...]
     gap: float = 1.0
@@ -29,7 +29,7 @@ class Pattern:
     safe: bool = False
 
 
-def pattern_of(shop: Shop, starts: Sequence[float], period: float | None = None) -> Pattern:
+def pattern_of(shop: JobShop, starts: Sequence[float], period: float | None = None) -> Pattern:
     """The pattern that a schedule's middle third comes closest to."""
     m = shop.microbatches
     low, high = m // 3, max(m // 3 + 1, (2 * m + 2) // 3)
@@ -44,7 +44,7 @@ def pattern_of(shop: Shop, starts: Sequence[float], period: float | None = None)
     return Pattern(tuple(slots))
 
 
-def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
+def neighbour(shop: JobShop, pattern: Pattern, random: Random) -> Pattern:
     """The pattern with one or a few tokens elsewhere."""
     kind = random.random()
     if kind < 0.1:
@@ -78,7 +78,7 @@ def neighbour(shop: Shop, pattern: Pattern, random: Random) -> Pattern:
     return attrs.evolve(pattern, slots=tuple(slots))
 
 
-def pattern_schedule(shop: Shop, pattern: Pattern) -> Dispatched:
+def pattern_schedule(shop: JobShop, pattern: Pattern) -> Dispatched:
     """What a pattern gives, up to where ranks wait for one another for ever."""
     floor = Floor(shop)
     return dispatch(floor, _chooser(floor, pattern))

@@ -4,9 +4,9 @@ from enum import Enum
 
 import attrs
 
+from pfeife.sched.search.job_shop import Orders
 from pfeife.sched.search.pattern import Pattern
 from pfeife.sched.search.rules import Rule
-from pfeife.sched.search.shop import Orders
 
 _MOST = 8  # of one origin
 

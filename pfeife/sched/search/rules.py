@@ -1,11 +1,11 @@
-"""Rules of list scheduling to begin with, and changes of them."""
+"""Rules of list scheduling to start with, and changes of them."""
 
 from collections.abc import Iterator
 from random import Random
 
 import attrs
 
-from pfeife.sched.search.shop import Shop
+from pfeife.sched.search.job_shop import JobShop
 
 
 @attrs.frozen
@@ -27,7 +27,7 @@ class Rule:
     memory: tuple[float, ...] | None = None
 
 
-def first_rules(shop: Shop) -> Iterator[Rule]:
+def first_rules(shop: JobShop) -> Iterator[Rule]:
     """A grid, the most promising first: any rule gives a schedule if there is one at all."""
     ranks, m = shop.ranks, shop.microbatches
     free = (m,) * ranks
@@ -45,7 +45,7 @@ def first_rules(shop: Shop) -> Iterator[Rule]:
                     yield Rule(caps, ahead, gap, hold)
 
 
-def _by_chunk(shop: Shop, step: float) -> tuple[float, ...]:
+def _by_chunk(shop: JobShop, step: float) -> tuple[float, ...]:
     """Later stages of a rank come `step` microbatches later in the forward, earlier back."""
     chunk: list[int] = []
     for s in range(shop.stages):
@@ -56,14 +56,14 @@ def _by_chunk(shop: Shop, step: float) -> tuple[float, ...]:
     return (*forward, *backward, *backward)
 
 
-def mutated(shop: Shop, rule: Rule, random: Random) -> Rule:
+def mutated(shop: JobShop, rule: Rule, random: Random) -> Rule:
     """The rule with one to three things changed."""
     for _ in range(1 + int(3 * random.random() ** 2)):
         rule = random.choice(_CHANGES)(shop, rule, random)
     return rule
 
 
-def _caps(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _caps(shop: JobShop, rule: Rule, random: Random) -> Rule:
     caps = list(rule.caps)
     for rank in random.sample(range(shop.ranks), 1 + int(random.random() ** 2 * shop.ranks)):
         cap = min(caps[rank], 2 * shop.ranks, shop.microbatches)
@@ -71,32 +71,32 @@ def _caps(shop: Shop, rule: Rule, random: Random) -> Rule:
     return attrs.evolve(rule, caps=tuple(caps))
 
 
-def _uncapped(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _uncapped(shop: JobShop, rule: Rule, random: Random) -> Rule:
     caps = list(rule.caps)
     caps[random.randrange(shop.ranks)] = shop.microbatches
     return attrs.evolve(rule, caps=tuple(caps))
 
 
-def _gap(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _gap(shop: JobShop, rule: Rule, random: Random) -> Rule:
     return attrs.evolve(rule, gap=max(0.0, random.choice((rule.gap, 0.7)) + random.gauss(0, 0.3)))
 
 
-def _hold(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _hold(shop: JobShop, rule: Rule, random: Random) -> Rule:
     return attrs.evolve(rule, hold=max(0.0, random.choice((rule.hold, 0.3)) + random.gauss(0, 0.3)))
 
 
-def _owed(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _owed(shop: JobShop, rule: Rule, random: Random) -> Rule:
     return attrs.evolve(rule, owed=random.choice((0, 1, 2, 3, 4, 6, shop.ranks, 1 << 30)))
 
 
-def _ahead(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _ahead(shop: JobShop, rule: Rule, random: Random) -> Rule:
     ahead = list(rule.ahead)
     for _ in range(1 + int(random.random() * 3)):
         ahead[random.randrange(len(ahead))] += random.gauss(0, random.choice((0.6, 2.0)))
     return attrs.evolve(rule, ahead=tuple(ahead))
 
 
-def _memory(shop: Shop, rule: Rule, random: Random) -> Rule:
+def _memory(shop: JobShop, rule: Rule, random: Random) -> Rule:
     if shop.problem.memory is None:
         return _caps(shop, rule, random)
     memory = list(rule.memory or shop.memory)

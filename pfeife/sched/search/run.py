@@ -12,12 +12,7 @@ from pfeife.lowering.problem import Problem, fits, makespan, peak_memory
 from pfeife.sched.search.anneal import Cooling, anneal
 from pfeife.sched.search.bound import bound_of
 from pfeife.sched.search.budget import Budget
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
-from pfeife.sched.search.pool import Candidate, Origin, Pool
-from pfeife.sched.search.rules import Rule, first_rules, mutated
-from pfeife.sched.search.seeds import STRIDE, families, patterns
-from pfeife.sched.search.shop import (
+from pfeife.sched.search.job_shop import (
     Orders,
     compile_problem,
     length_of,
@@ -26,6 +21,11 @@ from pfeife.sched.search.shop import (
     schedule_of,
     starts_of,
 )
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
+from pfeife.sched.search.pool import Candidate, Origin, Pool
+from pfeife.sched.search.rules import Rule, first_rules, mutated
+from pfeife.sched.search.seeds import STRIDE, families, patterns
 
 # Operations looked at, per operation of the problem, as what they cost compares to annealing.
 _LIST_WORK = 15  # of a list schedule
@@ -65,8 +65,8 @@ class Search:
         self.pool, self.evaluations = Pool(), 0
         self.given: tuple[float, Schedule] | None = None  # the best of the caller's, as it came
         self.families, self.rules = families(problem), first_rules(self.shop)  # not yet tried
-        self.patterns: list[tuple[float, Pattern]] = []  # to begin with, and what they take
-        self.spent, self.first, self.last = 0, 0, 1  # work, where this run of it begins and ends
+        self.patterns: list[tuple[float, Pattern]] = []  # to start with, and what they take
+        self.spent, self.first, self.last = 0, 0, 1  # work, where this run of it starts and ends
         self.ahead = (_LIST_WORK + _RESULT_WORK) * self.shop.operations  # before the clock ends it
 
     @property
@@ -76,14 +76,14 @@ class Search:
 
     def run(self, work: int, *, annealing: bool = True) -> None:
         """Goes on for so many operations, less if the bound is reached or the clock says so."""
-        begins = not self.evaluations
+        first = not self.evaluations
         self.first, self.last = self.spent, self.spent + work
-        if begins:
+        if first:
             self._try_rule(next(self.rules))
         if self.shop.operations < _LARGE:
             self._families(0.1)
         self._first_rules(0.2)
-        if begins:
+        if first:
             self._learn(0.3)
         # With few evaluations left, each as much as a move, more rules and patterns are better.
         moves = annealing and work > _FEW_MOVES * self.shop.operations
@@ -119,9 +119,9 @@ class Search:
         """Whether to go on, up to a share of this run's work."""
         return self._share() < share and self.best > self.goal and not self.budget.over(self.ahead)
 
-    def _spend(self, work: int, began: float | None = None) -> None:
+    def _spend(self, work: int, start: float | None = None) -> None:
         self.spent += work
-        self.budget.spend(work, began)
+        self.budget.spend(work, start)
 
     # --- where orders come from --------------------------------------------------------------
 
@@ -144,20 +144,20 @@ class Search:
                 self._take(schedule)
 
     def _try_rule(self, rule: Rule) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         made = list_schedule(self.shop, rule)
         self.evaluations += 1
-        self._spend(self.shop.operations * _LIST_WORK, began)
+        self._spend(self.shop.operations * _LIST_WORK, start)
         if made is not None:
             self.pool.keep(Candidate(made.seconds, made.orders, Origin.RULE, rule))
 
     def _try_pattern(self, pattern: Pattern) -> float:
         """Seconds of a pattern's schedule. One that gets stuck takes longer than any that does
         not, and the longer the more operations it leaves: so annealing finds one that runs."""
-        began, operations = time.monotonic(), self.shop.operations
+        start, operations = time.monotonic(), self.shop.operations
         made = pattern_schedule(self.shop, pattern)
         self.evaluations += 1
-        self._spend((operations - made.left) * _LIST_WORK + operations, began)
+        self._spend((operations - made.left) * _LIST_WORK + operations, start)
         if made.left:
             alone = sum(self.shop.seconds) * self.shop.microbatches
             return alone * (1 + made.left / operations)
@@ -219,11 +219,11 @@ class Search:
         return pattern_of(self.shop, starts)
 
     def _change_patterns(self, share: float) -> None:
-        """Annealing of the patterns to begin with, the best first, then of what they became."""
-        began, rounds = self._share(), 6
+        """Annealing of the patterns to start with, the best first, then of what they became."""
+        start, rounds = self._share(), 6
         self.patterns.sort(key=lambda pair: pair[0])
         for index in range(rounds):
-            until = began + (share - began) * (index + 1) / rounds
+            until = start + (share - start) * (index + 1) / rounds
             if not self.patterns or not self.open(until):
                 return
             at = index if 2 * index < rounds else rounds - 1 - index
@@ -234,13 +234,13 @@ class Search:
 
     def _changed_pattern(self, start: tuple[float, Pattern], until: float) -> tuple[float, Pattern]:
         """Annealing of a pattern, from one percent of the makespan down to nothing; the best."""
-        began, random = self._share(), self.random
+        since, random = self._share(), self.random
         (current, pattern), best = start, start
         hot = 0.01 * self.best
         while self.open(until):
             changed = neighbour(self.shop, pattern, random)
             made = self._try_pattern(changed)
-            left = max(0.0, 1 - (self._share() - began) / (until - began))
+            left = max(0.0, 1 - (self._share() - since) / (until - since))
             if made < current - hot * left * math.log(1 - random.random()):
                 current, pattern = made, changed
                 best = min(best, (made, changed), key=lambda pair: pair[0])

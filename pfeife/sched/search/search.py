@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
-from pfeife.sched.search.jobs import search_side_by_side
+from pfeife.sched.search.parallel import search_side_by_side
 from pfeife.sched.search.placements import search_each
 from pfeife.sched.search.run import Found
 

@@ -9,8 +9,8 @@ from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges, fits
 from pfeife.sched.families.family import Family
 from pfeife.sched.families.policies import POLICIES
+from pfeife.sched.search.job_shop import compile_problem, orders_of, starts_of
 from pfeife.sched.search.pattern import Pattern, pattern_of
-from pfeife.sched.search.shop import compile_problem, orders_of, starts_of
 
 STRIDE = 6  # times as many microbatches as ranks bring a family into its stride
 _REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")

@@ -1,6 +1,6 @@
 """Orders with heads and tails that follow every move.
 
-    begin of the step                                   end of the step
+    start of the step                                   end of the step
     |------------ head ------------|## X ##|----------- tail -----------|
                                    start   end
 
@@ -11,7 +11,7 @@ seen from the end, the same holds of the one behind it and of what reads it ther
     end[X]  = seconds[X] + max(end[before[X]],  ready[X])     ready: of all sources, end + lag
     tail[X] = seconds[X] + max(tail[behind[X]], after[X])     after: of all readers, tail + lag
 
-Where transfers may have to wait for one another (`Shop.contended`), a lag has the wait in it.
+Where transfers may have to wait for one another (`JobShop.contended`), a lag has the wait in it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from random import Random
 
 import attrs
 
-from pfeife.sched.search.shop import Orders, Shop, starts_of
+from pfeife.sched.search.job_shop import JobShop, Orders, starts_of
 
 _Links = list[tuple[tuple[int, float], ...]]
 
@@ -45,12 +45,12 @@ class _Way:
 class Timing:
     """Orders, their heads and tails, and the bytes that every operation finds.
 
-    Arrays go by operation; the last entry stands for none. `end` counts from the begin of the
+    Arrays go by operation; the last entry stands for none. `end` counts from the start of the
     step, `tail` (the operation in it) to its end. `level` is what a rank holds while the operation
     runs. `topological` has all operations so that each comes after what it waits for.
     """
 
-    def __init__(self, shop: Shop, orders: Orders):
+    def __init__(self, shop: JobShop, orders: Orders):
         m, count = shop.microbatches, shop.stages
         self.shop, self.sequences = shop, [list(order) for order in orders]
         size = self.none = 3 * count * m
@@ -110,7 +110,7 @@ class Timing:
         return there, back
 
     def _sort(self, orders: Orders) -> None:
-        """Operations of no seconds begin together: those of one rank in their order. An operation
+        """Operations of no seconds start together: those of one rank in their order. An operation
         of another rank may wait for one of no seconds only over a transfer or a later stage."""
         starts = starts_of(self.shop, orders)
         assert starts is not None
@@ -235,7 +235,7 @@ class Timing:
         self._waits = waits
 
     def critical(self, random: Random) -> list[int]:
-        """The operations of a longest path, from its end to its begin."""
+        """The operations of a longest path, from its end to its start."""
         end, ready, before, none = self.end, self.ready, self.before, self.none
         last = [s[-1] for s in self.sequences if s and end[s[-1]] >= self.length]
         operation = last[int(random.random() * len(last))]

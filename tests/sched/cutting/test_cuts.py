@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pfeife.data.machine import Machine
-from pfeife.sched import (
-    balanced,
-)
+from pfeife.sched.cutting import balanced
 from pfeife.sched.cutting.cuts import Clusters, borders
 
 LINK = Machine("slow link", 1.0, 1.0, 10**9, link_bandwidth=2.0, link_latency=1.0)

@@ -54,7 +54,7 @@ def test_even_parts_are_the_best_of_all(weights, stages, borders):
         ("type:conv", r"no module has such a class; there are \['Block', 'Linear', 'Net'\]"),
         ("type:(", r"partition='type:\(': missing \)"),
         ("type:net", "2 stages, and only 0 places for a border"),
-        ([3, 1], r"partition=\[3, 1\]: the clusters at which stages begin go up, from 1 to 3"),
+        ([3, 1], r"partition=\[3, 1\]: the clusters at which stages start go up, from 1 to 3"),
         (["blocks.9"], "no module of that name computes anything"),
         (lambda program: [0], "it returned 1 stages for 4 clusters"),
     ],

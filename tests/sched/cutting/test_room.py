@@ -18,7 +18,7 @@ def test_what_was_left_out_is_left_room_for():
 
     def make(room: int, tries: int) -> pfeife.Plan:
         asked.append(room)
-        return pfeife.Plan((0,), sched.gpipe(1, room // 10))
+        return pfeife.Plan((0,), sched.families.gpipe(1, room // 10))
 
     def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
         return [MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())]

@@ -24,7 +24,7 @@ def test_the_table_says_what_its_families_do():
 def test_arguments_of_a_family():
     family = sched.POLICIES["loops"].bind(loop_batch=2).bind(prefetch=1)
     assert str(family) == "loops(loop_batch=2, prefetch=1)"
-    assert family(2, 4) == sched.loops(2, 4, loop_batch=2, prefetch=1)
+    assert family(2, 4) == sched.families.loops(2, 4, loop_batch=2, prefetch=1)
     with pytest.raises(ValueError, match=r"loops has no arguments \['batch'\]; it has \['loop_b"):
         family.bind(batch=3)
 

@@ -14,19 +14,18 @@ from orders import lowered, unit
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, parse_action
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched import (
-    POLICIES,
+from pfeife.sched import POLICIES, policy
+from pfeife.sched.by_family import in_flight
+from pfeife.sched.families import (
     eager_one_f_one_b,
     folded,
     forward_only,
     gpipe,
-    in_flight,
     interleaved,
     looped,
     loops,
     one_f_one_b,
     placement,
-    policy,
     zb_v,
 )
 from pfeife.sched.families.orders import unit_times
@@ -66,7 +65,7 @@ def figures(order: Schedule) -> Figures:
         start[action] = max((start[one] + SECONDS[one.do] for one in reads), default=0)
     ends = [start[rank[-1]] + SECONDS[rank[-1].do] for rank in order.ranks if rank]
     starts = [start[rank[0]] for rank in order.ranks if rank]
-    spans = [end - begin for begin, end in zip(starts, ends, strict=True)]
+    spans = [end - start for start, end in zip(starts, ends, strict=True)]
     return Figures(max(ends), max(spans), max(map(peak, order.ranks)))
 
 
@@ -106,7 +105,7 @@ def natural(name: str, ranks: int, loops: int = 2) -> tuple[int, ...]:
 # zb-h1: bubble (p - 1)(F + B - W) = p - 1 in ZB's letters, whose B is our I; p held (Qi et al.,
 #   Zero Bubble, ICLR 2024, section 2.3).
 # zb-h2: bubble (p - 1)(F + B - 2W) = 0 of *span*, 2p - 1 held (same place). The makespan has
-#   p - 1 nevertheless: the last rank cannot begin before p - 1 and has 3m seconds of work. The
+#   p - 1 nevertheless: the last rank cannot start before p - 1 and has 3m seconds of work. The
 #   paper has m >= 2p - 1. With fewer, rank 0 has run all its m forwards and nothing is left to do
 #   until the first gradient comes back at 2p - 1; no schedule avoids that wait of 2p - 1 - m.
 # zb-v: bubble 0 of span, p held (Zero Bubble's first version, arXiv 2401.10241v1, section 6; Qi
@@ -296,7 +295,7 @@ def test_bad_placements_are_refused(name):
     make = policy(name)
     with pytest.raises(ValueError, match="3 placements for 2 stages"):
         make(2, 1, (0, 1, 2))
-    with pytest.raises(ValueError, match="ranks begin at 0"):
+    with pytest.raises(ValueError, match="ranks start at 0"):
         make(2, 1, (0, -1))
     with pytest.raises(ValueError, match="there is a stage"):
         make(0, 1)
@@ -464,7 +463,7 @@ def test_policies_by_name():
     for make in (*TRAINING.values(), forward_only):
         with pytest.raises(ValueError, match="3 placements for 2 stages"):
             make(2, 1, (0, 1, 2))
-        with pytest.raises(ValueError, match="ranks begin at 0"):
+        with pytest.raises(ValueError, match="ranks start at 0"):
             make(2, 1, (0, -1))
         with pytest.raises(ValueError, match="there is a stage"):
             make(0, 1)

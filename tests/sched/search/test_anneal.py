@@ -8,14 +8,9 @@ from hypothesis import strategies as st
 from problems import problems
 
 from pfeife.sched.search.anneal import Cooling, anneal, propose
+from pfeife.sched.search.job_shop import compile_problem, length_of, respects, starts_of
 from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.rules import first_rules
-from pfeife.sched.search.shop import (
-    compile_problem,
-    length_of,
-    respects,
-    starts_of,
-)
 from pfeife.sched.search.timing import Timing
 
 

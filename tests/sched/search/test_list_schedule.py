@@ -10,15 +10,15 @@ from pfeife.lowering.problem import (
     fits,
 )
 from pfeife.sched.search.bound import lower_bound
-from pfeife.sched.search.list_schedule import list_schedule
-from pfeife.sched.search.rules import first_rules, mutated
-from pfeife.sched.search.shop import (
+from pfeife.sched.search.job_shop import (
     compile_problem,
     length_of,
     respects,
     schedule_of,
     starts_of,
 )
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.rules import first_rules, mutated
 
 
 @given(problems(), st.integers(0, 10**6))

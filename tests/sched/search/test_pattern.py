@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 from problems import on_a_v, problems
 
 from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.job_shop import compile_problem, respects, starts_of
 from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.pattern import neighbour, pattern_of, pattern_schedule
 from pfeife.sched.search.rules import first_rules
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.seeds import patterns
-from pfeife.sched.search.shop import (
-    compile_problem,
-    respects,
-    starts_of,
-)
 
 WORK = 60_000  # operations that a search in a test looks at
 
@@ -38,7 +34,7 @@ def test_patterns_give_schedules_in_memory_or_none(problem, seed):
         if not found.left:
             assert respects(shop, found.orders) and starts_of(shop, found.orders) is not None
         pattern = neighbour(shop, pattern, random)
-    # What leaves memory for what has begun, and lets all that is there go, never gets stuck.
+    # What leaves memory for what has started, and lets all that is there go, never gets stuck.
     assert not pattern_schedule(shop, attrs.evolve(pattern, safe=True, loose=1e9)).left
 
 

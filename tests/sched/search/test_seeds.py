@@ -9,8 +9,15 @@ from pfeife.lowering.problem import (
     fits,
     makespan,
 )
-from pfeife.sched import gpipe, one_f_one_b, v_min
+from pfeife.sched.families import gpipe, one_f_one_b, v_min
 from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.job_shop import (
+    compile_problem,
+    length_of,
+    orders_of,
+    schedule_of,
+    starts_of,
+)
 from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.pattern import pattern_schedule
 from pfeife.sched.search.pool import Origin
@@ -18,13 +25,6 @@ from pfeife.sched.search.rules import first_rules
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_schedule
 from pfeife.sched.search.seeds import patterns
-from pfeife.sched.search.shop import (
-    compile_problem,
-    length_of,
-    orders_of,
-    schedule_of,
-    starts_of,
-)
 
 WORK = 60_000  # operations that a search in a test looks at
 

@@ -12,17 +12,17 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program
 from pfeife.passes import join_backward, partition
-from pfeife.sched.cutting.recompute import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
 
 # "always", "except_last", "never", "auto"; every so many blocks; or modules by their names.
-Recompute = str | int | Sequence[str]
+RecomputePolicy = str | int | Sequence[str]
 WORDS = ("always", "except_last", "never", "auto")
 
 
 def with_recompute(
     plan: Plan,
     program: Program,
-    how: Recompute,
+    how: RecomputePolicy,
     *,
     machine: Machine,
     limit: int,

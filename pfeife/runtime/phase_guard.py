@@ -1,11 +1,11 @@
-"""Which parts of a step have run, so that nobody reads results that are not there."""
+"""Which phases of a step have run, so that nobody reads results that are not there."""
 
 import contextlib
 from collections.abc import Iterator
 
 
-class Parts:
-    """The forward and the backward of one step: each runs once, and results wait for them.
+class PhaseGuard:
+    """The forward and the backward phase of one step: each runs once, and results wait for them.
 
     `divided` says whether the schedule has all forwards before all backwards, on every rank.
     """
@@ -17,8 +17,8 @@ class Parts:
 
     @contextlib.contextmanager
     def running(self, forward: bool, backward: bool) -> Iterator[None]:
-        """While parts run. Raises RuntimeError if they cannot: each runs once, in this order, and
-        none after a failure; ValueError if the schedule has no parts."""
+        """While phases run. Raises RuntimeError if they cannot: each runs once, in this order, and
+        none after a failure; ValueError if the schedule has no phases."""
         wanted = {name for name, asked in (("forward", forward), ("backward", backward)) if asked}
         self._check_alive()
         if len(wanted) == 1 and not self.divided:

@@ -10,7 +10,7 @@ from pfeife.ir.program import receive, send
 from pfeife.lowering.wiring import Wiring
 
 
-def check_fit(schedule: Schedule, wiring: Wiring) -> None:
+def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
     """Raises ValueError unless every rank runs each of its calls and transfers once for every
     microbatch, and none before what it reads on the same rank."""
     steps = _Steps(wiring)

@@ -20,8 +20,8 @@ from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data import plain
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.program import Kind, is_source
-from pfeife.sched import choose_recompute, recompute_options
-from pfeife.sched.cutting.recompute import _stages
+from pfeife.sched.cutting import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_choice import _stages
 from pfeife.testing import check_pass, nets, plans
 
 CPU_CORE = machine("cpu-core")
@@ -110,7 +110,7 @@ def test_heavy_operations_with_several_results_keep_them_all():
     program = pfeife.capture(step, *microbatches[0])
     state = {n: v.clone() for n, v in pfeife.state_of(program, lins).items()}
     fused = clusters(program)
-    plan = Plan((0,) * fused.units, sched.gpipe(1, 2))
+    plan = Plan((0,) * fused.units, sched.families.gpipe(1, 2))
     staged = pfeife.partition(plan)(fused)
     for speed in (NO_PRODUCTS, CPU_CORE):
         choice = choose_recompute(staged, "selective", machine=speed)

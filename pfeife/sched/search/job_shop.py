@@ -1,4 +1,4 @@
-"""A problem as numbered operations; a schedule as one order of operations per rank.
+"""A problem as a job shop: numbered operations, and a schedule as one order of them per rank.
 
 Microbatches are interchangeable: within one (kind, stage) they run in ascending order, so an
 order is a sequence of (kind, stage) tokens. Operation (kind * stages + stage) * microbatches + k
@@ -19,10 +19,10 @@ Orders = list[list[int]]
 
 
 @attrs.frozen
-class Shop:
-    """A compiled problem. `readers[token]` has (token, seconds) of what waits for a token's end
-    on whichever rank, in the order in which it is sent; `sources[token]` the same seen from the
-    other end."""
+class JobShop:
+    """A compiled problem: ranks are its machines, microbatches its jobs. `readers[token]` has
+    (token, seconds) of what waits for a token's end on whichever rank, in the order in which it is
+    sent; `sources[token]` the same seen from the other end."""
 
     problem: Problem
     microbatches: int
@@ -30,7 +30,7 @@ class Shop:
     ranks: int
     rank_of: tuple[int, ...]  # of a token
     seconds: tuple[float, ...]  # of a token
-    takes: tuple[float, ...]  # bytes that the begin of a token takes
+    takes: tuple[float, ...]  # bytes that the start of a token takes
     frees: tuple[float, ...]  # bytes that the end of a token frees
     whole: tuple[bool, ...]  # of a stage
     readers: tuple[tuple[tuple[int, float], ...], ...]
@@ -51,7 +51,7 @@ class Shop:
         )
 
 
-def compile_problem(problem: Problem) -> Shop:
+def compile_problem(problem: Problem) -> JobShop:
     """Numbers for the inner loops."""
     stages, count = problem.stages, len(problem.stages)
     rank_of = problem.stage_ranks * 3
@@ -70,7 +70,7 @@ def compile_problem(problem: Problem) -> Shop:
             readers[a].append((b, lag if crosses else 0.0))
             sources[b].append((a, lag if crosses else 0.0))
     limits = problem.memory or (math.inf,) * problem.ranks
-    return Shop(
+    return JobShop(
         problem=problem,
         microbatches=problem.microbatches,
         stages=count,
@@ -104,7 +104,7 @@ def _contended(
     return any(longest[channel] > between[channel] for channel in longest)
 
 
-def orders_of(shop: Shop, schedule: Schedule) -> Orders:
+def orders_of(shop: JobShop, schedule: Schedule) -> Orders:
     """A schedule's orders; a whole backward of a stage that can be split comes as I and W.
 
     Raises ValueError if it does not run the problem's microbatches once each.
@@ -132,7 +132,7 @@ def orders_of(shop: Shop, schedule: Schedule) -> Orders:
     return orders
 
 
-def starts_of(shop: Shop, orders: Orders) -> list[float] | None:
+def starts_of(shop: JobShop, orders: Orders) -> list[float] | None:
     """When every operation starts (by number), each as early as it can; None for a deadlock.
 
     A channel (pair of ranks, one direction) carries one transfer at a time.
@@ -141,7 +141,7 @@ def starts_of(shop: Shop, orders: Orders) -> list[float] | None:
     return None if timed is None else timed[0]
 
 
-def in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]] | None:
+def in_time(shop: JobShop, orders: Orders) -> tuple[list[float], list[int]] | None:
     """`starts_of`, and all operations in an order in which each comes after what it waits for.
 
     A rank runs until it misses something; the operation that makes it there wakes the rank.
@@ -182,13 +182,13 @@ def in_time(shop: Shop, orders: Orders) -> tuple[list[float], list[int]] | None:
     return None if sleeping else (starts, result)
 
 
-def length_of(shop: Shop, starts: Sequence[float], orders: Orders) -> float:
+def length_of(shop: JobShop, starts: Sequence[float], orders: Orders) -> float:
     """Seconds until the last operation ends."""
     m = shop.microbatches
     return max((starts[o[-1]] + shop.seconds[o[-1] // m] for o in orders if o), default=0.0)
 
 
-def respects(shop: Shop, orders: Orders) -> bool:
+def respects(shop: JobShop, orders: Orders) -> bool:
     """Whether the orders keep to the memory, and to F before I before W."""
     m, count = shop.microbatches, shop.stages
     for rank, order in enumerate(orders):
@@ -205,7 +205,7 @@ def respects(shop: Shop, orders: Orders) -> bool:
     return True
 
 
-def schedule_of(shop: Shop, orders: Orders, *, whole: bool = True) -> Schedule:
+def schedule_of(shop: JobShop, orders: Orders, *, whole: bool = True) -> Schedule:
     """Actions of the orders; if `whole`, an I with its W right behind becomes a B where no rank
     ends later (were transfers not to wait for one another).
 
@@ -230,7 +230,7 @@ def schedule_of(shop: Shop, orders: Orders, *, whole: bool = True) -> Schedule:
 
 
 def _latest(
-    shop: Shop, orders: Orders, starts: Sequence[float], sequence: Sequence[int]
+    shop: JobShop, orders: Orders, starts: Sequence[float], sequence: Sequence[int]
 ) -> list[float]:
     """When every operation must start at the latest for the step to end when it does."""
     m = shop.microbatches
@@ -257,7 +257,7 @@ def _neighbours(orders: Orders, none: int, step: int) -> list[int]:
     return found
 
 
-def _merged(shop: Shop, orders: Orders) -> set[int]:
+def _merged(shop: JobShop, orders: Orders) -> set[int]:
     """The I that may run together with the W behind them: what is sent later for it is still
     there in time."""
     timed = in_time(shop, orders)

@@ -10,14 +10,9 @@ from pfeife.lowering.problem import (
     Edge,
     makespan,
 )
+from pfeife.sched.search.job_shop import compile_problem, length_of, schedule_of, starts_of
 from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.rules import first_rules
-from pfeife.sched.search.shop import (
-    compile_problem,
-    length_of,
-    schedule_of,
-    starts_of,
-)
 from pfeife.sched.search.timing import Timing
 
 
