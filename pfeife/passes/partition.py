@@ -21,6 +21,13 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
     stages add to becomes one gradient port a stage, so that the parts are summed once a step
     (this re-associates that sum). Raises ValueError if the plan is for another program, if a
     value would flow backwards, or if a buffer that is updated is used by two stages.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> staged = pfeife.partition(plan)(pfeife.fuse()(flat))
+    >>> [(call.node, call.rank) for call in staged.calls if call.unit == 1]
+    [('stage_1_forward', 1), ('stage_1_backward', 1)]
     """
 
     def run(program: Program) -> Program:
