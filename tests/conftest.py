@@ -82,6 +82,13 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Says what was done twice: a test that needs it often hides a fault."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{name}: {value}, by {report.nodeid}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests that share a launch go to one worker. (The marks of pytest-xdist 3.8 for that have no

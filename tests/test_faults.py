@@ -1,5 +1,6 @@
-"""What becomes of a step when something fails: real processes, then threads of one process."""
+"""What becomes of a step when a process fails: real processes."""
 
+import re
 from pathlib import Path
 
 from processes import bounded
@@ -8,15 +9,18 @@ from share import WHOLE
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_rank_that_fails():
-    """All survivors stop in time and blame the right one; the next step has the right bits. Twice,
-    if need be: on a busy machine a survivor may be ended before it has told its reason."""
+def test_a_rank_that_fails(record_property):
+    """All survivors stop in time and blame the right one; the next step has the right bits. On a
+    busy machine a survivor may be ended before it has told its reason: a few launches may be done
+    twice, and the summary of the tests says how many."""
     command = [str(ROOT / "benchmarks" / "faults.py"), "--quick", "--reaction", "30"]
-    code, out, error = bounded(command, 280)
-    if code != 0:
-        code, out, error = bounded(command, 280)
+    code, out, error = bounded([*command, "--again", "3"], 400)
     assert code == 0, out[-4000:] + error[-6000:]
-    assert " 0 ended wrong" in out
+    counts = re.findall(r"(\d+) (?:trials|ended|launches)", out.splitlines()[-1])
+    trials, wrong, again = map(int, counts)
+    assert trials > 100 and not wrong
+    if again:
+        record_property("done twice", f"{again} launches of benchmarks/faults.py")
 
 
 def test_torchrun_starts_again_from_a_checkpoint(tmp_path):
