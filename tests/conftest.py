@@ -1,13 +1,16 @@
 """One thread a process (tiny operations on a shared machine), repeatable random cases, and what
 rows find on ranks (`rows.py`)."""
 
+import logging
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from listening import Lines
 from rows import Item, on_ranks, together
 from share import WHOLE
 
@@ -21,6 +24,35 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("pfeife")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """What Dynamo compiled for another test is not found again."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """What is logged; the logger is left as it was, which is without handlers."""
+    log, handler = logging.getLogger("pfeife"), Lines()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    assert not log.handlers
+
+
+@pytest.fixture
+def a_gigabyte() -> Iterator[None]:
+    """What may be taken more than now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    largest = pages * resource.getpagesize() + 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (largest, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture(scope="session")

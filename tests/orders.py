@@ -1,6 +1,9 @@
 """Schedules that tests draw, and the actions between their stages."""
 
+from itertools import pairwise
+
 import attrs
+import networkx as nx
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -57,6 +60,7 @@ def lowered(order: Schedule) -> Schedule:
     return insert_actions(order, chain(order))
 
 
+TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
 CHAIN = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 
@@ -72,3 +76,36 @@ def schedules(draw: st.DrawFn) -> Schedule:
         except ValueError:
             assume(False)
     return verify_schedule(insert_actions(whole, chain(whole), draw(reductions(whole))))
+
+
+def unit(action: Action) -> float:
+    return 1.0 if action.do.kind else 0.0
+
+
+def flow(order: Schedule) -> nx.DiGraph:
+    """What must come before what, written down a second time: an independent oracle."""
+    graph = nx.DiGraph()
+    for rank in order.ranks:
+        graph.add_nodes_from(rank)
+        graph.add_edges_from(pairwise(rank))
+    for action in list(graph):
+        stage, k = action.stage, action.microbatch
+        if action.do == Do.FORWARD:
+            graph.add_edges_from([(Action(stage - 1, Do.FORWARD, k), action)] if stage else [])
+        elif action.do == Do.WEIGHT_BACKWARD:
+            graph.add_edge(Action(stage, Do.INPUT_BACKWARD, k), action)
+        else:
+            graph.add_edge(Action(stage, Do.FORWARD, k), action)
+            for do in (Do.BACKWARD, Do.INPUT_BACKWARD):
+                if (later := Action(stage + 1, do, k)) in graph:
+                    graph.add_edge(later, action)
+    return graph
+
+
+def seconds(transfer: float, reduction: float = 0.0):
+    """Seconds of actions: one of each that computes, those given of the others."""
+
+    def of(action: Action) -> float:
+        return 1.0 if action.do.kind else reduction if action.do == Do.REDUCE_GRAD else transfer
+
+    return of

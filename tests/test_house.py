@@ -83,6 +83,40 @@ def test_a_folder_says_what_is_in_it(path):
     assert re.search("read|first", text, re.IGNORECASE), "in which order"
 
 
+TESTS = ROOT / "tests"
+TESTED = sorted({path.parent.relative_to(ROOT / "pfeife") for path in MODULES} - {Path(".")})
+WHOLES = {"edges", "distributed"}  # rows for steps as a whole
+
+
+@pytest.mark.parametrize("folder", TESTED, ids=str)
+def test_a_folder_of_tests(folder):
+    """Each folder of the package has tests, each file of which is named as a module of it, or as
+    the folder; no other folder has any."""
+    files = sorted((TESTS / folder).glob("*.py"))
+    assert files
+    for file in files:
+        name = file.stem.removeprefix("test_")
+        assert name == folder.name or (ROOT / "pfeife" / folder / f"{name}.py").exists(), file
+
+
+def test_no_other_folder_has_tests():
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
+    assert folders - {Path("."), *map(Path, WHOLES)} == set(TESTED)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda p: f"{p.parent.name}/{p.stem}"
+)
+def test_a_file_of_tests(path):
+    """What several files of tests use is in a helper; no program of benchmarks/ is one."""
+    known = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    for name in imported(ast.parse(path.read_text())):
+        first = name.split(".")[0]
+        assert not name.split(".")[-1].startswith("test_"), f"{path.name} imports {name}"
+        helps = (TESTS / f"{first}.py").exists()
+        assert first not in known or helps, f"{path.name} imports {name} of benchmarks/"
+
+
 # Modules that make objects or run code from bytes, and calls that use them. torch's `..._object`
 # and `..._object_list` collectives pickle what they send.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "copyreg"}

@@ -36,6 +36,16 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
 
     The result's `backend` attribute has what was compiled. Raises ValueError for wrong options,
     and at a call for what cannot be cut or captured.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> step = pfeife.compile(lambda x: net(x).square().mean(), microbatches=2, stages=2)
+    >>> loss = step(torch.ones(8, 4))
+    >>> loss.backward()
+    >>> net[0].weight.grad.shape
+    torch.Size([4, 4])
+    >>> print(step.backend.compiled[0].plan.schedule.to_csv(), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
     """
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if any(is_one(function_of(step)) for is_one in kinds):

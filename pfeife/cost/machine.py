@@ -24,7 +24,14 @@ def machines() -> tuple[str, ...]:
 
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The shipped profile of this name, or the one in a JSON file that `plain.save` could have
-    written. Raises ValueError if it is neither, or the file is damaged."""
+    written. Raises ValueError if it is neither, or the file is damaged.
+
+    >>> machine("h100-sxm").memory  # bytes
+    80000000000
+    >>> machine("h100")
+    Traceback (most recent call last):
+    ValueError: machine 'h100' is no file and none of [...]; the nearest is 'h100-sxm' (...)
+    """
     if name in machines():
         return plain.from_json(Machine, (_PROFILES / f"{name}.json").read_text(encoding="utf-8"))
     try:

@@ -40,6 +40,14 @@ def memory_curves(
     each element of a parameter (see `optimizer_bytes`); every allocation is rounded up to a
     multiple of `rounding` bytes (512 for torch's CUDA allocator). What an operation needs inside
     itself is not known.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> ranks = pfeife.insert_send_recv()(pfeife.partition(plan)(pfeife.fuse()(flat)))
+    >>> curves = memory_curves(ranks, sched.lower(plan.schedule, ranks), optimizer="adamw")
+    >>> [curve.peak for curve in curves]  # bytes
+    [664, 768]
     """
     known, held = acknowledged(schedule), _held(program, schedule, optimizer, rounding)
     return tuple(

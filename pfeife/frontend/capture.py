@@ -33,11 +33,18 @@ def capture(
     `step` is a module or any callable that closes over modules; it returns a scalar loss or a
     pytree with the loss in it (`loss` says which of its tensors, where several could be it, or
     "outside" if none is). `loss_reduction` says how the losses of microbatches combine, see
-    `pfeife.reductions`.
+    `frontend.reductions`.
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
     device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
     no single graph can be captured.
+
+    >>> net = torch.nn.Linear(4, 1)
+    >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
+    >>> print(flat.inputs[0], "and", [port.name for port in flat.inputs[1:]])
+    weight: parameter weight float32 1x4 cpu and ['bias', 'x', 'tangent_loss']
+    >>> [port.name for port in flat.outputs]
+    ['loss', 'grad_weight', 'grad_bias']
     """
     call = Cutter(step, None, 1)(example_microbatch, kwargs)
     target = torch.device(device)

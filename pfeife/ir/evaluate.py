@@ -226,6 +226,13 @@ def evaluate(
     replica order (added, where the loss is outside or a sum), and the buffers are those of the
     first.
     Raises ValueError when shapes, dtypes or counts do not fit.
+
+    >>> net = torch.nn.Linear(2, 1, bias=False)
+    >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(1, 2))
+    >>> state = {"weight": torch.tensor([[1.0, 3.0]])}  # or pfeife.state_of(flat, net)
+    >>> found = pfeife.evaluate(flat, state, [torch.ones(1, 2), 2 * torch.ones(1, 2)])
+    >>> found.loss, found.gradients["weight"]
+    (tensor(6.), tensor([[1.5000, 1.5000]]))
     """
     count = len(microbatches)
     if count == 0 or count % program.replicas:

@@ -23,6 +23,16 @@ def predict(
     over n ranks takes 2 (n - 1) / n of its bytes (ring all-reduce; Patarasuk and Yuan, JPDC 2009)
     and 2 (n - 1) latencies of the machine's link. Every action also takes the rank the machine's
     `action_seconds`. Raises ValueError if a call has no cost.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> core, clusters = machine("cpu-core"), pfeife.fuse()(flat)
+    >>> clusters = pfeife.annotate(estimate(clusters, core))(clusters)
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> ranks = pfeife.insert_send_recv()(pfeife.partition(plan)(clusters))
+    >>> timeline = sched.predict(ranks, sched.lower(plan.schedule, ranks), core)
+    >>> len(timeline.events), timeline.seconds < 1
+    (32, True)
     """
     seconds = action_seconds(program, machine, network)
     occupied = occupied_seconds(program, machine, network)

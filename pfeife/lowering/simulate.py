@@ -25,6 +25,12 @@ def simulate(
     has not waited as long anyway. A reduction starts on all ranks that have it together.
     `overhead` seconds of the rank come to every action. Raises ValueError if the schedule
     deadlocks.
+
+    >>> order = sched.families.one_f_one_b(2, 4)
+    >>> full = insert_actions(order, chain(order))  # with sends and receives
+    >>> timeline = sched.simulate(full, lambda action: 1.0 if action.do.kind else 0.0)
+    >>> timeline.seconds, round(timeline.bubble, 3)  # (p - 1) / (m + p - 1) is idle
+    (10.0, 0.2)
     """
     run = _Run(schedule, seconds, overhead, occupied)
     replay(schedule.ranks, run.advance)

@@ -30,7 +30,15 @@ class Recorded:
 
 
 def record(program: Program, *passes: Pass, start: str = "start") -> tuple[Recorded, ...]:
-    """The program before and after every pass, each verified and headed by the pass's name."""
+    """The program before and after every pass, each verified and headed by the pass's name.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> history = pfeife.record(flat, pfeife.fuse(), pfeife.partition(plan), start="capture")
+    >>> [(one.maker, one.program.units) for one in history]
+    [('capture', 0), ('fuse', 2), ('partition', 2)]
+    """
     history = [Recorded(start, program)]
     for one in passes:
         history.append(Recorded(pass_name(one), verify(one(history[-1].program))))

@@ -26,6 +26,11 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
     modules are left. There is always a border before a `stage_boundary` and at the start or end
     of the modules that `boundaries` names. Backward nodes belong to the cluster of the forward
     node that they differentiate. Raises ValueError for a module that computes nothing.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> [call.node for call in pfeife.fuse()(flat).calls]
+    ['cluster_0_forward', 'cluster_1_forward', 'cluster_1_backward', 'cluster_0_backward']
     """
 
     def run(program: Program) -> Program:
@@ -74,6 +79,10 @@ def _starts(
         shared = _shared_depth(forward[position - 1], forward[position])
         return (crossing[position], shared, -position)
 
+    # One border between two heavy operations, unless somebody has asked for one there:
+    #
+    #     matmul  gelu  mul  matmul        crossing bytes decide, then the modules that end
+    #            ^     ^    ^
     starts = {0} | (forced - {len(forward)})
     for first, second in pairwise(heavy):
         between = [i for i in range(first + 1, second + 1) if _may_start(forward[i])]

@@ -21,6 +21,13 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
     stages add to becomes one gradient port a stage, so that the parts are summed once a step
     (this re-associates that sum). Raises ValueError if the plan is for another program, if a
     value would flow backwards, or if a buffer that is updated is used by two stages.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> staged = pfeife.partition(plan)(pfeife.fuse()(flat))
+    >>> [(call.node, call.rank) for call in staged.calls if call.unit == 1]
+    [('stage_1_forward', 1), ('stage_1_backward', 1)]
     """
 
     def run(program: Program) -> Program:
@@ -115,7 +122,11 @@ def _readers(node: fx.Node, free: Collection[str]) -> list[fx.Node]:
 
 
 def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program, dict[str, Group]]:
-    """One gradient port for each stage that adds to a gradient, and the groups of the result."""
+    """One gradient port for each stage that adds to a gradient, and the groups of the result.
+
+    before    grad = (a + b) + c                          a and c are of stage 1, b of stage 0
+    after     grad_stage_1 = a + c, grad_stage_0 = b      a reduction adds these once a step
+    """
     graph, new_groups = fx.Graph(), dict(groups)
     here: dict[fx.Node, fx.Node] = {}
     for node in flat.module.graph.nodes:
@@ -138,6 +149,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             for leaf in leaves[1:]:
                 added = graph.call_function(torch.ops.aten.add.Tensor, (total, here[leaf]))
                 added.meta = dict(node.meta)
+                # Its terms may come of both parts of a backward: it is where the last of them is.
                 latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
                 new_groups[added.name] = latest
                 total = added

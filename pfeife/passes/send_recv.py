@@ -30,6 +30,13 @@ def insert_send_recv(
     Gradients that several ranks hold parts of get a `Reduction`; so do those of parameters that
     several ranks train by their `owners`, from earlier programs, though this one may use them on
     fewer. Raises ValueError if a call has no rank.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> ranks = pfeife.insert_send_recv()(pfeife.partition(plan)(pfeife.fuse()(flat)))
+    >>> [(m.sender.node, m.source, m.destination, m.bytes) for m in messages(ranks)]
+    [('stage_0_forward', 0, 1, 32), ('stage_1_backward', 1, 0, 32)]
     """
 
     def run(program: Program) -> Program:

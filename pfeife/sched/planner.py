@@ -87,6 +87,14 @@ def plan(
     too much is made again, a quarter as long: most often once (see `kept_within`). Raises
     ValueError if the constraints contradict each other or the program, or no plan was found within
     the limit, with what the worst rank of the best one needs.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> core, clusters = machine("cpu-core"), pfeife.fuse()(flat)
+    >>> clusters = pfeife.annotate(estimate(clusters, core))(clusters)
+    >>> found = sched.plan(clusters, machine=core, microbatches=4, stages=2)
+    >>> found.stage_of_cluster, found.stage_ranks
+    ((0, 1), (0, 1))
     """
     machine = network.seen_by(machine) if network else machine
     check_recomputed(schedule, recompute)

@@ -1,86 +1,17 @@
 """What the toolkit makes, the backend takes: families, schedules, plans, costs, passes."""
 
 import copy
-import doctest
 import functools
-import itertools
-import sys
-from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from torch import fx, nn
+from small import check, compiled, net, sigmoids
+from torch import fx
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, machine, memory_curves
 from pfeife.data import plain
-from pfeife.ir.digest import program_digest
-from pfeife.sched.cutting.partitions import even
-from pfeife.testing import eager_accumulation
-
-CORE = machine("cpu-core")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).tanh()
-
-
-class Net(nn.Module):
-    """Some blocks, small enough to be built in a moment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def net() -> SimpleNamespace:
-    """A model, its step, and batches of any number of rows."""
-    torch.manual_seed(0)
-    model = Net()
-
-    def step(x):
-        return model(x).square().mean()
-
-    return SimpleNamespace(model=model, step=step, batch=lambda rows: torch.randn(rows, 4))
-
-
-def compiled(**options):
-    """What was built for the net after one step, which has eager's bits."""
-    one, options = net(), {"microbatches": 4, **options}
-    step = pfeife.compile(one.step, **options)
-    check(one, step, 8, options["microbatches"])
-    return step.backend.compiled[-1]
-
-
-def check(one, step, rows: int, microbatches: int) -> None:
-    """One step with eager's loss and gradients."""
-    x = one.batch(rows)
-    expected = eager_accumulation(one.step, one.model, [(p,) for p in x.chunk(microbatches)])
-    one.model.zero_grad()
-    loss = step(x)
-    loss.backward()
-    assert torch.equal(loss, expected.loss)
-    for name, parameter in one.model.named_parameters():
-        assert torch.equal(parameter.grad, expected.gradients[name]), name
 
 
 def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
@@ -125,32 +56,6 @@ def test_a_schedule_brings_its_stages_and_its_first_microbatches():
     model = pfeife.compile(one.model, microbatches=4, schedule=order)
     model(one.batch(8)).sum().backward()
     assert model.backend.compiled[0].plan.schedule == sched.families.gpipe(4, 4, (0, 1, 1, 0))
-
-
-def test_the_table_says_what_its_families_do():
-    for name, family in sched.POLICIES.items():
-        stage_ranks = family.placement(4, 2)
-        order = family(4, 4, stage_ranks)
-        split = any(action.do == "I" for rank in order.ranks for action in rank)
-        assert (family.name, family.splits) == (name, split)
-    assert {name for name, f in sched.POLICIES.items() if not f.seeds} == {
-        "naive",
-        "breadth-first",
-        "loops",
-    }
-
-
-def test_arguments_of_a_family():
-    family = sched.POLICIES["loops"].bind(loop_batch=2).bind(prefetch=1)
-    assert str(family) == "loops(loop_batch=2, prefetch=1)"
-    assert family(2, 4) == sched.families.loops(2, 4, loop_batch=2, prefetch=1)
-    with pytest.raises(ValueError, match=r"loops has no arguments \['batch'\]; it has \['loop_b"):
-        family.bind(batch=3)
-
-
-def test_the_example_of_a_family():
-    found = doctest.testmod(sys.modules["pfeife.sched.families.family"])
-    assert found.attempted and not found.failed
 
 
 def backwards_first(problem: sched.Problem) -> pfeife.Schedule:
@@ -314,33 +219,6 @@ def test_a_plan_that_is_not_json(tmp_path):
         pfeife.backend(plan=tmp_path / "plan.json")
 
 
-def clusters(one=None, rows: int = 2, *, split: bool = False) -> pfeife.Program:
-    one = one or net()
-    passes = [pfeife.fuse(), *([pfeife.split_backward()] if split else [])]
-    program = pfeife.compose(*passes)(pfeife.capture(one.step, one.batch(rows)))
-    return pfeife.annotate(estimate(program, CORE))(program)
-
-
-def test_a_plan_knows_its_program():
-    """By what is computed of what, whatever the batch; not by whether backwards are split."""
-    digest = program_digest(clusters())
-    assert program_digest(clusters(rows=5)) == digest == program_digest(clusters(split=True))
-    deeper, other = net(), net()
-    deeper.model.blocks.append(Block())
-    other.model.forward = functools.partial(sigmoids, other.model)
-    found = {digest, *(program_digest(clusters(one)) for one in (deeper, other))}
-    assert len(found) == 3
-
-
-def test_a_plan_keeps_to_where_state_is_trained():
-    program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
-    first = program.ports(pfeife.Role.PARAMETER)[0].fqn
-    adopt = functools.partial(sched.given.adopted, plan, program, machine=CORE, microbatches=4)
-    assert adopt(owners={first: frozenset({0, 1})}) == plan
-    with pytest.raises(ValueError, match=rf"{first} on ranks \[0\], .* it on ranks \[1\]"):
-        adopt(owners={first: frozenset({1})})
-
-
 # Costs of one's own.
 
 
@@ -433,12 +311,6 @@ def test_a_pass_may_change_what_is_computed():
     assert torch.equal(found, pfeife.compile(one.step, microbatches=4)(x))
 
 
-def sigmoids(model: Net, x: torch.Tensor) -> torch.Tensor:
-    for block in model.blocks:
-        x = x + block.linear(x).sigmoid()
-    return x
-
-
 def without_a_result(program: pfeife.Program) -> pfeife.Program:
     module = copy.deepcopy(program.module)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
@@ -485,125 +357,6 @@ def test_a_pass_that_fails_is_named():
 # Where to cut, and what to recompute.
 
 
-@pytest.mark.parametrize(
-    ("partition", "expected"),
-    [
-        ("uniform", (0, 0, 1, 1)),
-        ("parameters", (0, 0, 1, 1)),
-        ("type:BLOCK", (0, 0, 1, 1)),
-        ([1, 3], (0, 1, 1, 2)),
-        (["blocks.1"], (0, 1, 1, 1)),
-        (lambda program: [0] * 3 + [1], (0, 0, 0, 1)),
-    ],
-)
-def test_partitions(partition, expected):
-    several = len(set(expected)) > 2
-    found = compiled(partition=partition, stages=None if several else 2)
-    assert found.plan.stage_of_cluster == expected
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=8),
-    st.integers(1, 4),
-    st.sets(st.integers(1, 7)),
-)
-def test_even_parts_are_the_best_of_all(weights, stages, borders):
-    borders = sorted(border for border in borders if border < len(weights))
-    every = []
-    for starts in itertools.combinations(borders, stages - 1):
-        edges = [0, *starts, len(weights)]
-        loads = [sum(weights[a:b]) for a, b in itertools.pairwise(edges)]
-        every.append((max(loads), sum(load**2 for load in loads)))
-    assume(every)
-    found = even(weights, borders, stages)
-    loads = [sum(w for w, s in zip(weights, found, strict=True) if s == k) for k in range(stages)]
-    assert (max(loads), sum(load**2 for load in loads)) == min(every)
-
-
-@pytest.mark.parametrize(
-    ("partition", "message"),
-    [
-        ("layers", "option partition='layers': must be 'parameters', 'uniform', 'type:Regex'"),
-        ([1, "blocks.1"], "option partition=.*must be 'parameters'"),
-        ("type:conv", r"no module has such a class; there are \['Block', 'Linear', 'Net'\]"),
-        ("type:(", r"partition='type:\(': missing \)"),
-        ("type:net", "2 stages, and only 0 places for a border"),
-        ([3, 1], r"partition=\[3, 1\]: the clusters at which stages start go up, from 1 to 3"),
-        (["blocks.9"], "no module of that name computes anything"),
-        (lambda program: [0], "it returned 1 stages for 4 clusters"),
-    ],
-)
-def test_wrong_partitions_are_refused(partition, message):
-    one = net()
-    with pytest.raises(ValueError, match=message):
-        pfeife.compile(one.step, microbatches=4, stages=2, partition=partition)(one.batch(8))
-
-
-@pytest.mark.parametrize(
-    ("recompute", "again"),
-    [
-        ("never", [0, 0]),
-        ("always", [2, 2]),
-        ("except_last", [2, 0]),
-        (1, [2, 2]),
-        (2, [1, 1]),
-        (["blocks.0"], [1, 0]),
-    ],
-)
-def test_what_is_recomputed(recompute, again):
-    """By stages, how many of their two blocks."""
-    plan = compiled(partition="uniform", stages=2, recompute=recompute).plan
-    found = plan.recompute or (pfeife.RecomputeOption(),) * 2
-    assert [sum("tanh" in name for name in one.names) for one in found] == again
-    assert (plan.step_seconds > compiled(partition="uniform", stages=2).plan.step_seconds) == (
-        any(again)
-    )
-
-
-def test_backwards_in_two_parts_recompute_too():
-    found = compiled(partition="uniform", stages=2, schedule="zb-h1", recompute=1)
-    assert all(option.names for option in found.plan.recompute)
-
-
-def test_as_much_is_recomputed_as_the_memory_asks_for():
-    limits = [
-        peaks(compiled(stages=2, schedule="gpipe", recompute=how)) for how in ("never", "always")
-    ]
-    most, least = limits
-    assert least < most
-    seconds = []
-    for limit in (most, (most + least) // 2, least):
-        found = compiled(stages=2, schedule="gpipe", recompute="auto", memory_limit=limit)
-        assert peaks(found) <= limit
-        seconds.append(found.plan.step_seconds)
-    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
-    with pytest.raises(ValueError, match="the best plan found needs"):
-        compiled(stages=2, schedule="gpipe", recompute="auto", memory_limit=least - 1)
-
-
-def peaks(found) -> int:
-    return max(curve.peak for curve in memory_curves(found.program, found.schedule))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recompute": "sometimes"}, "option recompute='sometimes': must be one of"),
-        ({"recompute": 0}, "option recompute=0: must be one of"),
-        ({"recompute": True}, "option recompute=True: must be one of"),
-        ({"recompute": 5}, r"recompute=5: the model has 4 blocks \(modules such as"),
-        ({"recompute": ["head"]}, r"no module 'head' computes anything; there are \['blocks.0', "),
-        ({"recompute": "always", "schedule": "search"}, "the search decides what to recompute"),
-        ({"partition": "uniform", "split_at": {"blocks.1": "end"}}, "both say where to cut"),
-    ],
-)
-def test_wrong_requests_to_recompute_are_refused(options, message):
-    one = net()
-    with pytest.raises(ValueError, match=message):
-        pfeife.compile(one.step, microbatches=4, stages=2, **options)(one.batch(8))
-
-
-@pytest.mark.whole
 def test_searches_side_by_side():
     """Some more seeds, each with the whole budget: never a worse plan, and the same one again."""
     search = {"devices": ["cpu", "cpu"], "schedule": "search", "search_work": 2000}

@@ -1,27 +1,21 @@
 """Predicted time by hand: who waits for whom, and what a transfer takes from its ranks."""
 
 import functools
-import random
-from itertools import pairwise
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import case
-from orders import schedules
+from orders import TWO, seconds
 from torch import nn
 
 import pfeife
-from pfeife import report, sched
+from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.data.machine import Link, Machine, Network
 from pfeife.data.plan import Costs
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
-from pfeife.data.timeline import Timeline
+from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
 from pfeife.ir.program import find_node, messages, node_bytes
-from pfeife.lowering.critical import critical_path
 from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict
@@ -30,14 +24,6 @@ from pfeife.lowering.simulate import simulate
 from pfeife.lowering.wiring import Wiring
 
 CPU_CORE = machine("cpu-core")
-TWO = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n"
-
-
-def seconds(transfer: float, reduction: float = 0.0):
-    def of(action: Action) -> float:
-        return 1.0 if action.do.kind else reduction if action.do == Do.REDUCE_GRAD else transfer
-
-    return of
 
 
 def busy(sending: float, receiving: float):
@@ -86,48 +72,6 @@ def test_every_action_has_an_overhead():
     assert found["1: 1RECV_F0"] == (0, 4.5), "sent at 1.25, there at 4.25"
     reduced = times("0F0,0REDUCE_GRAD\n1F0,0REDUCE_GRAD\n", seconds(0.0, 2.0), 0.25)
     assert reduced["0: 0REDUCE_GRAD"] == (1.25, 3.5)
-
-
-def test_the_critical_path_by_hand():
-    """A message lasts from its send, also while the channel carries another."""
-    path = critical_path(simulate(Schedule.from_csv(TWO), seconds(3.0)))
-    took_time = [e for e in path.events if e.end > e.start]
-    assert [(e.rank, str(e.action), e.start, e.end) for e in took_time] == [
-        *((0, "0F0", 0, 1), (0, "0F1", 1, 2)),
-        *((1, "1RECV_F1", 2, 7), (1, "1F1", 7, 8)),
-    ]
-    reduced = Schedule.from_csv("0F0,0REDUCE_GRAD,0B0\n1F0,1B0,1F1,0REDUCE_GRAD\n")
-    path = critical_path(simulate(reduced, seconds(0.0, 2.0)))
-    assert " ".join(str(e.action) for e in path.events) == "1F0 1B0 1F1 0REDUCE_GRAD 0B0"
-    lines = report.critical_table(path).splitlines()
-    assert [line.split()[-1] for line in lines[2:]] == ["16.7%", "33.3%", "50.0%"]
-    assert critical_path(Timeline(())).events == ()
-
-
-@settings(max_examples=60)
-@given(schedules(), st.integers(0, 1000), st.sampled_from((0.0, 0.25)))
-def test_the_critical_path_is_as_long_as_the_step(schedule, seed, overhead):
-    """One event begins when the one before it ends, on its rank, where its message was sent or on
-    the last rank that came to its reduction."""
-    drawn = random.Random(seed)
-    times = {a: drawn.choice((0.0, 1.0, 10.0)) for rank in schedule.ranks for a in rank}
-    busy = {a: drawn.choice((0.0, 1.0)) for rank in schedule.ranks for a in rank}
-    timeline = simulate(schedule, times.__getitem__, overhead, busy.__getitem__)
-    path = critical_path(timeline, busy.__getitem__, overhead).events
-    assert path[0].start == 0 and path[-1].end == timeline.seconds
-    assert all(a.end == b.start for a, b in pairwise(path))
-    assert sum(e.end - e.start for e in path) == pytest.approx(timeline.seconds)
-    starts_at = {(e.rank, e.action): e.start for e in timeline.events}
-    for before, event in pairwise(path):
-        made = {
-            rank: time
-            for (rank, action), time in starts_at.items()
-            if action.do in SENDS and received_as(action) == event.action
-        }
-        together = event.action.do == Do.REDUCE_GRAD
-        made |= {r: t for (r, a), t in starts_at.items() if a == event.action and together}
-        starts = made | {event.rank: starts_at[event.rank, event.action]}
-        assert starts[before.rank] == event.start
 
 
 @functools.cache

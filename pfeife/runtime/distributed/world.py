@@ -278,6 +278,11 @@ class World:
         they agree on; if the texts differ, with the first line that does; or if any rank cannot
         go on: with its own words there, and on the others with the rank in front.
         """
+        # One gather of a fixed size while all goes well; the texts follow only if they differ.
+        #
+        #     0 ... 31 | 32 ... 39 | 40             | 41 ... 136
+        #     digest   | number    | bytes of note  | note        96 bytes: the note goes apart
+        #     zeros: this rank cannot go on
         text = f"{what}\0{text}"
         digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
         mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)

@@ -98,6 +98,13 @@ def balanced(
         arriving = machine.transfer_seconds(crossing[first]) if first else 0.0
         return max(time[end] - time[first] + busy, arriving)
 
+    # rows[s][end]: the clusters before `end` as s stages, the best value and where the last starts.
+    #
+    #     clusters   0 1 2 3 4 5 6 7           row 3, end 7, from row 2, end 5:
+    #     stages     0 0 0|1 1|2 2|            join(value of 0 0 0|1 1, seconds of stage 2)
+    #
+    # An end leaves a cluster for each stage to come. The slowest stage alone decides the pace, but
+    # of the cuts that are as good in that the most even one is less at the mercy of wrong costs.
     def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
         rows: list[_Row] = [{0: (0.0, 0)}]
         for stage in range(stages):

@@ -21,7 +21,7 @@ class Family:
     schedules of this family too.
 
     >>> import pfeife
-    >>> pairs = pfeife.Family("pairs", pfeife.sched.loops).bind(loop_batch=2, prefetch=1)
+    >>> pairs = pfeife.Family("pairs", pfeife.sched.families.loops).bind(loop_batch=2, prefetch=1)
     >>> print(pairs, len(pairs(2, 4).ranks))
     pairs(loop_batch=2, prefetch=1) 2
     """

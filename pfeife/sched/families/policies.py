@@ -42,6 +42,10 @@ def one_f_one_b(stages: int, microbatches: int, ranks: Sequence[int] | None = No
     Stage s has at most `stages - s` microbatches in flight. A rank with several stages runs
     them as if they took turns on a machine each: an action comes in the order of its unit-time
     start.
+
+    >>> print(sched.families.one_f_one_b(2, 4).to_csv(), end="")
+    0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3
+    1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3
     """
     stage_ranks = placed(stages, microbatches, ranks)
     timed = []

@@ -20,6 +20,9 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
     ready, done, room, caps, ahead = floor.ready, floor.done, floor.room, rule.caps, rule.ahead
     gap, hold, owed = rule.gap, rule.hold, rule.owed
 
+    # This runs for every operation of every schedule that a search tries, hence one plain loop over
+    # the rank's stages: the best I, W and F that may start now, and when the next I and F will be
+    # there.
     def choose(rank: int, now: float) -> tuple[int, float]:
         best_f = best_i = best_w = -1
         key_f = key_i = key_w = soon_f = soon_i = NEVER
@@ -29,17 +32,6 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
             k = done[s]
             i, w = s + count, s + 2 * count
             back = done[i]
-            if k < m:
-                at = ready[s][k]
-                if at > now:
-                    if at < soon_f:
-                        soon_f = at
-                elif s != stages[0] or k - back < caps[rank]:
-                    if room(rank, s, memory[rank]):
-                        if k + ahead[s] < key_f:
-                            key_f, best_f = k + ahead[s], s
-                    else:
-                        stuck = True
             if back < k:
                 at = ready[i][back]
                 if at > now:
@@ -51,14 +43,26 @@ def _chooser(floor: Floor, rule: Rule, memory: tuple[float, ...]) -> Chooser:
                 waiting += back - done[w]
                 if done[w] + ahead[w] < key_w:
                     key_w, best_w = done[w] + ahead[w], w
+            if k == m:
+                continue
+            at = ready[s][k]
+            if at > now:
+                if at < soon_f:
+                    soon_f = at
+                continue
+            if s == stages[0] and k - back >= caps[rank]:
+                continue
+            if not room(rank, s, memory[rank]):
+                stuck = True
+            elif k + ahead[s] < key_f:
+                key_f, best_f = k + ahead[s], s
         if best_i >= 0:
             return best_i, now
         if best_f >= 0 and waiting <= owed and soon_i - now >= hold * seconds[best_f]:
             return best_f, now
-        if best_w >= 0:
-            soon = soon_i if soon_i < soon_f or stuck else soon_f
-            if stuck or waiting > owed or soon - now >= gap * seconds[best_w]:
-                return best_w, now
-        return -1, soon_i if soon_i < soon_f else soon_f
+        soon = soon_i if soon_i < soon_f else soon_f
+        if best_w >= 0 and (stuck or waiting > owed or soon - now >= gap * seconds[best_w]):
+            return best_w, now  # also where an F finds no memory: the W may make room
+        return -1, soon
 
     return choose

@@ -91,6 +91,9 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
     slots, gap, owed, loose = pattern.slots, pattern.gap, pattern.owed, pattern.loose
     safe, memory, room = pattern.safe, shop.memory, floor.room
 
+    # The F or I with the least slot has its turn, whether it is there or not; what is there goes
+    # before it by at most `loose`, and W fill the wait. An F without memory has no turn: it would
+    # hold up the I that make room.
     def choose(rank: int, now: float) -> tuple[int, float]:
         turn = NEVER  # of all that is not blocked
         best, key = -1, NEVER
@@ -103,24 +106,22 @@ def _chooser(floor: Floor, pattern: Pattern) -> Chooser:
             back = done[i]
             if k < m:
                 at, slot = ready[s][k], slots[s] + k
-                fits = (
-                    room(rank, s, memory[rank]) if safe else (held[rank] + takes[s] <= memory[rank])
+                free = (
+                    room(rank, s, memory[rank]) if safe else held[rank] + takes[s] <= memory[rank]
                 )
-                if not fits:
-                    stuck = True
-                else:
-                    if slot < turn:
-                        turn, soon = slot, at
-                    if at > now:
-                        wake = min(wake, at)
-                    elif slot < key:
-                        key, best = slot, s
+                stuck = stuck or not free
+                if free and slot < turn:
+                    turn, soon = slot, at
+                if free and at > now:
+                    wake = at if at < wake else wake
+                elif free and slot < key:
+                    key, best = slot, s
             if back < k:
                 at, slot = ready[i][back], slots[i] + back
                 if slot < turn:
                     turn, soon = slot, at
                 if at > now:
-                    wake = min(wake, at)
+                    wake = at if at < wake else wake
                 elif slot < key:
                     key, best = slot, i
             if done[w] < back and not whole[s]:

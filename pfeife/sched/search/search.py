@@ -34,6 +34,12 @@ def search_schedule(
     run side by side, each in a process and with the whole budget. `tick` is called often meanwhile.
     Raises ValueError for a budget that makes no sense, or if one microbatch alone does not fit into
     a rank's memory.
+
+    >>> costs = StageCosts(forward=1.0, input_backward=1.0, weight_backward=1.0)
+    >>> problem = sched.Problem((costs, costs), (0, 1), 4, chain_edges(2, 0.5))
+    >>> found = sched.search_schedule(problem, work=20_000)
+    >>> found.seconds, found.bound  # no schedule is shorter than the bound
+    (13.5, 13.5)
     """
     return search_placements(
         [problem], seconds=seconds, work=work, seed=seed, seeds=[seeds], jobs=jobs, tick=tick

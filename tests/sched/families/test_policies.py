@@ -9,12 +9,13 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders import lowered, unit
 
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, parse_action
-from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import POLICIES, policy
+from pfeife.sched.by_family import in_flight
 from pfeife.sched.families import (
     eager_one_f_one_b,
     folded,
@@ -29,8 +30,8 @@ from pfeife.sched.families import (
 )
 from pfeife.sched.families.orders import unit_times
 
+TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-
 SECONDS = {Do.FORWARD: 1, Do.BACKWARD: 2, Do.INPUT_BACKWARD: 1, Do.WEIGHT_BACKWARD: 1}
 
 
@@ -75,10 +76,6 @@ def peak(actions: Iterable[Action]) -> int:
         most = max(most, held)
         held -= action.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD)
     return most
-
-
-def lowered(order: Schedule) -> Schedule:
-    return insert_actions(order, chain(order))
 
 
 def natural(name: str, ranks: int, loops: int = 2) -> tuple[int, ...]:
@@ -344,9 +341,6 @@ def test_eager_warm_up_hides_transfers():
     assert plain.seconds > eager.seconds + m / 2
 
 
-# What torch makes of the same requests.
-
-
 def torchs(kind: str, p: int, m: int, v: int = 1) -> Schedule:
     """The order of one of torch's schedules, without its stages and process group."""
     if not hasattr(schedules, kind):
@@ -440,3 +434,36 @@ def test_zb_v_runs_in_torchs_order(p):
         for mine, theirs in zip(ours.ranks, other.ranks, strict=True):
             for do in (Do.FORWARD, Do.INPUT_BACKWARD):
                 assert in_order(mine, do) == in_order(theirs, do)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("name", TRAINING)
+def test_makespan_and_memory_at_unit_cost(name, stages):
+    """The textbook's numbers: both take (m + p - 1) * 2, and 1F1B keeps p - s microbatches."""
+    for m in range(1, 13):
+        order = verify_schedule(TRAINING[name](stages, m))
+        timeline = simulate(lowered(order), unit)
+        assert timeline.seconds == (m + stages - 1) * 2
+        assert timeline.bubble == pytest.approx((stages - 1) / (m + stages - 1))
+        expected = [m if name == "gpipe" else min(m, stages - s) for s in range(stages)]
+        assert in_flight(order) == tuple(expected)
+        verify_schedule(order, in_flight=expected[0])
+
+
+def test_in_flight_ends_with_the_weights():
+    """A split backward holds its microbatch until the weight-backward."""
+    assert in_flight(Schedule.from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")) == (2,)
+    assert in_flight(Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1\n")) == (1,)
+
+
+def test_policies_by_name():
+    assert policy("gpipe").make is gpipe and policy("1f1b").make is one_f_one_b
+    with pytest.raises(ValueError, match=r"'2f2b' is not known; there are \['1f1b', 'br"):
+        policy("2f2b")
+    for make in (*TRAINING.values(), forward_only):
+        with pytest.raises(ValueError, match="3 placements for 2 stages"):
+            make(2, 1, (0, 1, 2))
+        with pytest.raises(ValueError, match="ranks start at 0"):
+            make(2, 1, (0, -1))
+        with pytest.raises(ValueError, match="there is a stage"):
+            make(0, 1)

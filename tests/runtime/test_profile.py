@@ -1,0 +1,35 @@
+"""Measured timelines have the actions of predicted ones."""
+
+import attrs
+import torch
+from torch import nn
+
+import pfeife
+from pfeife.cost import estimate, machine
+from pfeife.runtime import LocalPipeline
+from pfeife.runtime.profile import profile
+
+CPU_CORE = machine("cpu-core")
+
+
+def test_predicted_and_profiled_steps_have_the_same_actions():
+    """One type of timeline: what was to run, and what ran, on the same ranks in the same order."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    microbatches = [(torch.randn(2, 3),) for _ in range(3)]
+    program = pfeife.capture(lambda x: model(x).square().sum(), *microbatches[0])
+    clusters = pfeife.fuse()(program)
+    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
+    plan = pfeife.sched.plan(clusters, machine=CPU_CORE, microbatches=3, stages=2)
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
+    schedule = pfeife.sched.lower(plan.schedule, sent)
+    predicted = pfeife.sched.predict(sent, schedule, CPU_CORE)
+    slow = attrs.evolve(CPU_CORE, action_seconds=1.0, link_latency=10.0)
+    assert pfeife.sched.predict(sent, schedule, slow).seconds > predicted.seconds + 10
+    pipeline = LocalPipeline(sent, schedule)
+    measured = profile(pipeline, pfeife.state_of(program, model), microbatches)
+    for timeline in (predicted, measured):
+        for rank, actions in enumerate(schedule.ranks):
+            events = [event for event in timeline.events if event.rank == rank]
+            assert tuple(event.action for event in events) == actions
+            assert all(event.start <= event.end for event in events)
+    assert 0 < measured.bubble < 1

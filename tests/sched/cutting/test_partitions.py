@@ -1,0 +1,65 @@
+"""Where to cut, as somebody asks for it: even parts, names, borders."""
+
+import itertools
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from small import compiled, net
+
+import pfeife
+from pfeife.sched.cutting.partitions import even
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        ("uniform", (0, 0, 1, 1)),
+        ("parameters", (0, 0, 1, 1)),
+        ("type:BLOCK", (0, 0, 1, 1)),
+        ([1, 3], (0, 1, 1, 2)),
+        (["blocks.1"], (0, 1, 1, 1)),
+        (lambda program: [0] * 3 + [1], (0, 0, 0, 1)),
+    ],
+)
+def test_partitions(partition, expected):
+    several = len(set(expected)) > 2
+    found = compiled(partition=partition, stages=None if several else 2)
+    assert found.plan.stage_of_cluster == expected
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.sets(st.integers(1, 7)),
+)
+def test_even_parts_are_the_best_of_all(weights, stages, borders):
+    borders = sorted(border for border in borders if border < len(weights))
+    every = []
+    for starts in itertools.combinations(borders, stages - 1):
+        edges = [0, *starts, len(weights)]
+        loads = [sum(weights[a:b]) for a, b in itertools.pairwise(edges)]
+        every.append((max(loads), sum(load**2 for load in loads)))
+    assume(every)
+    found = even(weights, borders, stages)
+    loads = [sum(w for w, s in zip(weights, found, strict=True) if s == k) for k in range(stages)]
+    assert (max(loads), sum(load**2 for load in loads)) == min(every)
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ("layers", "option partition='layers': must be 'parameters', 'uniform', 'type:Regex'"),
+        ([1, "blocks.1"], "option partition=.*must be 'parameters'"),
+        ("type:conv", r"no module has such a class; there are \['Block', 'Linear', 'Net'\]"),
+        ("type:(", r"partition='type:\(': missing \)"),
+        ("type:net", "2 stages, and only 0 places for a border"),
+        ([3, 1], r"partition=\[3, 1\]: the clusters at which stages start go up, from 1 to 3"),
+        (["blocks.9"], "no module of that name computes anything"),
+        (lambda program: [0], "it returned 1 stages for 4 clusters"),
+    ],
+)
+def test_wrong_partitions_are_refused(partition, message):
+    one = net()
+    with pytest.raises(ValueError, match=message):
+        pfeife.compile(one.step, microbatches=4, stages=2, partition=partition)(one.batch(8))

@@ -1,0 +1,45 @@
+"""Room for what a planner's figures leave out."""
+
+import pytest
+from programs import annotated, for_ranks
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import machine, memory_curves
+from pfeife.data.timeline import MemoryCurve
+from pfeife.sched.cutting.room import kept_within
+
+CPU_CORE = machine("cpu-core")
+
+
+def test_what_was_left_out_is_left_room_for():
+    """A planner whose figures leave out 50 bytes is asked once more, for 50 bytes less."""
+    asked = []
+
+    def make(room: int, tries: int) -> pfeife.Plan:
+        asked.append(room)
+        return pfeife.Plan((0,), sched.families.gpipe(1, room // 10))
+
+    def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
+        return [MemoryCurve(0, {"all": 10 * plan.schedule.microbatches + 50}, ())]
+
+    def counted(plan: pfeife.Plan) -> tuple[int, ...]:
+        return (10 * plan.schedule.microbatches,)
+
+    plan = kept_within(108, "memory_limit=108", make, curves, counted)
+    assert asked == [108, 58] and plan.schedule.microbatches == 5
+
+
+@pytest.mark.parametrize("share", [0.98, 0.9])
+def test_other_cuts_are_found_below_a_limit(share):
+    """The planner's figures are far below the account's, and so is what it must be asked for."""
+    fused = annotated("UNet")
+
+    def planned(**limit) -> tuple[pfeife.Plan, int]:
+        plan = sched.plan(
+            fused, machine=CPU_CORE, microbatches=8, stages=2, schedule="1f1b", **limit
+        )
+        return plan, max(curve.peak for curve in memory_curves(*for_ranks(fused, plan)))
+
+    limit = int(share * planned()[1])
+    assert planned(memory_limit=limit)[1] <= limit

@@ -1,0 +1,52 @@
+"""Patterns give schedules that fit the memory, or none."""
+
+from random import Random
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import on_a_v, problems
+
+from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.job_shop import compile_problem, respects, starts_of
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.pattern import neighbour, pattern_of, pattern_schedule
+from pfeife.sched.search.rules import first_rules
+from pfeife.sched.search.run import Search
+from pfeife.sched.search.seeds import patterns
+
+WORK = 60_000  # operations that a search in a test looks at
+
+
+@given(problems(), st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_patterns_give_schedules_in_memory_or_none(problem, seed):
+    random, shop = Random(seed), compile_problem(problem)
+    made = list_schedule(shop, next(first_rules(shop)))
+    assert made is not None
+    starts = starts_of(shop, made.orders)
+    assert starts is not None
+    pattern, count = pattern_of(shop, starts), 0
+    for _ in range(12):
+        found = pattern_schedule(shop, pattern)
+        count += not found.left
+        if not found.left:
+            assert respects(shop, found.orders) and starts_of(shop, found.orders) is not None
+        pattern = neighbour(shop, pattern, random)
+    # What leaves memory for what has started, and lets all that is there go, never gets stuck.
+    assert not pattern_schedule(shop, attrs.evolve(pattern, safe=True, loose=1e9)).left
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pattern_that_gets_stuck_is_changed_until_it_runs(seed):
+    problem, random = on_a_v(4, 12, 4.0), Random(seed)
+    search = Search(problem, Budget.of(None, 10 * WORK), seed)
+    search.run(1)
+    stuck = next(patterns(problem))
+    while not pattern_schedule(search.shop, stuck).left:
+        stuck = neighbour(search.shop, stuck, random)
+    search.first, search.last = search.spent, search.spent + 10 * WORK
+    seconds, changed = search._changed_pattern((search._try_pattern(stuck), stuck), 1.0)
+    made = pattern_schedule(search.shop, changed)
+    assert not made.left and made.seconds == seconds

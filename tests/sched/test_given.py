@@ -1,0 +1,18 @@
+"""A plan by hand keeps to where state is trained."""
+
+import functools
+
+import pytest
+from small import CORE, clusters
+
+import pfeife
+from pfeife import sched
+
+
+def test_a_plan_keeps_to_where_state_is_trained():
+    program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
+    first = program.ports(pfeife.Role.PARAMETER)[0].fqn
+    adopt = functools.partial(sched.given.adopted, plan, program, machine=CORE, microbatches=4)
+    assert adopt(owners={first: frozenset({0, 1})}) == plan
+    with pytest.raises(ValueError, match=rf"{first} on ranks \[0\], .* it on ranks \[1\]"):
+        adopt(owners={first: frozenset({1})})

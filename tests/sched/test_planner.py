@@ -1,0 +1,117 @@
+"""Plans: the default cut, stages on ranks, and what is refused."""
+
+import functools
+from itertools import combinations
+
+import pytest
+import torch
+from models import case
+from programs import fused
+from torch import nn
+
+import pfeife
+from pfeife import sched
+from pfeife.cost import estimate, machine
+from pfeife.data.machine import Link, Network
+from pfeife.data.plain import from_json, to_json
+from pfeife.data.plan import Plan
+from pfeife.sched import plan
+from pfeife.sched.cutting import split_at
+
+CPU_CORE = machine("cpu-core")
+
+
+@functools.cache
+def program() -> pfeife.Program:
+    one = case("DropoutNet")
+    fused = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))
+    return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "trained", "frozen"), [(1024, 64, 4, 0), (2048, 16, 2, 3)]
+)
+def test_the_default_cut_is_the_best_of_all(width, rows, trained, frozen):
+    """By the planner's own judge: to add up gradients takes time, which transfers do not where
+    other hardware moves the bytes."""
+    h100 = machine("h100-sxm")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(trained + frozen)))
+        model[trained:].requires_grad_(False)
+        flat = pfeife.capture(lambda x: model(x).square().sum(), torch.randn(rows, width))
+    fused = pfeife.fuse()(flat)
+    fused = pfeife.annotate(estimate(fused, h100))(fused)
+    for stages, microbatches in ((2, 4), (3, 8)):
+        wanted = functools.partial(
+            plan, fused, machine=h100, microbatches=microbatches, stages=stages
+        )
+        cuts = combinations(range(1, fused.units), stages - 1)
+        stages_of = [[sum(c <= unit for c in cut) for unit in range(fused.units)] for cut in cuts]
+        every = [wanted(cuts=stage_of).step_seconds for stage_of in stages_of]
+        assert len(every) > 1 and wanted().step_seconds == pytest.approx(min(every))
+
+
+def test_plans_deal_stages_to_ranks():
+    made = plan(program(), machine=CPU_CORE, microbatches=3, stages=4, ranks=2)
+    assert made.stage_ranks == (0, 1, 0, 1) and made.stages == 4
+    assert from_json(Plan, to_json(made)) == made
+    assert made.stage_seconds is not None and made.step_seconds is not None
+    assert made.step_seconds >= 3 * (made.stage_seconds[1] + made.stage_seconds[3])
+    with pytest.raises(ValueError, match="2 stages for 3 ranks: every rank needs a stage"):
+        plan(program(), machine=CPU_CORE, microbatches=3, stages=2, ranks=3)
+    with pytest.raises(ValueError, match="stages=3, but the cuts by hand make 1 stages"):
+        cuts = split_at(program(), {"layers.0": "begin"})
+        plan(program(), machine=CPU_CORE, microbatches=3, stages=3, cuts=cuts)
+
+
+def test_plans_need_costs():
+    bare = pfeife.fuse()(program())
+    with pytest.raises(ValueError, match="have no costs; annotate the program first"):
+        plan(bare, machine=CPU_CORE, microbatches=1)
+
+
+def test_one_rank_has_no_bubble():
+    """All stages on one rank: the step takes what its computations take."""
+    made = plan(program(), machine=CPU_CORE, microbatches=3, stages=3, ranks=1)
+    assert made.step_seconds == pytest.approx(3 * sum(made.stage_seconds))
+
+
+def test_a_search_says_how_much_of_its_time_is_over():
+    program = pfeife.split_backward()(fused("GPT"))
+    program = pfeife.annotate(estimate(program, machine("cpu-core")))(program)
+    seen = []
+    request = {"microbatches": 4, "ranks": 2, "schedule": "search", "search_seconds": 1.2}
+    sched.plan(
+        program,
+        machine=machine("cpu-core"),
+        progress=lambda *counts: seen.append(counts),
+        **request,
+    )
+    assert seen and seen == sorted(seen)
+    assert {total for _, total in seen} == {2} and {done for done, _ in seen} <= {0, 1, 2}
+
+
+def test_a_measured_network_changes_the_plan():
+    """Slow links put both ends of the widest border onto one rank, or at least cost more."""
+    program = pfeife.annotate(estimate(fused("GPT"), machine("cpu-core")))(fused("GPT"))
+    sizes, nothing = (0, 1000), (0.0, 0.0)
+
+    def planned(latency: float):
+        links = tuple(
+            Link(a, b, sizes, (latency, latency + 1e-9), nothing, nothing, 0.0)
+            for a, b in ((0, 1), (1, 0))
+        )
+        return pfeife.sched.plan(
+            program,
+            machine=machine("cpu-core"),
+            microbatches=4,
+            stages=2,
+            network=Network(links),
+        ).step_seconds
+
+    assert planned(1.0) > 2.0 > planned(1e-6)
+    seen = Network((Link(0, 1, sizes, (1.0, 3.0), (0.5, 1.5), nothing, 0.0),)).seen_by(
+        machine("cpu-core")
+    )
+    assert (seen.link_latency, seen.link_bandwidth, seen.overlap) == (1.0, 500.0, 0.5)
+    assert Network(()).seen_by(seen) == seen
