@@ -60,9 +60,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
-        self.ownership: Ownership = (
-            before.ownership if before else Ownership()
-        )  # of the state that the ranks train
+        self.ownership: Ownership = before.ownership if before else Ownership()
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
