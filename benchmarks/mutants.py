@@ -46,7 +46,8 @@ def hit(number):
         with open(os.environ["MUTANT_HITS"], "a") as out:
             out.write(f"{number} {test}\\n")
 """
-AT_MOST = 8  # tests that may show one fault
+AT_MOST = 8  # tests that may show one fault; those that share a launch of processes count as one
+ROWS = 32  # tests of one launch
 SECONDS = 300  # that they may take
 COMPARISONS = {
     ast.Lt: ast.LtE,
@@ -297,6 +298,14 @@ def hits_of(
     return found
 
 
+def chosen(tests: Sequence[str]) -> list[str]:
+    """The first tests, with those that share a launch with them (see tests/rows.py)."""
+    launches: dict[str, list[str]] = {}
+    for test in tests:
+        launches.setdefault(re.sub(r"\[(\w+)\.\w+-([2-9])-.*", r" \1 \2", test), []).append(test)
+    return [one for rows in list(launches.values())[:AT_MOST] for one in rows[:ROWS]]
+
+
 def verdict(copy: Copy, fault: Fault, tests: Sequence[str]) -> str:
     """What the tests say with a fault."""
     if not tests:
@@ -304,10 +313,10 @@ def verdict(copy: Copy, fault: Fault, tests: Sequence[str]) -> str:
     source = (HERE / fault.file).read_text()
     (copy.root / fault.file).write_text(with_fault(source, fault))
     try:
-        passed = copy.run(["-x", *tests[:AT_MOST]], SECONDS)
+        passed = copy.run(["-x", *chosen(tests)], SECONDS)
     finally:
         (copy.root / fault.file).write_text(source)
-    return f"missed by {tests[:AT_MOST]}" if passed else ""
+    return f"missed by {chosen(tests)}" if passed else ""
 
 
 def verdicts(

@@ -124,7 +124,12 @@ def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> No
 
 
 class Call:
-    """One call of the step, from its inputs to its gradients."""
+    """One call of the step, from its inputs to its gradients.
+
+    loss      forward                       in between              backward
+    inside    all F and B: loss, gradients  autograd keeps these    gradients * what arrives
+    outside   all F: results                activations stay        tangents, all B: gradients
+    """
 
     def __init__(
         self,
@@ -302,6 +307,7 @@ class _LossInside(torch.autograd.Function):
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )
+        # The gradients are those of the loss itself, and what arrives for it is a factor of all.
         scale = given[at]  # None where nothing of what was differentiated came from the loss
         nothing = scale is None
         if not nothing:

@@ -17,7 +17,12 @@ def draws(body: fx.GraphModule) -> list[fx.Node]:
 
 def around_draws(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Callable]) -> Callable:
     """A body whose draws run as they are, and what lies between them as pieces that `compiled`
-    turns into functions. A body without draws is one piece."""
+    turns into functions. A body without draws is one piece.
+
+        body     linear  gelu  draw  mul  linear  draw  mul
+        level    0       0     0     1    1       1     2
+        is       [ piece_0  ]  draw  [ piece_1 ]  draw  [ piece_2 ]
+    """
     if not draws(body):
         return compiled(body)
     stitcher = _Stitcher(body, compiled)

@@ -100,7 +100,15 @@ def received_as(sent: Action) -> Action:
 
 @attrs.frozen
 class Schedule:
-    """Per rank the actions in their order."""
+    """Per rank the actions in their order: `ranks[r]` are those of rank r.
+
+    A schedule as it is made has computations alone (F, B, or I and W); `lower` puts the sends,
+    receives and reductions in. As text a row is a rank and a cell an action, stage, kind and
+    microbatch: 1F1B of two stages and microbatches is
+
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
+    """
 
     ranks: tuple[tuple[Action, ...], ...]
 

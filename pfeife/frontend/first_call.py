@@ -175,7 +175,11 @@ class _Runs:
             )
 
     def _mixed(self, size: int) -> Values:
-        """The first rows of the first microbatch with the last ones of the second."""
+        """The first rows of the first microbatch with the last ones of the second.
+
+        microbatch 0    a0 a1 a2 a3        mixed    a0 a1 b2 b3
+        microbatch 1    b0 b1 b2 b3        in which a0 and a1 must come out as they did
+        """
         one, other = self.part(0), self.part(1)
         mixed = [*one]
         for index in self.cut:

@@ -118,6 +118,8 @@ def divisors(
         count = program.counts[index]
         found = _counted(program, count, microbatches)
         _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
+        # The mean of the batch is sum(loss[k] * count[k]) / sum(count). With several pipelines the
+        # sums of each are averaged later, which divides by their number once more.
         if weighted and not _even(found):
             total = add(found)
             return [total / pipelines / one for one in found]
@@ -315,6 +317,8 @@ def _one_pipeline(
             before = sums.get(port.name)
             value = results[port.name]
             sums[port.name] = value if before is None else before + value
+    # What several stages give to one gradient is added at the end, each stage's microbatches first:
+    # so do ranks, in a reduction.
     gradients: dict[str, torch.Tensor] = {}
     for port in program.ports(Role.GRADIENT):
         part = sums[port.name]

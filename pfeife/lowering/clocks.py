@@ -25,6 +25,14 @@ def acknowledged(schedule: Schedule) -> Acknowledged:
 
 
 class _Clocks:
+    """Vector clocks, sent along with every message.
+
+        rank 0   0F0 0SEND_F0 . . . . . . . . . . . . . 0RECV_B0    clock (2, 0), now (2, 3)
+        rank 1             `--> 1RECV_F0 1F0 1B0 1SEND_B0 --^       clock (2, 3) at the send
+
+    Then rank 0 knows of three actions of rank 1, and the first of them received its message.
+    """
+
     def __init__(self, schedule: Schedule):
         self.stage_ranks = schedule.stage_ranks
         # clocks[r][q]: how many actions of rank q rank r knows to be done

@@ -203,7 +203,10 @@ def posted_ahead(sizes: Sequence[int]) -> list[int]:
     posted when 0, 1, 2, ... of them have been taken.
 
     At least the next two are, and as many as fit into `AHEAD` bytes; they are posted several at a
-    time, when half of them are gone, since the sender's thread then wakes up once for all.
+    time, when half of them are gone, since the sender's thread then wakes up once for all:
+
+        taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
+        posted    4  4  6  6  8 ...
     """
     found, posted, window = [], 0, 0
     for taken in range(len(sizes) + 1):

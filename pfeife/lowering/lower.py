@@ -158,8 +158,12 @@ def _with_receives(
             first_read.setdefault((id(transfer), action.microbatch), index)
     before: dict[int, list[Action]] = {}  # from the last to the first
     for channel in channels.values():
+        # A channel keeps its order, so a message that is needed late comes early if one that was
+        # sent after it is needed early:
+        #
+        #     sent:  a, b      here:  RECV a, RECV b, reads b, reads a
         latest = len(actions)
-        for transfer, k in reversed(channel):  # a later message may be needed earlier
+        for transfer, k in reversed(channel):
             latest = min(latest, first_read.get((id(transfer), k), latest))
             before.setdefault(latest, []).append(transfer.receive(k))
     result: list[Action] = []

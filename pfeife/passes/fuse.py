@@ -79,6 +79,10 @@ def _starts(
         shared = _shared_depth(forward[position - 1], forward[position])
         return (crossing[position], shared, -position)
 
+    # One border between two heavy operations, unless somebody has asked for one there:
+    #
+    #     matmul  gelu  mul  matmul        crossing bytes decide, then the modules that end
+    #            ^     ^    ^
     starts = {0} | (forced - {len(forward)})
     for first, second in pairwise(heavy):
         between = [i for i in range(first + 1, second + 1) if _may_start(forward[i])]

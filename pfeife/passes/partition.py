@@ -122,7 +122,11 @@ def _readers(node: fx.Node, free: Collection[str]) -> list[fx.Node]:
 
 
 def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program, dict[str, Group]]:
-    """One gradient port for each stage that adds to a gradient, and the groups of the result."""
+    """One gradient port for each stage that adds to a gradient, and the groups of the result.
+
+    before    grad = (a + b) + c                          a and c are of stage 1, b of stage 0
+    after     grad_stage_1 = a + c, grad_stage_0 = b      a reduction adds these once a step
+    """
     graph, new_groups = fx.Graph(), dict(groups)
     here: dict[fx.Node, fx.Node] = {}
     for node in flat.module.graph.nodes:
@@ -145,6 +149,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             for leaf in leaves[1:]:
                 added = graph.call_function(torch.ops.aten.add.Tensor, (total, here[leaf]))
                 added.meta = dict(node.meta)
+                # Its terms may come of both parts of a backward: it is where the last of them is.
                 latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
                 new_groups[added.name] = latest
                 total = added

@@ -63,7 +63,7 @@ class Handlers:
 
         def compute(step: Step, microbatch: int) -> None:
             values = step.values[microbatch]
-            for name in buffers:
+            for name in buffers:  # as the microbatch before left them; its own B reads the same
                 values[name] = step.buffers[name]
             results = body(*[values[name] for name in reads])
             for name, index in slots:

@@ -132,6 +132,21 @@ def test_bodies_by_hand(compute, peak, results):
         body.recompile()
 
 
+def test_a_result_that_is_not_wanted_is_not_made():
+    """Of the gradient that the mask leaves out, the fake kernel returns one all the same."""
+    wanted = [False, True, False]
+
+    def scale(x):
+        given = (x, x, x[0], None, None, x[1], x[2], True, 1e-5, wanted)
+        return (aten.native_batch_norm_backward(*given)[1].sin(),)
+
+    x = torch.randn(4, 8)
+    body = traced(scale, x)
+    body.graph.eliminate_dead_code()
+    body.recompile()
+    assert check_body(body, [x]).peak == 32 + 32
+
+
 def test_several_results_of_one_operation_are_freed_together():
     """fx keeps the tuple until its last part is taken, so a part outlives its own last use."""
     largest = traced(lambda x: x.max(1), torch.randn(4, 8))

@@ -18,6 +18,7 @@ from share import WHOLE
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
+from pfeife.cost.network import bench_network
 from pfeife.lowering.envelope import APART, Channel, Envelope, Layout
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -126,6 +127,17 @@ def receive_buffers() -> None:
     pipeline(state, batches[0])
     counts.append(len(pipeline.transport.buffers.tensors))
     assert max(counts) == counts[0] > 0, counts
+
+
+@row(ranks=(2,))
+def the_links_are_measured() -> None:
+    """In both directions, on every rank; the progress is that of pairs of ranks."""
+    join_world(torch.device("cpu"))
+    told = []
+    found = bench_network(sizes=(8, 4096), repeats=1, progress=lambda *done: told.append(done))
+    assert told == [(1, 2), (2, 2)]
+    assert [(link.source, link.destination) for link in found.links] == [(0, 1), (1, 0)]
+    assert all(link.sizes == (0, 8, 4096) for link in found.links)
 
 
 @row(ranks=(4,))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from itertools import pairwise, permutations
 
 import torch
@@ -545,6 +546,36 @@ def a_teacher_that_follows_by_a_moving_average():
         for (kept, _), old, new in zip(pairs, before, state.values(), strict=True):
             kept.copy_(old.lerp(new, 0.1))
     assert step(rows(1)).isfinite()
+
+
+class Gaps(nn.Module):
+    """A table in which something is missing, and a factor that the loop changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(6, 6, 6, 6)
+        self.register_buffer("table", torch.tensor([1.0, torch.nan] * 3))
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x):
+        return self.layers(x + self.factor * self.table.nan_to_num())
+
+
+@row(ranks=(1, 2))
+def a_table_with_gaps():
+    """What is NaN on purpose is not what another rank trains, whatever else is written to."""
+    model = Gaps()
+    other = copy.deepcopy(model)
+
+    def loss(net, x):
+        return net(x).square().mean()
+
+    step = pfeife.compile(partial(loss, model), microbatches=2)
+    for seed in range(3):
+        found, expected = step(rows(seed)), accumulated(partial(loss, other), rows(seed))
+        assert torch.equal(found.detach(), expected)
+        model.factor.mul_(0.5)
+        other.factor.mul_(0.5)
 
 
 @row("torch.optim.LBFGS needs all gradients in one process", ranks=(2,))

@@ -116,6 +116,8 @@ def sum_of(one: Operation) -> Rows:
     maybe = parts[0].maybe | parts[1].maybe
     if all(not moves(rows) for rows in parts):
         return Rows(maybe=maybe)
+    # A sum over the rows grows with them and a mean does not: how the microbatches' sums of both
+    # make that of the batch, nobody can tell.
     if parts[0].power != parts[1].power:
         low = min(parts, key=lambda rows: rows.power)
         raise Stuck(numbers=1 in low.maybe)
@@ -140,6 +142,8 @@ def quotient(one: Operation) -> Rows:
     left, right = one.of("self"), one.of("other")
     if one.arguments.get("rounding_mode"):
         raise Stuck
+    # A sum over a count that itself depends on the batch (targets that are not ignored): a mean
+    # with that weight, so the count is kept.
     both = left.varies and right.varies and left.dim is None and right.dim is None
     if both and left.power == right.power == 1 and not (left.counts or right.counts):
         maybe = left.maybe | frozenset(-power for power in right.maybe)

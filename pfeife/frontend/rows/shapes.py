@@ -21,7 +21,13 @@ from pfeife.frontend.rows.value import (
 
 
 def reshaped(one: Operation) -> Rows:
-    """In row-major order the rows come after `place` other elements, whatever the shape."""
+    """In row-major order the rows stay where they are, whatever the shape: `place` blocks, each
+    with all rows one after the other.
+
+        [2][4 rows][6]    place 2
+        [8][6]            dimension 0 has 2 times the rows (`before`) times 1
+        [2][12][2]        dimension 1 has 1 times the rows times 3
+    """
     (source, rows), *_ = one.operands()
     if rows.dim is None:
         return rows

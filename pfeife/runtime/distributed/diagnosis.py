@@ -90,6 +90,8 @@ class Wait:
         if self.now is None:
             host = None if kept_by_torchrun() else 0
             return Failure(host, "", f"the store of the process group does not answer; {self}")
+        # First whom this rank waits for, whom that one waits for, and so on: 0 -> 2 -> 3. Somebody
+        # who is not in the chain may be the reason all the same, where one waits for all.
         chain = self._chain(self.rank)
         others = [rank for rank in range(self.size) if rank != self.rank and rank not in chain]
         for rank in (*chain[1:], *others):

@@ -57,6 +57,11 @@ class Ownership:
 
     A program that trains a tensor first gives it its owners; every later one computes there what
     uses it. What this rank does not train is `Foreign`: NaN, and guarded.
+
+                   rank 0     rank 1
+        blocks.0   trained    NaN         Owned(0, "blocks.0", ranks=(0,))
+        tied       trained    trained     Owned(1, "tied", ranks=(0, 1))
+        frozen     borrowed   borrowed    nobody owns it, all have its values
     """
 
     def __init__(self) -> None:
@@ -265,7 +270,15 @@ class Ownership:
         self.foreign.forget(written.get(world.rank, ()))
 
 
-_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")  # of news
+# News, a line each: the kind, and
+#
+#     stepped   DIGEST                which optimizers have stepped, and to what they are set
+#     changed   NUMBER                what is absent here has been written to, as by a checkpoint
+#     nan       NAME                  what nobody trains and this rank reads has become NaN
+#     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
+#     shared    RANKS DIGEST          what these ranks train has been written to, how often
+#     borrowed  DIGEST                what nobody trains has been written to, how often
+_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")
 
 
 def _named(owned: Owned) -> str:

@@ -28,6 +28,9 @@ def _rounds(
 
     A round is over for all when one rank has given it up, and who comes later waits in the next:
     so nobody goes on with a rank that has turned away.
+
+        round 0   ranks 0 and 1 are here, 2 is not: after the timeout the verdict is [2]
+        round 1   rank 2 comes, finds the verdict of round 0, and waits here for the others
     """
     number = first
     while True:

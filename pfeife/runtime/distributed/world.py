@@ -60,9 +60,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
-        self.ownership: Ownership = (
-            before.ownership if before else Ownership()
-        )  # of the state that the ranks train
+        self.ownership: Ownership = before.ownership if before else Ownership()
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
@@ -278,6 +276,11 @@ class World:
         they agree on; if the texts differ, with the first line that does; or if any rank cannot
         go on: with its own words there, and on the others with the rank in front.
         """
+        # One gather of a fixed size while all goes well; the texts follow only if they differ.
+        #
+        #     0 ... 31 | 32 ... 39 | 40             | 41 ... 136
+        #     digest   | number    | bytes of note  | note        96 bytes: the note goes apart
+        #     zeros: this rank cannot go on
         text = f"{what}\0{text}"
         digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
         mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)

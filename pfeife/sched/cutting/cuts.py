@@ -42,7 +42,8 @@ class Clusters:
 
 
 def clusters_of(work: Workload) -> Clusters:
-    """What balancing asks of a workload."""
+    """A workload as `balanced` looks at it: per cluster its seconds and bytes, summed over forward
+    and backward, and per border the bytes that a cut there would send."""
     seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
     parameters, saved, change = ([0] * work.units for _ in range(3))
     for size, units in work.parameters:
@@ -98,6 +99,13 @@ def balanced(
         arriving = machine.transfer_seconds(crossing[first]) if first else 0.0
         return max(time[end] - time[first] + busy, arriving)
 
+    # rows[s][end]: the clusters before `end` as s stages, the best value and where the last starts.
+    #
+    #     clusters   0 1 2 3 4 5 6 7           row 3, end 7, from row 2, end 5:
+    #     stages     0 0 0|1 1|2 2|            join(value of 0 0 0|1 1, seconds of stage 2)
+    #
+    # An end leaves a cluster for each stage to come. The slowest stage alone decides the pace, but
+    # of the cuts that are as good in that the most even one is less at the mercy of wrong costs.
     def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
         rows: list[_Row] = [{0: (0.0, 0)}]
         for stage in range(stages):
@@ -155,7 +163,8 @@ def _traced(rows: list[_Row], end: int) -> tuple[int, ...]:
 
 
 def marked(program: Program) -> tuple[int, ...]:
-    """The stage of every cluster as `stage_boundary` calls in the model have it."""
+    """The stage of every cluster as `stage_boundary` calls in the model have it; all in stage 0
+    where there are none."""
     starts = set()
     for unit in range(1, program.units):
         nodes = program.body(program.call(Kind.FORWARD, unit)).graph.nodes
@@ -167,7 +176,9 @@ def marked(program: Program) -> tuple[int, ...]:
 def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     """The stage of every cluster with a cut at the start or end of each named module.
 
-    `fuse` must have been given the same points, so that clusters end there.
+    `points` has a side, "begin" or "end", by the path of a module ("blocks.4"). `fuse` must have
+    been given the same points, so that clusters end there. Raises ValueError for a module that
+    computes nothing, and where a cluster goes on across a point.
     """
     flat, groups = inline(program)
     forward = [

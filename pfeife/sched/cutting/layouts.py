@@ -173,6 +173,8 @@ class Loads:
 
     def improved(self, starts: Sequence[int]) -> list[int]:
         """Borders moved one by one, and by pairs of neighbours, as long as that helps."""
+        # A rank may have several stages. Two borders that move together move a whole stage, which
+        # changes what is sent and not how much a stage has; long steps pass over a heavy cluster.
         best, cost = list(starts), self.cost(starts)
         moved = True
         while moved:

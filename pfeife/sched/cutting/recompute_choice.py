@@ -167,7 +167,15 @@ class _Stage:
         return storage is None or storage in kept or storage in self.held
 
     def _solved(self, budget: int | None) -> list[Storage] | None:
-        """The storages to keep for the least time, or for the fewest bytes without a budget."""
+        """The storages to keep for the least time, or for the fewest bytes without a budget.
+
+            columns    again[node] from 0 to 1              keep[storage] 0 or 1
+            rows       again[n] + keep[its storage] >= 1                if the backward reads n
+                       again[n] + keep[its storage] >= again[reader]    if what is repeated does
+            least      sum of seconds * again,  with sum of bytes * keep <= budget
+
+        Where each `keep` is whole, the least `again` is too: that saves the solver most columns.
+        """
         again = {node: i for i, node in enumerate(n for n in self.nodes if n not in self.fixed)}
         storages = [s for s in dict.fromkeys(self.storage.values()) if s and s not in self.held]
         place = {storage: len(again) + i for i, storage in enumerate(storages)}

@@ -183,6 +183,8 @@ class _Builder:
 
     def _send(self, flow: Flow) -> None:
         """To every other rank once, for the first stage there that reads it."""
+        # The first to read a value is the lowest stage, of a gradient the highest; an edge is named
+        # by its forward direction in both cases.
         maker = self.stage_of[flow.unit]
         forward = flow.kind == Kind.FORWARD
         first: dict[int, int] = {}

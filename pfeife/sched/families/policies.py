@@ -1,4 +1,9 @@
-"""Schedules by name: each a small function from stages, ranks and microbatches to actions."""
+"""Schedules by name: each a small function from stages, ranks and microbatches to actions.
+
+All take the number of `stages` (at least one), the number of `microbatches` (at least one) and, as
+`ranks`, the rank of every stage: stage s is on rank s unless it is given. They raise ValueError for
+a placement of another number of stages, or one that they are not made for.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain

@@ -66,7 +66,12 @@ def _on_v(stages: int, microbatches: int, ranks: Sequence[int] | None) -> tuple[
 
 
 def _block(stages: int, down: Hops, up: Hops, pause: int = 0) -> list[tuple[int, int]]:
-    """When one microbatch's forward and input-backward start on every stage (CM, section 2)."""
+    """When one microbatch's forward and input-backward start on every stage (CM, section 2).
+
+    stage 0   F . . . . . . I       down(s): seconds from F of stage s to F of the next one
+    stage 1     F . . . I           up(s): from I of the next one to I of stage s, here 2
+    stage 2       F I               pause: before the turn
+    """
     forwards = [sum(map(down, range(stage))) for stage in range(stages)]
     turn = forwards[-1] + 1 + pause
     return [(forwards[s], turn + sum(map(up, range(s, stages - 1)))) for s in range(stages)]

@@ -64,6 +64,8 @@ def anneal(
     falling = math.log(cooling.cold / cooling.hot)
     spent = evaluations = tries = 0
     path, temperature = timing.critical(random), hottest
+    # The temperature falls with the work that is spent, so that any budget ends cold. Only a move
+    # of what lies on a longest path can make the step shorter; near places are tried more often.
     while spent < work and best > goal:
         tries += 1
         if tries % 64 == 0:
@@ -73,10 +75,12 @@ def anneal(
         operation = path[int(uniform() * len(path))]
         distance = 1 + int(uniform() * uniform() * cooling.reach)
         move = propose(timing, operation, distance if uniform() < 0.5 else -distance)
-        spent += 12
+        spent += 12  # operations that a proposal looks at, about
         if move is None:
             continue
         seconds, at, to = move
+        # Metropolis, the random number first: what is d longer passes with exp(-d / temperature).
+        # So most moves are refused by the path through them, before anything is changed.
         limit = timing.length - temperature * math.log(1 - uniform())
         if seconds > limit:
             continue
@@ -143,7 +147,18 @@ def _sooner(timing: Timing, operation: int, others: list[int]) -> list[int]:
 
 
 def _longest(timing: Timing, sequence: list[int], first: int, last: int) -> float:
-    """The longest path through a rank's operations from `first` to `last` in another sequence."""
+    """The longest path through a rank's operations from `first` to `last` in another sequence.
+
+        ready:             b1    b2    b3             of other ranks, as it was
+                            v     v     v
+        end[before] -> now [ x1 ][ x2 ][ x3 ] left <- tail[behind]
+                            v     v     v
+        after:             b1    b2    b3
+
+    Ends are added up from the left, tails from the right. What other ranks make of the moved
+    operations is taken as it was (Balas and Vazacopoulos, Guided Local Search with Shifting
+    Bottleneck, Management Science 1998): `Timing.move` then tells the truth.
+    """
     seconds, ready, after = timing.seconds, timing.ready, timing.after
     now = timing.end[timing.before[first]]
     ends = []

@@ -162,6 +162,9 @@ def _longest(steps: Sequence[_Step], shop: JobShop) -> list[list[float]]:
                     head = row[other] + lag
             if memory is not None and k >= memory[1]:
                 head = max(head, rows[k - memory[1]][memory[0]] + memory[2])
+            # Between the first root of microbatch j and this lie the rank's work of j to k and
+            # this token's own of j to k - 1. `running` is the latest end of that over all j:
+            #     first[j] + (k - j + 1) * work + (k - j) * seconds
             if roots:
                 done, first = running[token] + seconds, row[roots[0]]
                 for other in roots[1:]:
@@ -188,6 +191,12 @@ def _before(shop: JobShop) -> list[frozenset[int]]:
 
 def _area(shop: JobShop, rank: int, heads: list[list[float]], tails: list[list[float]]) -> float:
     """What a rank must hold, in bytes times seconds, over its bytes, between its ramps."""
+    # A microbatch holds its bytes at least for as long as it takes alone, so the area under the
+    # rank's curve of bytes is known; a curve below the memory needs so long for it:
+    #
+    #     memory - - -+-----------------+- - -     first: before its earliest F it holds nothing
+    #                /|  area / memory  |\         last: after its latest W neither
+    #         first / |                 | \ last
     memory, count = shop.memory[rank], shop.stages
     if math.isinf(memory) or not memory:
         return 0.0

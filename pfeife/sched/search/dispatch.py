@@ -81,7 +81,7 @@ def dispatch(floor: Floor, choose: Chooser) -> Dispatched:
     while heap:
         now, rank = heappop(heap)
         if now != wake[rank]:
-            continue
+            continue  # an entry from before something else woke the rank, or kept it busy
         token, soon = choose(rank, now)
         if token < 0:
             wake[rank] = soon

@@ -264,13 +264,14 @@ def _merged(shop: JobShop, orders: Orders) -> set[int]:
     if timed is None:
         raise ValueError("the orders deadlock")
     m, count = shop.microbatches, shop.stages
+    # What an I sends leaves at the end of the whole B, so later by the W. That costs nothing where
+    # all that reads it may start so late; the slack that one B takes is gone for those after it,
+    # so the times are made anew on the way.
     late = _latest(shop, orders, *timed)
     none = len(timed[0])
     following, before = _neighbours(orders, none, 1), _neighbours(orders, none, -1)
-    sent, free = (
-        [0.0] * (none + 1),
-        [0.0] * (none + 1),
-    )  # when readers get it; when its rank is free
+    sent = [0.0] * (none + 1)  # when its result leaves
+    free = [0.0] * (none + 1)  # when its rank is free
     merged: set[int] = set()
     for operation in timed[1]:
         token, k = divmod(operation, m)

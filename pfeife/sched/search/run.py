@@ -76,6 +76,11 @@ class Search:
 
     def run(self, work: int, *, annealing: bool = True) -> None:
         """Goes on for so many operations, less if the bound is reached or the clock says so."""
+        # Each source of orders goes on up to a share of the work, and leaves the rest to the next:
+        #
+        #     families .1 rules .2 fewer microbatches .3 changed rules, patterns, annealing 1
+        #
+        # Rules are quick and rough, patterns finer, and annealing makes the best of both shorter.
         first = not self.evaluations
         self.first, self.last = self.spent, self.spent + work
         if first:
@@ -177,14 +182,12 @@ class Search:
         small = Search(attrs.evolve(self.problem, microbatches=few), self.budget, 0)
         small.random, small.ahead = self.random, self.ahead
         small.run(max(1, int((share - self._share()) * (self.last - self.first))), annealing=False)
-        self.spent, self.evaluations = (
-            self.spent + small.spent,
-            self.evaluations + small.evaluations,
-        )
+        self.spent += small.spent
+        self.evaluations += small.evaluations
         for candidate in small.pool.of(Origin.RULE, Origin.PATTERN)[:12]:
             if not self.open(share + 0.2):
                 return
-            if candidate.rule is not None:
+            if candidate.rule is not None:  # what was no cap for few is none for all
                 caps = tuple(m if cap >= few else cap for cap in candidate.rule.caps)
                 self._try_rule(attrs.evolve(candidate.rule, caps=caps))
             elif candidate.pattern is not None:

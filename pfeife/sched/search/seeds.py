@@ -116,6 +116,8 @@ def _put_off(actions: tuple[Action, ...], room: float, size: float) -> tuple[Act
     order: list[Action] = []
     waiting = list(actions)
     inside: set[int | None] = set()
+    # Pass after pass over what is left: when a microbatch is through, those that were put off come
+    # before all that has not been looked at yet.
     while waiting:
         put_off: list[Action] = []
         freed = False

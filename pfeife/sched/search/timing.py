@@ -264,7 +264,13 @@ class Timing:
     # --- moves -------------------------------------------------------------------------------
 
     def move(self, at: int, to: int, rank: int) -> int:
-        """Moves the operation at a place of a rank; 0 if that closes a circle, else the work."""
+        """Moves the operation at a place of a rank; 0 if that closes a circle, else the work.
+
+        The topological order is mended between the two places alone (Pearce and Kelly, A Dynamic
+        Topological Sort Algorithm, JEA 2006). X goes behind Y, and b waits for X:
+
+            X  a  b  c  Y   ->   a  c  Y | X  b        if Y waited for b, that were a circle
+        """
         order, topological, place = self.sequences[rank], self.topological, self.rank_in
         operation = order[at]
         if to > at:

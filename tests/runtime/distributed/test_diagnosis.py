@@ -45,3 +45,8 @@ def test_what_becomes_of_a_wait(wait, blamed):
     failure = wait.failure()
     assert (failure and failure.rank) == blamed, failure
     assert failure is None or "rank 0 has waited 10 s (timeout=4)" in failure.cause
+
+
+def test_a_circle_of_ranks_is_named_in_their_order():
+    circle = waiting(2, [(STEP, 9.0, 0), (STEP, 9.0, 1)]).failure()
+    assert circle and "the ranks [0, 1, 2] wait for one another" in circle.cause
