@@ -85,6 +85,28 @@ def test_a_reduced_gradient_is_there_once():
     assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
 
 
+class Counting(nn.Module):
+    """Every step adds its rows to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.register_buffer("total", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0))
+        return pfeife.stage_boundary(x @ self.weight).square().sum()
+
+
+def test_of_an_updated_buffer_the_last_value_stays():
+    """A microbatch reads what the one before it left, which nobody needs afterwards."""
+    fused = pfeife.fuse()(pfeife.capture(Counting(), torch.randn(3, 5)))
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    for m in (1, 2, 8):
+        first, _ = memory_curves(*for_ranks(fused, pfeife.Plan((0, 1), POLICIES["gpipe"](2, m))))
+        assert first.points[-1].after == 5 * 5 * 4 + 5 * 4, "the gradient, and the buffer's value"
+
+
 @pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
 def test_memory_grows_with_microbatches_in_gpipe(width, ahead):
     """All that was sent is kept until the first gradient is there; buffers for `ahead` messages,
