@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from pfeife.cost.memory import memory_curves
 from pfeife.data.machine import Mesh
@@ -16,6 +17,7 @@ from pfeife.passes.compose import Pass, Passes, compose
 
 log = logging.getLogger("pfeife")
 _TRIES = 6
+_NEAR = 0.97  # of the limit, from which on the sums may have kept a plan back
 
 
 class NoRoom(ValueError):
@@ -73,8 +75,9 @@ def kept_within(
     adds what they leave out of every rank, as far as that is known. A plan that needs too much says
     how much that is, and another one is made, which fits where as much is left out again. There
     are further ones where other cuts or another order leave out more; and where the planner then
-    sees no room, which may be wrong too, one with all that it lacks. Raises ValueError with what
-    the best plan needs, if it is too much after all.
+    sees no room, which may be wrong too, one with all that it lacks. Where the sums say too much, a
+    first plan that they kept back is made once more. Raises ValueError with what the best plan
+    needs, if it is too much after all.
     """
     refused: NoRoom | None = None
     found: list[tuple[Plan, MemoryCurve]] = []
@@ -90,17 +93,44 @@ def kept_within(
             break  # less memory changes nothing, as with cuts by hand
         each = list(curves(plan))
         curve = max(each, key=lambda one: one.peak)
-        if curve.peak <= limit:
+        if curve.peak <= limit and (tries or curve.peak < limit / 2):
             return plan
         sums = dict(enumerate(counted(plan)))
-        log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
         now = tuple(one.peak - sums.get(one.rank, 0) for one in each)
+        if curve.peak <= limit:
+            said = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
+            if not _kept_back(said, [one.peak for one in each], limit):
+                return plan
+            return _faster(plan, partial(make, now, 1), curves, limit)
+        log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
         left_out = tuple(map(max, left_out, now)) if found else now
         found.append((plan, curve))
     if not found:
         raise ValueError(str(refused)) from refused
     best = min((curve for _, curve in found), key=lambda curve: curve.peak)
     raise ValueError(refusal(best, limited_by))
+
+
+def _kept_back(said: Sequence[float], real: Sequence[float], limit: float) -> bool:
+    """Whether sums that say too much of a rank were near the limit; a plan of which they say more
+    than that was made without one."""
+    ranks = zip(said, real, strict=False)
+    return max(said) <= limit and any(sums > _NEAR * limit > peak for sums, peak in ranks)
+
+
+def _faster(
+    plan: Plan,
+    again: Callable[[], Plan],
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
+    limit: float,
+) -> Plan:
+    """Another plan, of one that was kept back by sums that say too much, if it fits as well."""
+    try:
+        other = again()
+    except NoRoom:
+        return plan
+    shorter = (other.step_seconds or 0.0) < (plan.step_seconds or 0.0)
+    return other if shorter and max(one.peak for one in curves(other)) <= limit else plan
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")

@@ -30,6 +30,23 @@ def test_what_was_left_out_is_left_room_for():
     assert asked == [(0,), (50,)] and plan.schedule.microbatches == 5
 
 
+def test_a_plan_that_sums_kept_back_is_made_again():
+    """They say 50 bytes too much, so that the first plan is slower than it need be."""
+
+    def make(left_out: tuple[int, ...], tries: int) -> pfeife.Plan:
+        order = sched.families.gpipe(1, (110 - 50 - sum(left_out)) // 10)
+        return pfeife.Plan((0,), order, step_seconds=1 / order.microbatches)
+
+    def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
+        return [MemoryCurve(0, {"all": 10 * plan.schedule.microbatches}, ())]
+
+    def counted(plan: pfeife.Plan) -> tuple[int, ...]:
+        return (10 * plan.schedule.microbatches + 50,)
+
+    plan = kept_within(110, "memory_limit=110", make, curves, counted, (0,))
+    assert plan.schedule.microbatches == 11
+
+
 @pytest.mark.parametrize("share", [0.98, 0.9])
 def test_other_cuts_are_found_below_a_limit(share):
     """The planner's figures are far below the account's, and so is what it must be asked for."""
