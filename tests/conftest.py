@@ -14,6 +14,7 @@ from listening import Lines
 from rows import Item, on_ranks, together
 from share import WHOLE
 
+HERE = Path(__file__).parent
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 settings.register_profile(
@@ -76,10 +77,20 @@ def found_on_ranks(request, tmp_path_factory) -> Callable[[Item], dict[str, str]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is not in the gate's share (`share.py`), unless all tests run."""
-    left = [one for one in items if not WHOLE and one.get_closest_marker("whole")]
-    items[:] = [one for one in items if one not in left]
-    config.hook.pytest_deselected(items=left)
+    """Leaves out what is not in the gate's share (`share.py`), unless all tests run. Those of the
+    whole, which start processes and take long, come first, so that no worker ends with one."""
+    left = {one for one in items if not WHOLE and one.get_closest_marker("whole")}
+    items[:] = sorted(
+        (one for one in items if one not in left), key=lambda one: one.path.parent != HERE
+    )
+    config.hook.pytest_deselected(items=list(left))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says what was done twice: a test that needs it often hides a fault."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{name}: {value}, by {report.nodeid}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ import torch
 
 import pfeife
 
-STEPS, RANK = 5, int(os.environ["RANK"])
+STEPS = 5
 
 
 def load(model: torch.nn.Module, folder: Path) -> int:
@@ -35,25 +35,32 @@ def save(model: torch.nn.Module, path: Path) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def main(folder: Path, fault: str) -> None:
+def net() -> torch.nn.Module:
     torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+
+
+def main(folder: Path, fault: str) -> None:
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    model, rank = net(), int(os.environ["RANK"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, timeout=20)
     for number in range(load(model, folder), STEPS):
-        if number == 3 and RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if number == 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if fault == "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "exception":
                 raise RuntimeError("rank 1 comes to grief")
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
-        loss = step(x)
+        loss = step(batch(number))
         loss.backward()
         optimizer.step()
-        save(model, folder / f"{number} {RANK}.pt")
-    (folder / f"loss {RANK}").write_text(float(loss.detach()).hex())
+        save(model, folder / f"{number} {rank}.pt")
+    (folder / f"loss {rank}").write_text(float(loss.detach()).hex())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,8 @@ _rows()
 def _random_programs(data) -> None:
     """Random nets and plans, the same on every rank, on as many ranks as there are."""
     torch._dynamo.reset()
-    net = data.draw(nets(linear=2 * dist.get_world_size()))
+    ranks = int(os.environ["WORLD_SIZE"])  # the first step makes the process group
+    net = data.draw(nets(linear=2 * ranks))
     generator = torch.Generator().manual_seed(0)
     microbatches = [(torch.randn(3, 4, generator=generator),) for _ in range(3)]
 
@@ -109,7 +111,7 @@ def _random_programs(data) -> None:
     state = pfeife.state_of(program, net)
     clusters = pfeife.fuse()(program)
     clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
-    plan = data.draw(plans(clusters, 3, ranks=dist.get_world_size()))
+    plan = data.draw(plans(clusters, 3, ranks=ranks))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
     found = DistributedPipeline(sent, schedule)(state, microbatches)

@@ -7,7 +7,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import machine, memory_curves
 from pfeife.data.timeline import MemoryCurve
-from pfeife.sched.cutting.room import kept_within
+from pfeife.sched.cutting.room import NoRoom, kept_within
 
 CPU_CORE = machine("cpu-core")
 
@@ -45,6 +45,23 @@ def test_a_plan_that_sums_kept_back_is_made_again():
 
     plan = kept_within(110, "memory_limit=110", make, curves, counted, (0,))
     assert plan.schedule.microbatches == 11
+
+
+def test_a_planner_that_sees_no_room_is_asked_for_more():
+    """Its figures may be above the account's: those of a step without gradients are."""
+    asked = []
+
+    def make(room: int, tries: int) -> pfeife.Plan:
+        asked.append(room)
+        if room < 300:
+            raise NoRoom(f"no room in {room} bytes")
+        return pfeife.Plan((0,), sched.families.gpipe(1, 1))
+
+    def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
+        return [MemoryCurve(0, {"all": 90}, ())]
+
+    kept_within(100, "memory_limit=100", make, curves, lambda plan: (290,))
+    assert asked == [100, 200, 400]
 
 
 @pytest.mark.parametrize("share", [0.98, 0.9])

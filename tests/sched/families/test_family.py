@@ -1,8 +1,5 @@
 """Families: what the table says of them, and arguments that are bound."""
 
-import doctest
-import sys
-
 import pytest
 
 from pfeife import sched
@@ -27,8 +24,3 @@ def test_arguments_of_a_family():
     assert family(2, 4) == sched.families.loops(2, 4, loop_batch=2, prefetch=1)
     with pytest.raises(ValueError, match=r"loops has no arguments \['batch'\]; it has \['loop_b"):
         family.bind(batch=3)
-
-
-def test_the_example_of_a_family():
-    found = doctest.testmod(sys.modules["pfeife.sched.families.family"])
-    assert found.attempted and not found.failed
