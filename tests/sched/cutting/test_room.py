@@ -47,21 +47,22 @@ def test_a_plan_that_sums_kept_back_is_made_again():
     assert plan.schedule.microbatches == 11
 
 
-def test_a_planner_that_sees_no_room_is_asked_for_more():
-    """Its figures may be above the account's: those of a step without gradients are."""
+def test_a_planner_that_sees_no_room_says_what_it_lacks():
+    """Its figures may be above the account's, so with that much it is asked once more."""
     asked = []
 
-    def make(room: int, tries: int) -> pfeife.Plan:
-        asked.append(room)
+    def make(left_out: tuple[int, ...], tries: int) -> pfeife.Plan:
+        asked.append(left_out)
+        room = 100 - sum(left_out)
         if room < 300:
-            raise NoRoom(f"no room in {room} bytes")
+            raise NoRoom(f"no room in {room} bytes", 300 - room)
         return pfeife.Plan((0,), sched.families.gpipe(1, 1))
 
     def curves(plan: pfeife.Plan) -> list[MemoryCurve]:
         return [MemoryCurve(0, {"all": 90}, ())]
 
-    kept_within(100, "memory_limit=100", make, curves, lambda plan: (290,))
-    assert asked == [100, 200, 400]
+    kept_within(100, "memory_limit=100", make, curves, lambda plan: (290,), (0,))
+    assert asked == [(0,), (-200,)]
 
 
 @pytest.mark.parametrize("share", [0.98, 0.9])
