@@ -1,0 +1,61 @@
+"""Cuts and placements that a search starts from, where memory is short."""
+
+from pfeife.cost import machine
+from pfeife.cost.body import Storage
+from pfeife.data.plan import RecomputeOption
+from pfeife.ir.program import Kind
+from pfeife.sched.cutting.cuts import Clusters
+from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
+from pfeife.sched.cutting.workload import Flow, Workload
+from pfeife.sched.joint import search_workload
+from pfeife.sched.search.budget import Budget
+
+CORE = machine("cpu-core")
+NEVER, ALWAYS = RecomputeOption(10), RecomputeOption(0, 1.0, ("tanh",))
+
+
+def chain(state: list[int], saved: int = 0) -> Workload:
+    """Clusters that take as long as one another, each with so many bytes of state, and a value
+    that its backward reads."""
+    units, nothing = len(state), (0,) * len(state)
+    values = [Storage(f"value {unit}", "", saved) for unit in range(units if saved else 0)]
+    flows = tuple(
+        Flow(saved, unit, Kind.FORWARD, ((unit, Kind.BACKWARD),), value)
+        for unit, value in enumerate(values)
+    )
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return Workload(
+        {kind: (1.0,) * units for kind in kinds},
+        tuple((size, frozenset({unit})) for unit, size in enumerate(state)),
+        nothing,
+        flows,
+        dict.fromkeys(kinds, nothing),
+        dict.fromkeys(kinds, nothing),
+    )
+
+
+def clusters(work: Workload) -> Clusters:
+    return Clusters((2.0,) * work.units, (1,) * work.units)
+
+
+def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
+    """The first quarter of the clusters has all the state, which must go to two ranks."""
+    work = chain([10] * 10 + [0] * 30)
+    constraints = Constraints(CORE, 4, 4, 70)
+    plan = search_workload(work, clusters(work), constraints, Budget.of(0.2, None))
+    first = plan.stage_ranks[plan.stage_of_cluster[0]]
+    held = [plan.stage_ranks[stage] for stage in plan.stage_of_cluster[:10]]
+    assert 3 <= held.count(first) <= 7
+
+
+def test_no_more_is_recomputed_than_makes_room():
+    """Each rank has four clusters that save 10 bytes of each of two microbatches, and room for
+    70: one of them recomputes."""
+    work = chain([0] * 8, saved=10)
+    constraints = Constraints(CORE, 2, 2, 70)
+    (layout,) = [
+        one for one in layouts_for(work, clusters(work), constraints) if max(one.stage_of) == 1
+    ]
+    assert short_of_memory(layout, constraints)
+    most, *_ = lighter([layout], constraints, [(NEVER, ALWAYS)] * 8)
+    assert sorted(most.work.recompute) == [0, 4]
