@@ -108,3 +108,13 @@ def test_ranks_without_anything_to_do(schedule):
     fused = clusters(program)
     owners = dict.fromkeys(ranks_of(fused), frozenset({1}))
     check(fused, state, microbatches, owners, 3, schedule)
+
+
+def test_what_nobody_owns_is_shared_by_its_seconds():
+    """The first of four layers takes as long as the three others."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    program = pfeife.fuse()(pfeife.capture(lambda x: net(x).square().mean(), torch.randn(2, 4)))
+    seconds = {call.node: 1e-6 if call.unit else 3e-6 for call in program.calls}
+    program = pfeife.annotate(pfeife.Costs("by hand", seconds))(program)
+    cuts, stage_ranks = sched.following.follow(program, {}, 2)
+    assert [stage_ranks[stage] for stage in cuts] == [0, 1, 1, 1]
