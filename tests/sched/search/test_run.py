@@ -7,6 +7,8 @@ import pytest
 from pfeife.lowering.problem import Problem, StageCosts, chain_edges
 from pfeife.sched.families import folded, looped
 from pfeife.sched.search import search_placements, search_schedule
+from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.search import search_within
 
 WORK = 200_000
 
@@ -52,3 +54,9 @@ def test_a_search_finds_what_it_has_found_before(seed, figures):
     found = [search_schedule(problem, work=WORK).seconds for problem in problems]
     found.append(search_placements(problems, work=WORK)[1].seconds)
     assert all(now <= then + 1e-4 for now, then in zip(found, figures, strict=True)), found
+
+
+def test_a_search_spends_its_budget_and_little_more():
+    budget = Budget.of(None, WORK)
+    search_within(uneven(0), budget)
+    assert -0.1 * WORK < budget.left < 0.1 * WORK

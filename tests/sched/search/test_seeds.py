@@ -4,11 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import equal, on_a_v, problems
 
+from pfeife.data.schedule import Do
 from pfeife.lowering.problem import (
     Problem,
     fits,
     makespan,
 )
+from pfeife.sched.by_family import in_flight
 from pfeife.sched.families import gpipe, one_f_one_b, v_min
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.job_shop import (
@@ -24,7 +26,7 @@ from pfeife.sched.search.pool import Origin
 from pfeife.sched.search.rules import first_rules
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_schedule
-from pfeife.sched.search.seeds import patterns
+from pfeife.sched.search.seeds import capped, fitting, patterns, put_off_forwards
 
 WORK = 60_000  # operations that a search in a test looks at
 
@@ -43,6 +45,23 @@ def test_fusing_backwards_costs_nothing(problem, seed):
         if all(e.forward_seconds == 0 == e.backward_seconds for e in problem.edges):
             assert makespan(free, schedule) <= length_of(shop, starts, made.orders) * (1 + 1e-9)
         assert orders_of(shop, schedule) == made.orders
+
+
+def test_backwards_that_nobody_waits_for_are_fused():
+    problem = equal(3, 4)
+    shop = compile_problem(problem)
+    found = schedule_of(shop, orders_of(shop, one_f_one_b(3, 4)))
+    assert {action.do for action in found.ranks[0]} == {Do.FORWARD, Do.BACKWARD}
+
+
+def test_microbatches_are_put_off_until_there_is_room():
+    problem, order = equal(4, 8, memory=4.0), gpipe(4, 8)
+    for most in (1, 2, 3):
+        found = capped(problem, order, most)
+        assert found is not None and max(in_flight(found)) == most
+    assert any(fits(problem, one) for one in fitting(problem, order))
+    found = put_off_forwards(problem, order)
+    assert found is not None and fits(problem, found)
 
 
 def test_families_and_their_patterns_are_part_of_a_search():
