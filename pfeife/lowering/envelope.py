@@ -208,15 +208,28 @@ def posted_ahead(sizes: Sequence[int]) -> list[int]:
         taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
         posted    4  4  6  6  8 ...
     """
-    found, posted, window = [], 0, 0
+    found, posted, ahead = [], 0, 0
     for taken in range(len(sizes) + 1):
-        if posted - taken <= max(window // 2, FEWEST - 1):
-            held = sum(sizes[taken:posted])
-            while posted < len(sizes) and posted - taken < MOST:
-                if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
-                    break
-                held += sizes[posted]
-                posted += 1
-            window = posted - taken
+        if posted - taken <= max(ahead // 2, FEWEST - 1):
+            posted = _filled(sizes, taken, posted)
+            ahead = posted - taken
         found.append(posted)
     return found
+
+
+def _filled(sizes: Sequence[int], taken: int, posted: int) -> int:
+    """How many are posted once there is room for no more."""
+    held = sum(sizes[taken:posted])
+    while posted < len(sizes) and posted - taken < MOST:
+        if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
+            break
+        held += sizes[posted]
+        posted += 1
+    return posted
+
+
+def window(sizes: Sequence[int], microbatches: int) -> int:
+    """Bytes of the messages of a channel that are posted beside the first one, where every
+    microbatch sends messages of such sizes."""
+    later = (list(sizes) * min(microbatches, MOST + 1))[1:]
+    return sum(later[: _filled(later, 0, 0)])

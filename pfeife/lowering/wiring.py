@@ -115,9 +115,14 @@ class Wiring:
         return tuple(names)
 
     def last_uses(self, actions: Sequence[Action]) -> list[tuple[str, ...]]:
-        """For every action of a rank the values of its microbatch that nothing touches after it;
-        parameters, buffers and constants stay."""
-        stays = {port.name for port in self.program.ports(*STATE_ROLES)}
+        """For every action of a rank the values of its microbatch that nothing touches after it.
+
+        Parameters, constants and buffers stay; of a buffer that the step updates, every microbatch
+        has a value of its own, and that goes.
+        """
+        updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
+        state = self.program.ports(*STATE_ROLES)
+        stays = {p.name for p in state if p.role != Role.BUFFER or p.fqn not in updated}
         stays |= {node.name for node in self.program.module.graph.nodes if node.op == "get_attr"}
         known: dict[Action, tuple[str, ...]] = {}
         last: dict[tuple[int | None, str], int] = {}

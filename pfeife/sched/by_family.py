@@ -14,15 +14,11 @@ from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched.cutting.cuts import (
-    Clusters,
-    balanced,
-    cheap_to_recompute,
-    clusters_of,
-)
+from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
-from pfeife.sched.cutting.workload import Workload, stage_problem, workload_of
+from pfeife.sched.cutting.stages import stage_problem
+from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
 from pfeife.sched.search.bound import lower_bound
@@ -49,14 +45,15 @@ def of_family(
     _refuse_other(f"the family {family}", made, placed, constraints.microbatches)
     order = _over(made, constraints.ranks)
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    work = workload_of(program, duplicated)
+    work = workload_of(program, duplicated, constraints.optimizer)
+    work = attrs.evolve(work, left_out=constraints.left_out)
     stage_of = constraints.cuts or balanced(
-        to_cut(work, recompute),
-        count,
+        work,
+        placed,
         machine=constraints.machine,
-        in_flight=in_flight(order),
-        memory_limit=constraints.memory_limit // max(Counter(placed).values()),
-        state_factor=constraints.state_factor,
+        in_flight=(0,) * count if saved_is_open(recompute) else in_flight(order),
+        microbatches=constraints.microbatches,
+        memory_limit=constraints.memory_limit,
     )
     pose = partial(
         stage_problem,
@@ -69,7 +66,7 @@ def of_family(
     )
     problem = pose()
     if trained and callable(schedule) and not isinstance(schedule, Family):
-        whole = pose(memory_limit=constraints.memory_limit, state_factor=constraints.state_factor)
+        whole = pose(memory_limit=constraints.memory_limit)
         order = _over(_asked(schedule, whole), constraints.ranks)
     if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
         raise ValueError(
@@ -89,12 +86,9 @@ def of_family(
     )
 
 
-def to_cut(work: Workload, recompute: RecomputePolicy | None) -> Clusters:
-    """The clusters as they are cut; what is saved is up to those who recompute."""
-    clusters = clusters_of(work)
-    if recompute in (None, "never"):
-        return clusters
-    return attrs.evolve(clusters, saved=(0,) * len(clusters.saved))
+def saved_is_open(recompute: RecomputePolicy | None) -> bool:
+    """Whether it is decided after the cuts what is saved, so that they leave it out."""
+    return recompute not in (None, "never")
 
 
 def _slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:

@@ -14,6 +14,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
 from pfeife.lowering.problem import fits, makespan
 from pfeife.passes import join_backward
+from pfeife.sched.cutting.account import held, units_of
 from pfeife.sched.cutting.cuts import Clusters, cheap_to_recompute, clusters_of
 from pfeife.sched.cutting.layouts import (
     Constraints,
@@ -64,7 +65,8 @@ def search_plan(
     budget = Budget.of(search_seconds, search_work)
     budget.tick = _ticks(budget, progress)
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    work = workload_of(program, duplicated)
+    work = workload_of(program, duplicated, constraints.optimizer)
+    work = attrs.evolve(work, left_out=constraints.left_out)
     found = search_workload(
         work,
         clusters_of(work),
@@ -110,7 +112,7 @@ def search_workload(
         layouts += lighter(layouts, constraints, options())
     roomy = [layout for layout in layouts if layout.shortage <= 0]
     if not roomy:
-        raise NoRoom(_refusal(layouts, constraints))
+        raise _refusal(layouts, constraints)
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
     problems = [layout.problem for layout in roomy]
     at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
@@ -139,11 +141,13 @@ def _recompute(layout: Layout) -> tuple[RecomputeOption, ...]:
     if not layout.work.recompute:
         return ()
     found = []
-    for stage, costs in enumerate(layout.problem.stages):
-        mine = [o for u, o in layout.work.recompute.items() if layout.stage_of[u] == stage]
+    work = layout.work
+    for units in units_of(layout.stage_of, len(layout.problem.stages)):
+        mine = [work.recompute[unit] for unit in units if unit in work.recompute]
+        less = sum(work.relieved.get(unit, 0) for unit in units)
         names = tuple(name for option in mine for name in option.names)
         extra = sum(option.extra_seconds for option in mine)
-        found.append(RecomputeOption(int(costs.saved), extra, names))
+        found.append(RecomputeOption(max(held(work, units).late - less, 0), extra, names))
     return tuple(found)
 
 
@@ -175,10 +179,11 @@ def _moved(
     return layout, schedule
 
 
-def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> str:
+def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> NoRoom:
     best = min(layouts, key=lambda layout: layout.shortage)
-    return (
+    return NoRoom(
         f"no cut fits {constraints.memory_limit} bytes a rank on {constraints.ranks} ranks: the "
-        f"best lacks {best.shortage:.0f} bytes for one microbatch on its worst rank; use more "
-        "ranks, smaller microbatches, or a larger limit"
+        f"best lacks {best.shortage} bytes for one microbatch on its worst rank; use more "
+        "ranks, smaller microbatches, or a larger limit",
+        best.shortage,
     )

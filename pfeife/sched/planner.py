@@ -1,15 +1,15 @@
 """Cuts and schedule decided together: a `Plan`."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
-from pfeife.cost.memory import trained_parameters
 from pfeife.data.machine import Machine, Network
-from pfeife.data.optimizers import Optimizer, optimizer_bytes
+from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
@@ -18,15 +18,14 @@ from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Program, Role
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
-from pfeife.sched.by_family import Scheduling, family_of, in_flight, of_family, to_cut
-from pfeife.sched.cutting.account import counted_by_cuts, counted_by_search
-from pfeife.sched.cutting.cuts import (
-    marked,
-)
+from pfeife.sched.by_family import Scheduling, family_of, of_family, saved_is_open
+from pfeife.sched.cutting.cuts import marked
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
+from pfeife.sched.cutting.stages import always_of, counted
 from pfeife.sched.cutting.workload import workload_of
+from pfeife.sched.families.family import Family
 from pfeife.sched.following import follow
 from pfeife.sched.joint import SEARCH_SECONDS, search_plan
 
@@ -115,7 +114,7 @@ def plan(
             ranks or count,
             machine.memory if memory_limit is None else memory_limit,
             network,
-            state_factor(program, optimizer),
+            optimizer,
             stages,
             by_hand,
             tuple(placement[:count]) if placement else None,
@@ -126,8 +125,6 @@ def plan(
         partial(
             curves_of, program, optimizer=optimizer, replicas=replicas, owners=owners, more=passes
         ),
-        # Every rank is given the whole batch, whatever the plan.
-        sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas,
         partial(search_plan, program, seed=seed, jobs=jobs, owned=owners or (), progress=progress),
         search_seconds,
         search_work,
@@ -136,7 +133,10 @@ def plan(
     limited_by = f"memory_limit={limit}"
     if memory_limit is None:
         limited_by = f"the {limit} bytes of machine {machine.name}"
-    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.counted)
+    # Every rank is given the whole batch, whatever the plan.
+    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
+    known = (batch,) * asked.constraints.ranks
+    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.counted, known)
     return attrs.evolve(found, program=program_digest(program))
 
 
@@ -144,7 +144,7 @@ def plan(
 class _Asked:
     """A plan that is asked for: what stays the same when it is made again with less memory.
 
-    `search` makes one within constraints and a budget; `batch` are the bytes of the whole batch.
+    `search` makes one within constraints and a budget.
     """
 
     program: Program
@@ -153,7 +153,6 @@ class _Asked:
     recompute: RecomputePolicy | None
     owners: Mapping[str, frozenset[int]]
     curves: Callable[[Plan], tuple[MemoryCurve, ...]]
-    batch: int
     search: Callable[..., Plan]
     search_seconds: float | None
     search_work: int | None
@@ -164,10 +163,13 @@ class _Asked:
         trained = bool(self.program.ports(Role.TANGENT))
         return self.schedule == "search" and trained and self.constraints.ranks > 1
 
-    def make(self, room: int, tries: int) -> Plan:
-        """A plan for so many bytes a rank; all tries but the first search a quarter as long."""
-        less = attrs.evolve(self.constraints, memory_limit=max(room - self.batch, 0))
+    def make(self, left_out: tuple[int, ...], tries: int) -> Plan:
+        """A plan where so many bytes of every rank are in no sum. All tries but the first search a
+        quarter as long; the first one of a family keeps to no limit, since it may well fit."""
+        less = attrs.evolve(self.constraints, left_out=left_out)
         if not self.searches:
+            if not tries and isinstance(self.schedule, str | Family | Schedule):
+                less = attrs.evolve(less, memory_limit=math.inf)
             again = self.recomputed
             return of_family(self.program, self.schedule, less, self.owners, self.recompute, again)
         seconds, work = self.search_seconds, self.search_work
@@ -184,16 +186,12 @@ class _Asked:
             plan, self.program, how, machine=machine, limit=limit, curves=self.curves
         )
 
-    def counted(self, plan: Plan) -> tuple[int, ...]:
+    def counted(self, plan: Plan) -> list[int]:
         """Bytes of every rank, as the sums have them by which the plan was made."""
-        work = workload_of(self.program, plan.duplicated)
-        machine, factor = self.constraints.machine, self.constraints.state_factor
-        if self.searches:
-            sums = counted_by_search(work, plan, machine, factor)
-        else:
-            clusters = to_cut(work, self.recompute)
-            sums = counted_by_cuts(clusters, plan, in_flight(plan.schedule), factor)
-        return tuple(self.batch + size for size in sums)
+        work = workload_of(self.program, plan.duplicated, self.constraints.optimizer)
+        if saved_is_open(self.recompute) and not self.searches:
+            return always_of(work, plan)
+        return counted(work, plan, self.constraints.machine)
 
 
 def check_recomputed(schedule: Scheduling, recompute: RecomputePolicy | None) -> None:
@@ -275,13 +273,3 @@ def _possible(
         why,
     )
     return "1f1b"
-
-
-def state_factor(program: Program, optimizer: Optimizer | None) -> float:
-    """Bytes of optimizer state for each byte of a program's parameters."""
-    ports = program.ports(Role.PARAMETER)
-    if optimizer is None or not ports:
-        return 0.0
-    state, trained = optimizer_bytes(optimizer), trained_parameters(program)
-    kept = sum(state(port.shape, port.dtype) for port in ports if port.fqn in trained)
-    return kept / sum(port.bytes for port in ports)

@@ -13,6 +13,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves, stage_memory
 from pfeife.lowering.envelope import AHEAD
 from pfeife.sched.cutting import clusters_of, workload_of
+from pfeife.sched.cutting.account import held, units_of
 
 CPU_CORE = machine("cpu-core")
 POLICIES = {"gpipe": sched.families.gpipe, "1f1b": sched.families.one_f_one_b}
@@ -83,6 +84,28 @@ def test_a_reduced_gradient_is_there_once():
     first, _ = memory_curves(sent, sched.lower(plan.schedule, sent))
     assert text_of(first)[-1] == ("0REDUCE_GRAD", 2 * FIRST, FIRST)
     assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
+
+
+class Counting(nn.Module):
+    """Every step adds its rows to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+        self.register_buffer("total", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0))
+        return pfeife.stage_boundary(x @ self.weight).square().sum()
+
+
+def test_of_an_updated_buffer_the_last_value_stays():
+    """A microbatch reads what the one before it left, which nobody needs afterwards."""
+    fused = pfeife.fuse()(pfeife.capture(Counting(), torch.randn(3, 5)))
+    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    for m in (1, 2, 8):
+        first, _ = memory_curves(*for_ranks(fused, pfeife.Plan((0, 1), POLICIES["gpipe"](2, m))))
+        assert first.points[-1].after == 5 * 5 * 4 + 5 * 4, "the gradient, and the buffer's value"
 
 
 @pytest.mark.parametrize(("width", "ahead"), [(7, 64), (AHEAD // 24 + 1, 2), (AHEAD // 36, 3)])
@@ -215,11 +238,15 @@ def test_memory_of_stages():
 
 
 def test_what_the_planner_knows_of_memory():
-    """Clusters add up to the stage that they become, but for values that stay inside it."""
+    """Clusters add up to the stages that they become: what these keep, each storage once."""
     program = pfeife.annotate(estimate(fused("UNet"), CPU_CORE))(fused("UNet"))
-    known, (whole,) = clusters_of(workload_of(program)), stage_memory(staged("UNet", ()))
-    assert sum(known.parameters) == whole.parameters
-    assert sum(known.saved) >= whole.saved > 0
+    work = workload_of(program)
+    known, cuts = clusters_of(work), (3, 6)
+    stages = [sum(cut <= unit for cut in cuts) for unit in range(program.units)]
+    for units, stage in zip(units_of(stages, 3), stage_memory(staged("UNet", cuts)), strict=True):
+        found = held(work, units)
+        assert found.state == 2 * stage.parameters, "as many bytes of gradients"
+        assert found.late == stage.saved > 0
     assert len(known.crossing) == program.units and known.crossing[0] == 0
     costs = estimate(program, CPU_CORE)
     both = sum(costs.seconds.values()) + sum(costs.accumulate.values())

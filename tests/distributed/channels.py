@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ from pfeife.cost import estimate, machine
 from pfeife.cost.network import bench_network
 from pfeife.lowering.envelope import APART, Channel, Envelope, Layout
 from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import assert_same
@@ -200,6 +202,22 @@ def an_operation_of_all_that_is_lost() -> None:
         assert "its connection is closed" in str(error), error
     else:
         raise AssertionError("the connection is cut")
+
+
+@row(ranks=(2,))
+def a_world_that_has_failed_leaves_no_threads() -> None:
+    """The next one has its own."""
+    for _ in range(2):
+        world = join_world(torch.device("cpu"))
+        world.gather(torch.zeros(1))
+        with (
+            contextlib.suppress(RuntimeError, pfeife.PipelineError),
+            world.busy(lambda: Doing("a test")),
+        ):
+            raise RuntimeError("a failure")
+    join_world(torch.device("cpu"))
+    names = [one.name for one in threading.enumerate() if one.name.startswith("pfeife")]
+    assert sorted(names) == sorted(set(names)), names
 
 
 class Overtaken:

@@ -36,6 +36,15 @@ def a_refusal_on_one_rank() -> None:
 
 
 @row(ranks=(2,))
+def texts_of_all_ranks() -> None:
+    """Also where one has nothing to say, and of other lengths."""
+    world = join_world(torch.device("cpu"))
+    for mine in ("", "what rank 1 says: é"):
+        found = world.from_all_ranks(mine if world.rank else "from rank 0")
+        assert found == ["from rank 0", mine], found
+
+
+@row(ranks=(2,))
 def refusals() -> None:
     """Wrong requests end on every rank, before anything is sent."""
     one = case("GPT")

@@ -80,10 +80,10 @@ def a_search_keeps_to_the_limit():
     assert _peak(program, _planned(program, **search, memory_limit=limit)) <= limit
 
 
-@row("memory_limit=185000: the best plan found needs")
+@row("memory_limit=100000: the best plan found needs")
 def a_search_that_finds_nothing_below_the_limit():
     program, search = _clusters(split=True), {"schedule": "search", "search_work": 20_000}
-    _planned(program, **search, memory_limit=185_000)
+    _planned(program, **search, memory_limit=100_000)
 
 
 @row("memory_limit=")

@@ -6,8 +6,9 @@ from torch import nn
 
 import pfeife
 from pfeife.cost import estimate, machine
+from pfeife.data.schedule import Action, Do
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.profile import profile
+from pfeife.runtime.profile import LiveTensors, profile
 
 CPU_CORE = machine("cpu-core")
 
@@ -33,3 +34,13 @@ def test_predicted_and_profiled_steps_have_the_same_actions():
             assert tuple(event.action for event in events) == actions
             assert all(event.start <= event.end for event in events)
     assert 0 < measured.bubble < 1
+
+
+def test_what_lives_on_another_device_is_not_counted():
+    known = torch.zeros(4)
+    with LiveTensors([known], torch.device("cpu")) as live:
+        kept = [torch.zeros(8), torch.zeros(100, device="meta"), known.view(2, 2)]
+        live(0)(Action(0, Do.FORWARD, 0))
+        del kept
+        live(0)(Action(0, Do.FORWARD, 1))
+    assert [(point.peak, point.after) for point in live.points] == [(32, 32), (32, 0)]

@@ -13,11 +13,13 @@ from programs import fused
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
+from pfeife.cost.body import Storage
 from pfeife.ir.program import Kind
 from pfeife.lowering.problem import fits, makespan
 from pfeife.sched.cutting.cuts import Clusters
 from pfeife.sched.cutting.layouts import Constraints
-from pfeife.sched.cutting.workload import Flow, Workload, stage_problem, workload_of
+from pfeife.sched.cutting.stages import least_of, stage_problem
+from pfeife.sched.cutting.workload import Flow, Workload, workload_of
 from pfeife.sched.families.orders import folded, looped
 from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.joint import search_workload
@@ -25,6 +27,11 @@ from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.seeds import fused as whole
 
 CORE = machine("cpu-core")
+
+
+def flow(size: int, unit: int, kind: Kind, *readers: tuple[int, Kind]) -> Flow:
+    """A value with a storage of its own."""
+    return Flow(size, unit, kind, readers, Storage(f"{kind}{unit}", str(readers), size))
 
 
 @st.composite
@@ -39,20 +46,21 @@ def workloads(draw, largest: int = 6) -> Workload:
     flows = []
     for unit in range(units):
         size = draw(st.integers(1, 9))
-        flows.append(Flow(size, unit, Kind.FORWARD, ((unit, Kind.WEIGHT_BACKWARD),)))
+        flows.append(flow(size, unit, Kind.FORWARD, (unit, Kind.WEIGHT_BACKWARD)))
         if unit + 1 < units:
-            ahead = ((unit + 1, Kind.FORWARD),)
-            flows.append(Flow(1, unit, Kind.FORWARD, ahead))
-            flows.append(Flow(1, unit + 1, Kind.INPUT_BACKWARD, ((unit, Kind.INPUT_BACKWARD),)))
+            flows.append(flow(1, unit, Kind.FORWARD, (unit + 1, Kind.FORWARD)))
+            flows.append(flow(1, unit + 1, Kind.INPUT_BACKWARD, (unit, Kind.INPUT_BACKWARD)))
     parameters = tuple((draw(st.integers(0, 5)), frozenset({unit})) for unit in range(units))
     temporaries = tuple(draw(st.integers(0, 3)) for _ in range(units))
-    return Workload(per_unit, parameters, tuple(flows), temporaries)
+    nothing = (0,) * units
+    needed = dict.fromkeys(per_unit, temporaries)
+    made = dict.fromkeys(per_unit, nothing)
+    return Workload(per_unit, parameters, nothing, tuple(flows), made, needed)
 
 
 def clusters(work: Workload) -> Clusters:
-    units = len(work.temporaries)
-    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(units))
-    return Clusters(seconds, (0,) * units, (0,) * units, (1,) * units)
+    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
+    return Clusters(seconds, (1,) * work.units)
 
 
 @given(work=workloads(), limit=st.integers(5, 60), ranks=st.integers(1, 3), count=st.integers(1, 3))
@@ -60,7 +68,7 @@ def clusters(work: Workload) -> Clusters:
 def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
     """Every cut into one to three stages a rank on every placement: one microbatch at a time is
     what needs the least memory."""
-    units = len(work.temporaries)
+    units = work.units
     assume(units >= ranks)
     constraints = Constraints(CORE, count, ranks, limit)
     possible = False
@@ -92,7 +100,7 @@ def test_no_family_is_better_on_its_cuts(work, count):
     plan = search_workload(
         work, clusters(work), Constraints(CORE, count, 2, 10**9), Budget.of(0.3, None)
     )
-    units = len(work.temporaries)
+    units = work.units
     even = tuple(unit * 2 // units for unit in range(units))
     problem = stage_problem(work, even, (0, 1), count, machine=CORE)
     for name in ("gpipe", "1f1b", "zb-h1"):
@@ -125,21 +133,44 @@ def test_stage_problems_add_up(name):
 
 
 def test_the_limit_is_what_a_rank_has_for_everything():
-    """Parameters with gradients and optimizer state, temporaries and buffers come off first."""
+    """State, sums of gradients, the largest call and buffers for messages come off first."""
     flows = (
-        Flow(3, 0, Kind.FORWARD, ((1, Kind.FORWARD),)),
-        Flow(5, 0, Kind.FORWARD, ((0, Kind.BACKWARD),)),
-        Flow(3, 1, Kind.BACKWARD, ((0, Kind.BACKWARD),)),
+        flow(3, 0, Kind.FORWARD, (1, Kind.FORWARD)),
+        flow(5, 0, Kind.FORWARD, (0, Kind.BACKWARD)),
+        flow(3, 1, Kind.BACKWARD, (0, Kind.BACKWARD)),
     )
     seconds = {Kind.FORWARD: (1.0, 1.0), Kind.BACKWARD: (2.0, 2.0)}
-    work = Workload(seconds, ((10, frozenset({0})), (20, frozenset({0, 1}))), flows, (7, 8))
-    problem = stage_problem(
-        work, (0, 1), (0, 1), 4, machine=CORE, memory_limit=1000, state_factor=2.0
+    state = ((10, frozenset({0})), (20, frozenset({0, 1})))
+    made = {Kind.FORWARD: (0, 0), Kind.BACKWARD: (30, 20)}
+    temporaries = {Kind.FORWARD: (7, 8), Kind.BACKWARD: (1, 2)}
+    work = Workload(seconds, state, (30, 20), flows, made, temporaries)
+    problem = stage_problem(work, (0, 1), (0, 1), 4, machine=CORE, memory_limit=1000)
+    posted = 3 * 3  # one of the four messages is at hand
+    assert problem.memory == (
+        1000 - 30 - 30 - (30 + 1) - posted,
+        1000 - 20 - 20 - (20 + 2) - posted,
     )
-    assert problem.memory == (1000 - 4 * 30 - 7 - 2 * 3, 1000 - 4 * 20 - 8 - 2 * 3)
-    assert [stage.saved for stage in problem.stages] == [5.0, 0.0]
+    assert [stage.saved for stage in problem.stages] == [5.0 + 3.0, 0.0], "what is sent is kept"
     together = stage_problem(work, (0, 1), (0, 0), 4, machine=CORE, memory_limit=1000)
-    assert together.memory == (1000 - 2 * 30 - 8,)
+    assert together.memory == (1000 - 30 - 50 - (30 + 1),)
+    least = least_of(work, (0, 1), (0, 0), 4)
+    assert least == [1000 - together.memory[0] + 5 + 3]
+
+
+def test_a_storage_is_counted_once():
+    """A value that is sent and saved, and a view of it; on each rank that has it."""
+    one = Storage("forward", "exp", 8)
+    flows = (
+        Flow(8, 0, Kind.FORWARD, ((0, Kind.BACKWARD), (1, Kind.FORWARD)), one),
+        Flow(4, 0, Kind.FORWARD, ((0, Kind.BACKWARD), (1, Kind.BACKWARD)), one),
+        Flow(4, 0, Kind.FORWARD, ((0, Kind.BACKWARD),), None),  # looks at a parameter
+    )
+    nothing = {Kind.FORWARD: (0, 0), Kind.BACKWARD: (0, 0)}
+    work = Workload(nothing, (), (0, 0), flows, nothing, nothing)
+    apart = stage_problem(work, (0, 1), (0, 1), 4, machine=CORE)
+    assert [stage.saved for stage in apart.stages] == [8.0, 8.0]
+    together = stage_problem(work, (0, 0), (0,), 4, machine=CORE)
+    assert [stage.saved for stage in together.stages] == [8.0]
 
 
 def test_what_cannot_be_planned_says_why():

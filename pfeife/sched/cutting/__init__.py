@@ -1,16 +1,18 @@
 """Where to cut, on which ranks, and what to compute again where memory is short.
 
-`workload` has the figures of clusters and of the stages that cuts make of them; read it first, then
-`cuts` (the best stages of a chain), `partitions` (by hand, or as DeepSpeed says it) and `layouts`
-(stages on ranks). `recompute_choice` finds what a stage computes again for a number of bytes,
-`recompute_policy` what people ask for by a word; `account` and `room` keep plans to the memory.
+`workload` has the figures of clusters, `account` sums up their bytes, and `stages` has the problem
+that cuts make of them; read these first, then `cuts` (the best stages of a chain), `partitions` (by
+hand, or as DeepSpeed says it) and `layouts` (stages on ranks). `recompute_choice` finds what a
+stage computes again for a number of bytes, `recompute_policy` what people ask for by a word; `room`
+keeps plans to the memory, by the account of every byte.
 """
 
 from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute, clusters_of, marked, split_at
 from pfeife.sched.cutting.partitions import Partition, partitioned
 from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
-from pfeife.sched.cutting.workload import stage_problem, workload_of
+from pfeife.sched.cutting.stages import stage_problem
+from pfeife.sched.cutting.workload import workload_of
 
 __all__ = [
     "Partition",

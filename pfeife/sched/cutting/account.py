@@ -1,59 +1,174 @@
-"""What the planners counted of a plan: the same sums by which they kept to their limit.
+"""The additive account of bytes: what all who plan count by, before there is a plan.
 
-They are additive, a stage and a microbatch at a time, for they are asked of plans that are not made
-yet. What only a program with messages in an order has is left out or rough: receives that are
-posted ahead, what is kept until it has surely arrived, views of one storage, results. The account
-of every byte (`memory_curves`) is the judge of what comes out.
+    a rank = what it has all the time       state, sums of gradients, the most that one of its
+                                            calls needs beside, messages that are posted ahead
+           + microbatches in flight         what each saves for its backward, or has sent
+
+Each storage counts once a stage, each parameter once a rank. The account of every byte
+(`memory_curves`) is the judge of what comes out: it knows the order of what a step does, and so
+what is kept until it has surely arrived, the copies in which small values travel, and outputs.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import attrs
 
-from pfeife.data.machine import Machine
-from pfeife.data.plan import Plan
-from pfeife.lowering.problem import peak_memory
-from pfeife.sched.cutting.cuts import Clusters, stage_bytes
-from pfeife.sched.cutting.workload import Workload, stage_problem
-
-_AMPLE = 2**50  # bytes; floats still tell single ones apart
+from pfeife.ir.program import Kind
+from pfeife.lowering.envelope import window
+from pfeife.sched.cutting.workload import Flow, Workload
 
 
-def counted_by_search(
-    work: Workload, plan: Plan, machine: Machine, state_factor: float
-) -> tuple[int, ...]:
-    """Bytes of every rank as `stage_problem` and the search have them."""
-    problem = stage_problem(
-        work,
-        plan.stage_of_cluster,
-        plan.stage_ranks,
-        plan.schedule.microbatches,
-        machine=machine,
-        memory_limit=_AMPLE,
-        state_factor=state_factor,
-    )
-    if plan.recompute:
-        stages = tuple(
-            attrs.evolve(costs, saved=float(option.saved), kept=min(costs.kept, option.saved))
-            for costs, option in zip(problem.stages, plan.recompute, strict=True)
-        )
-        problem = attrs.evolve(problem, stages=stages)
-    activations = peak_memory(problem, plan.schedule)
-    rooms = problem.memory or ()
-    return tuple(int(_AMPLE - room + size) for room, size in zip(rooms, activations, strict=False))
+@attrs.frozen
+class Held:
+    """Bytes of clusters that are together, on a stage or on a rank.
+
+    `state`: parameters with their optimizer state, buffers, and sums of gradients. Of one
+    microbatch: `late` is what it saves for its backward; `saved` that and what is sent to others,
+    which has surely arrived when a gradient comes back; `kept` what it needs from its input- to
+    its weight-backward; `ahead` what its forward receives of others, `back` what its backward
+    does. `temporaries` is the most that a call needs beside what is saved: what its clusters leave,
+    such as gradients that are not yet added up, and what the largest cluster takes for itself.
+    """
+
+    state: int
+    temporaries: int
+    late: int
+    saved: int
+    kept: int
+    ahead: int
+    back: int
 
 
-def counted_by_cuts(
-    clusters: Clusters, plan: Plan, in_flight: Sequence[int], state_factor: float
-) -> tuple[int, ...]:
-    """Bytes of every rank as `balanced` has them, which gives each of a rank's stages as much as
-    the others: those of the largest, as often as the most stages that a rank has."""
-    size, stage_ranks = stage_bytes(clusters, state_factor), plan.stage_ranks
-    stages, ranks = [0.0] * len(stage_ranks), [0.0] * (1 + max(stage_ranks))
-    for unit, stage in enumerate(plan.stage_of_cluster):
-        stages[stage] += size(in_flight[stage], unit, unit + 1)
-    for stage, rank in enumerate(stage_ranks):
-        ranks[rank] = max(ranks[rank], stages[stage])
-    most = max(Counter(stage_ranks).values())
-    return tuple(int(largest * most) for largest in ranks)
+def held(work: Workload, units: Iterable[int]) -> Held:
+    """Bytes of these clusters, which are counted once however often somebody asks."""
+    key = tuple(units)
+    if key not in work.counted:
+        growing = _Growing(work)
+        for unit in key:
+            growing.add(unit)
+        work.counted[key] = growing.held
+    return work.counted[key]
+
+
+def held_from(work: Workload, first: int) -> Iterator[Held]:
+    """Bytes of a cluster alone, with the next one, with the next two, ..."""
+    growing = _Growing(work)
+    for unit in range(first, work.units):
+        growing.add(unit)
+        yield growing.held
+
+
+class _Growing:
+    """The sums of clusters that come one after the other."""
+
+    def __init__(self, work: Workload):
+        self.work = work
+        self.units: set[int] = set()
+        self.state = 0
+        self._known: set[int] = set()
+        self._made: Counter[Kind] = Counter()
+        self._most: dict[Kind, int] = {}
+        self._roles: dict[int, frozenset[str]] = {}
+        self._sums = {role: _Distinct() for role in ("late", "kept", "saved", "ahead", "back")}
+
+    @property
+    def held(self) -> Held:
+        calls = (self._made[kind] + most for kind, most in self._most.items())
+        sums = {role: found.bytes for role, found in self._sums.items()}
+        return Held(state=self.state, temporaries=max(calls, default=0), **sums)
+
+    def add(self, unit: int) -> None:
+        work = self.work
+        self.units.add(unit)
+        self.state += work.gradients[unit]
+        for index in work.state_at[unit]:
+            if index not in self._known:
+                self._known.add(index)
+                self.state += work.state[index][0]
+        for kind, sizes in work.temporaries.items():
+            self._made[kind] += work.made[kind][unit]
+            self._most[kind] = max(self._most.get(kind, 0), sizes[unit])
+        for index in work.flows_at[unit]:
+            self._count(index, work.flows[index])
+
+    def _count(self, index: int, flow: Flow) -> None:
+        before, now = self._roles.get(index, frozenset()), _roles(flow, self.units)
+        self._roles[index] = now
+        for role in before ^ now:
+            messages = role in ("ahead", "back")
+            key = index if messages else flow.storage
+            size = flow.bytes if messages else flow.storage.bytes if flow.storage else 0
+            self._sums[role].change(key, size, 1 if role in now else -1)
+
+
+def _roles(flow: Flow, units: set[int]) -> frozenset[str]:
+    """What a value is for clusters that are together."""
+    forward, made = flow.kind == Kind.FORWARD, flow.unit in units
+    mine = {kind for unit, kind in flow.readers if unit in units}
+    found = set()
+    if forward and mine - {Kind.FORWARD}:
+        found |= {"late", "saved"}
+    if Kind.WEIGHT_BACKWARD in mine:
+        found |= {"kept"}
+    if forward and made and any(k == Kind.FORWARD and u not in units for u, k in flow.readers):
+        found |= {"saved"}
+    if not made and (Kind.FORWARD in mine if forward else mine):
+        found |= {"ahead" if forward else "back"}
+    return frozenset(found)
+
+
+class _Distinct:
+    """Bytes of things that several ask for."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.users: Counter[Hashable] = Counter()
+
+    def change(self, key: Hashable, size: int, by: int) -> None:
+        before = self.users[key]
+        self.users[key] += by
+        self.bytes += size * ((before + by > 0) - (before > 0))
+
+
+def all_the_time(
+    work: Workload, stage_of: Sequence[int], stage_ranks: Sequence[int], microbatches: int
+) -> list[int]:
+    """For every rank the bytes that it needs however few microbatches are in flight."""
+    units = units_of(stage_of, len(stage_ranks))
+    found = []
+    for rank in range(1 + max(stage_ranks)):
+        mine = [units[stage] for stage, at in enumerate(stage_ranks) if at == rank]
+        together = held(work, sorted(itertools.chain(*mine)))
+        most = max((held(work, stage).temporaries for stage in mine), default=0)
+        ahead = posted(together, len(mine), microbatches)
+        found.append(together.state + most + ahead + left_out(work, rank))
+    return found
+
+
+def posted(found: Held, stages: int, microbatches: int) -> int:
+    """Bytes of the messages that have buffers before they arrive, as many for each microbatch as
+    there are stages: as if forwards received of one rank alone, and backwards of another."""
+    sizes = (size for size in (found.ahead, found.back) if size)
+    return sum(window([size // stages] * stages, microbatches) for size in sizes)
+
+
+def saved_by(work: Workload, units: Sequence[int]) -> int:
+    """Bytes of a microbatch from a stage's forward to its backward."""
+    found = held(work, units)
+    less = sum(work.relieved.get(unit, 0) for unit in units)
+    return max(found.saved - less, found.kept - less, 0)
+
+
+def left_out(work: Workload, rank: int) -> int:
+    """Bytes of a rank that are in no sum."""
+    return work.left_out[rank] if rank < len(work.left_out) else 0
+
+
+def units_of(stage_of: Sequence[int], stages: int) -> list[list[int]]:
+    """The clusters of every stage."""
+    found: list[list[int]] = [[] for _ in range(stages)]
+    for unit, stage in enumerate(stage_of):
+        found[stage].append(unit)
+    return found

@@ -1,7 +1,9 @@
 """Where to cut: by dynamic programming, by module names, or by markers in the model."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import attrs
@@ -20,6 +22,14 @@ from pfeife.ir.program import (
     source_line,
 )
 from pfeife.ir.seeding import seeded
+from pfeife.sched.cutting.account import (
+    all_the_time,
+    held_from,
+    left_out,
+    posted,
+    saved_by,
+    units_of,
+)
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload
 
@@ -28,15 +38,12 @@ from pfeife.sched.cutting.workload import Workload
 class Clusters:
     """A workload per cluster and per border.
 
-    `seconds` are of one microbatch, forward and backward; `parameters` and `saved` (per
-    microbatch, from forward to backward) are bytes; `crossing[c]` are the bytes of activations
-    and gradients that a cut before cluster c sends for each microbatch; `blocked` has the
-    borders at which a cut would tear a buffer's updates apart.
+    `seconds` are of one microbatch, forward and backward; `crossing[c]` are the bytes of
+    activations and gradients that a cut before cluster c sends for each microbatch; `blocked` has
+    the borders at which a cut would tear a buffer's updates apart.
     """
 
     seconds: tuple[float, ...]
-    parameters: tuple[int, ...]
-    saved: tuple[int, ...]
     crossing: tuple[int, ...]
     blocked: frozenset[int] = frozenset()
 
@@ -45,32 +52,27 @@ def clusters_of(work: Workload) -> Clusters:
     """A workload as `balanced` looks at it: per cluster its seconds and bytes, summed over forward
     and backward, and per border the bytes that a cut there would send."""
     seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
-    parameters, saved, change = ([0] * work.units for _ in range(3))
-    for size, units in work.parameters:
-        for unit in units:
-            parameters[unit] += size
+    change = [0] * work.units
     for flow in work.flows:
-        if flow.kind == Kind.FORWARD and any(kind != Kind.FORWARD for _, kind in flow.readers):
-            saved[flow.unit] += flow.bytes
         ends = [flow.unit, *(unit for unit, _ in flow.readers)]
         change[min(ends)] += flow.bytes
         change[max(ends)] -= flow.bytes
-    crossing = (0, *accumulate(change[:-1]))
-    return Clusters(seconds, tuple(parameters), tuple(saved), crossing, work.blocked)
+    return Clusters(seconds, (0, *accumulate(change[:-1])), work.blocked)
 
 
 # What is best for the stages so far by the cluster they end before, and where the last starts.
 _Row = dict[int, tuple[float, int]]
+_HALVINGS = 6  # of the room that a stage has on a rank with several
 
 
 def balanced(
-    clusters: Clusters,
-    stages: int,
+    work: Workload,
+    stage_ranks: Sequence[int],
     *,
     machine: Machine,
     in_flight: Sequence[int],
-    memory_limit: int | None = None,
-    state_factor: float = 0.0,
+    microbatches: int,
+    memory_limit: float | None = None,
 ) -> tuple[int, ...]:
     """The stage of every cluster, contiguous, such that the slowest stage is as fast as can be.
 
@@ -78,79 +80,159 @@ def balanced(
     for the least sum of squares of the stages' seconds among the cuts that are no slower. A
     stage's seconds are its computation and what the transfers over its borders take of its time
     (see `Machine.overlap`), or the transfer over its first border if that is longer; its bytes are
-    parameters, their gradients, optimizer state (`state_factor` times the parameters), and what
-    `in_flight[stage]` microbatches save. Raises ValueError if there are more stages than
-    clusters, NoRoom if none of the cuts fits `memory_limit` bytes.
+    what it has all the time and what `in_flight[stage]` microbatches save (see `account`); of the
+    `memory_limit` bytes of a rank no stage has much more than its share. Raises ValueError if there
+    are more stages than clusters or open borders, NoRoom if none of the cuts fits.
     """
-    count = len(clusters.seconds)
-    if stages > count:
+    clusters, stages = clusters_of(work), len(stage_ranks)
+    if stages > work.units:
         raise ValueError(
-            f"{stages} stages, but the program has only {count} clusters to cut between "
+            f"{stages} stages, but the program has only {work.units} clusters to cut between "
             "(if Dynamo broke the step into several graphs, TORCH_LOGS=graph_breaks says where)"
         )
     limit = machine.memory if memory_limit is None else memory_limit
-    crossing = clusters.crossing
-    time, size = [0, *accumulate(clusters.seconds)], stage_bytes(clusters, state_factor)
+    memory = _Memory(work, stage_ranks, in_flight, microbatches)
+    seconds = _stage_seconds(clusters, machine)
 
-    def stage_seconds(stage: int, first: int, end: int) -> float | None:
-        if size(in_flight[stage], first, end) > limit or (first and first in clusters.blocked):
+    def fastest(room: float) -> tuple[int, ...] | None:
+        """The cut, with stages of at most so many bytes."""
+
+        def cost(stage: int, first: int, end: int) -> float:
+            if room < math.inf and memory.share(stage, first, end, room) > room:
+                return math.inf
+            return seconds(first, end)
+
+        slowest = _best(clusters, stages, cost, max)
+        if slowest is None:
             return None
-        busy = sum(machine.send_seconds(crossing[at]) for at in (first, end) if 0 < at < count)
+        # The slowest stage alone decides the pace, but of the cuts that are as good in that the
+        # most even one is less at the mercy of wrong costs.
+        most = slowest[0]
+        squares = _best(clusters, stages, cost, lambda sums, one: sums + one**2, most)
+        return squares[1] if squares else None
+
+    found = _roomy(fastest, memory, limit)
+    if found is not None:
+        return found
+    roomiest = _best(clusters, stages, partial(memory.share, room=math.inf), max)
+    if roomiest is None or memory.most(roomiest[1]) > limit:
+        raise _refusal(clusters, stages, limit, roomiest and memory.most(roomiest[1]) - limit)
+    return roomiest[1]
+
+
+def _stage_seconds(clusters: Clusters, machine: Machine) -> Callable[[int, int], float]:
+    """Seconds of a stage from its first cluster to before `end`."""
+    crossing, time = clusters.crossing, [0, *accumulate(clusters.seconds)]
+
+    def seconds(first: int, end: int) -> float:
+        inner = (at for at in (first, end) if 0 < at < len(crossing))
+        busy = sum(machine.send_seconds(crossing[at]) for at in inner)
         arriving = machine.transfer_seconds(crossing[first]) if first else 0.0
         return max(time[end] - time[first] + busy, arriving)
 
+    return seconds
+
+
+def _best(
+    clusters: Clusters,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+    most: float = math.inf,
+) -> tuple[float, tuple[int, ...]] | None:
+    """The least that `join` makes of the stages' costs, none of which is more than `most` or
+    endless, and the cut; `cost` is asked for a stage, its first cluster and the one after its
+    last."""
     # rows[s][end]: the clusters before `end` as s stages, the best value and where the last starts.
     #
     #     clusters   0 1 2 3 4 5 6 7           row 3, end 7, from row 2, end 5:
-    #     stages     0 0 0|1 1|2 2|            join(value of 0 0 0|1 1, seconds of stage 2)
+    #     stages     0 0 0|1 1|2 2|            join(value of 0 0 0|1 1, cost of stage 2)
     #
-    # An end leaves a cluster for each stage to come. The slowest stage alone decides the pace, but
-    # of the cuts that are as good in that the most even one is less at the mercy of wrong costs.
-    def best(join: Callable[[float, float], float], most: float) -> list[_Row]:
-        rows: list[_Row] = [{0: (0.0, 0)}]
-        for stage in range(stages):
-            row: _Row = {}
-            for end in range(stage + 1, count - (stages - 1 - stage) + 1):
-                for first, (before, _) in rows[-1].items():
-                    seconds = stage_seconds(stage, first, end) if first < end else None
-                    if seconds is not None and seconds <= most:
-                        candidate = (join(before, seconds), first)
+    # An end leaves a cluster for each stage to come.
+    count = len(clusters.seconds)
+    rows: list[_Row] = [{0: (0.0, 0)}]
+    for stage in range(stages):
+        row: _Row = {}
+        for end in range(stage + 1, count - (stages - 1 - stage) + 1):
+            for first, (before, _) in rows[-1].items():
+                if first < end and not (first and first in clusters.blocked):
+                    found = cost(stage, first, end)
+                    if found <= most and found < math.inf:
+                        candidate = (join(before, found), first)
                         row[end] = min(row.get(end, candidate), candidate)
-            rows.append(row)
-        return rows
-
-    slowest = best(max, math.inf)[-1].get(count)
-    if slowest is None:
-        raise NoRoom(_refusal(clusters, stages, limit))
-    return _traced(best(lambda squares, seconds: squares + seconds**2, slowest[0]), count)
+        rows.append(row)
+    return (rows[-1][count][0], _traced(rows, count)) if count in rows[-1] else None
 
 
-def stage_bytes(clusters: Clusters, state_factor: float = 0.0) -> Callable[[int, int, int], float]:
-    """What a stage needs as `balanced` counts, by the microbatches in flight, its first cluster and
-    the one after its last."""
-    held, kept = ([0, *accumulate(values)] for values in (clusters.parameters, clusters.saved))
+def _roomy(
+    fastest: Callable[[float], tuple[int, ...] | None], memory: "_Memory", limit: float
+) -> tuple[int, ...] | None:
+    """The fastest cut that fits, by what a stage may have: a rank with one stage gives it all, and
+    of several one may have more than its share, which is looked for by halving."""
+    low, high, chosen = 0.0, float(limit), None
+    tried = fastest(high)
+    if tried is None or memory.most(tried) <= limit:
+        return tried
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        tried = fastest(middle)
+        if tried is not None and memory.most(tried) > limit:
+            high = middle
+        else:
+            low, chosen = middle, tried or chosen
+    return chosen
 
-    def size(in_flight: int, first: int, end: int) -> float:
-        parameters = (2 + state_factor) * (held[end] - held[first])
-        return parameters + in_flight * (kept[end] - kept[first])
 
-    return size
+class _Memory:
+    """What contiguous stages need, and their ranks."""
+
+    def __init__(
+        self,
+        work: Workload,
+        stage_ranks: Sequence[int],
+        in_flight: Sequence[int],
+        microbatches: int,
+    ):
+        self.work, self.stage_ranks, self.in_flight = work, stage_ranks, in_flight
+        self.microbatches = microbatches
+        self.stages = Counter(stage_ranks)  # of every rank
+        self.growing = [held_from(work, first) for first in range(work.units)]
+        # By first cluster and length: state, what a microbatch holds, what a rank needs once.
+        self.spans: list[list[tuple[int, int, int]]] = [[] for _ in range(work.units)]
+
+    def share(self, stage: int, first: int, end: int, room: float) -> float:
+        """What a stage needs, and its part of what all stages of its rank need together; endless
+        where that is surely more than `room`."""
+        spans, rank = self.spans[first], self.stage_ranks[stage]
+        less = left_out(self.work, rank) / self.stages[rank]
+        while len(spans) < end - first:
+            if spans and spans[-1][0] + less > room:  # state only grows
+                return math.inf
+            found = next(self.growing[first])
+            together = found.temporaries + posted(found, 1, self.microbatches)
+            spans.append((found.state, max(found.saved, found.kept), together))
+        state, saved, together = spans[end - first - 1]
+        return state + self.in_flight[stage] * saved + together / self.stages[rank] + less
+
+    def most(self, stage_of: Sequence[int]) -> int:
+        """What the worst rank needs."""
+        ranks = all_the_time(self.work, stage_of, self.stage_ranks, self.microbatches)
+        for stage, units in enumerate(units_of(stage_of, len(self.stage_ranks))):
+            ranks[self.stage_ranks[stage]] += self.in_flight[stage] * saved_by(self.work, units)
+        return max(ranks)
 
 
-def _refusal(clusters: Clusters, stages: int, limit: int) -> str:
+def _refusal(clusters: Clusters, stages: int, limit: float, lacks: float | None) -> ValueError:
     """Why there are no cuts: the memory, or the borders that are closed."""
-    sizes = zip(clusters.parameters, clusters.saved, strict=True)
-    smallest = max(2 * parameters + saved for parameters, saved in sizes)
+    closed = sorted(clusters.blocked)
+    why = f"no cut may part what updates and reads one buffer, so borders {closed} are closed"
+    if lacks is None:
+        return ValueError(f"no cut into {stages} stages: {why}")
     text = (
-        f"no cut into {stages} stages fits {limit} bytes a rank (the largest cluster alone takes "
-        f"{smallest}); use more stages, smaller microbatches or a larger limit"
+        f"no cut into {stages} stages fits {limit} bytes a rank: with the roomiest one the worst "
+        f"rank lacks {lacks}; use more stages, smaller microbatches or a larger limit"
     )
-    if clusters.blocked:
-        closed = sorted(clusters.blocked)
-        text += (
-            f"; no cut may part what updates and reads one buffer, so borders {closed} are closed"
-        )
-    return text
+    return NoRoom(f"{text}; {why}" if closed else text, lacks)
 
 
 def _traced(rows: list[_Row], end: int) -> tuple[int, ...]:

@@ -8,10 +8,12 @@ from itertools import accumulate, pairwise
 import attrs
 
 from pfeife.data.machine import Machine, Network
+from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.cuts import Clusters
-from pfeife.sched.cutting.workload import Workload, stage_problem
+from pfeife.sched.cutting.stages import least_of, stage_problem
+from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
 
 _FEW = 4000  # cuts that are looked at one by one where memory is short
@@ -19,34 +21,31 @@ _FEW = 4000  # cuts that are looked at one by one where memory is short
 
 @attrs.frozen
 class Constraints:
-    """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank,
-    optimizer state in multiples of the parameters, stages if their number is given, cuts
-    and the stages' ranks likewise."""
+    """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank, the
+    optimizer, stages if their number is given, cuts and the stages' ranks likewise, and what the
+    account of bytes leaves out of every rank (see `Workload`)."""
 
     machine: Machine
     microbatches: int
     ranks: int
-    memory_limit: int
+    memory_limit: float
     network: Network | None = None
-    state_factor: float = 0.0
+    optimizer: Optimizer | None = None
     stages: int | None = None
     cuts: tuple[int, ...] | None = None
     placement: tuple[int, ...] | None = None
+    left_out: tuple[int, ...] = ()
 
 
 @attrs.frozen
 class Layout:
-    """Cuts and placement, and the problem that they make."""
+    """Cuts and placement, and the problem that they make; `shortage` are the bytes that the worst
+    rank lacks for one microbatch (none if it has more than that)."""
 
     stage_of: tuple[int, ...]
     problem: Problem
     work: Workload
-
-    @property
-    def shortage(self) -> float:
-        """Bytes that the worst rank lacks for one microbatch."""
-        limits = self.problem.memory or ()
-        return max(self.problem.smallest_memory(rank) - limit for rank, limit in enumerate(limits))
+    shortage: float
 
 
 def starts_stage(stage_of: Sequence[int], unit: int) -> bool:
@@ -88,9 +87,16 @@ def layout_of(
         machine=constraints.machine,
         network=constraints.network,
         memory_limit=constraints.memory_limit,
-        state_factor=constraints.state_factor,
     )
-    return Layout(cut, problem, work)
+    return Layout(cut, problem, work, shortage(work, constraints, cut, placement))
+
+
+def shortage(
+    work: Workload, constraints: Constraints, cut: tuple[int, ...], placement: tuple[int, ...]
+) -> float:
+    """Bytes that the worst rank lacks for one microbatch; negative if it has more."""
+    most = max(least_of(work, cut, placement, constraints.microbatches))
+    return most - constraints.memory_limit
 
 
 def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
@@ -205,24 +211,22 @@ def _roomiest(
     if math.comb(len(allowed), stages - 1) <= _FEW:
         chosen = itertools.combinations(allowed, stages - 1)
         every = (stages_from(starts, units) for starts in chosen)
-        yield min(
-            every, key=lambda cut: layout_of(work, constraints, cut, placement).shortage, default=()
-        )
+        yield min(every, key=lambda cut: shortage(work, constraints, cut, placement), default=())
         return
     loads = Loads(clusters, placement, constraints.machine)
     starts = loads.even()
     if starts is None:
         return
-    shortage = layout_of(work, constraints, stages_from(starts, units), placement).shortage
+    lacking = shortage(work, constraints, stages_from(starts, units), placement)
     moved = True
-    while moved and shortage > 0:
+    while moved and lacking > 0:
         moved = False
         for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
             tried = [s + step if i == at else s for i, s in enumerate(starts)]
             if loads.allowed(tried):
-                less = layout_of(work, constraints, stages_from(tried, units), placement).shortage
-                if less < shortage:
-                    starts, shortage, moved = tried, less, True
+                less = shortage(work, constraints, stages_from(tried, units), placement)
+                if less < lacking:
+                    starts, lacking, moved = tried, less, True
     yield stages_from(starts, units)
 
 

@@ -25,7 +25,7 @@ def with_recompute(
     how: RecomputePolicy,
     *,
     machine: Machine,
-    limit: int,
+    limit: float,
     curves: Callable[[Plan], Iterable[MemoryCurve]],
 ) -> Plan:
     """The plan of a program of clusters with what its stages recompute.
@@ -65,7 +65,7 @@ def with_recompute(
 def _relieved(
     plan: Plan,
     options: Sequence[Sequence[RecomputeOption]],
-    limit: int,
+    limit: float,
     curves: Callable[[Plan], Iterable[MemoryCurve]],
 ) -> Plan:
     """On each rank over the limit, again and again, the stage with the cheapest bytes goes on to

@@ -1,7 +1,9 @@
 """A limit of memory that a plan keeps to, by the account of every byte."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from pfeife.cost.memory import memory_curves
 from pfeife.data.machine import Mesh
@@ -15,11 +17,16 @@ from pfeife.passes.compose import Pass, Passes, compose
 
 log = logging.getLogger("pfeife")
 _TRIES = 6
-_AMPLE = 2**62
+_NEAR = 0.97  # of the limit, from which on the sums may have kept a plan back
 
 
 class NoRoom(ValueError):
-    """By a planner's rough figures nothing fits into the memory that it was given."""
+    """By the additive account nothing fits into the memory that a planner was given; so many
+    bytes more on the worst rank, and something would."""
+
+    def __init__(self, text: str, lacks: float):
+        super().__init__(text)
+        self.lacks = math.ceil(lacks)
 
 
 def rank_passes(
@@ -55,47 +62,75 @@ def curves_of(
 
 
 def kept_within(
-    limit: int,
+    limit: float,
     limited_by: str,
-    make: Callable[[int, int], Plan],
+    make: Callable[[tuple[int, ...], int], Plan],
     curves: Callable[[Plan], Iterable[MemoryCurve]],
     counted: Callable[[Plan], Sequence[int]],
+    left_out: tuple[int, ...],
 ) -> Plan:
     """A plan whose ranks need no more than `limit` bytes by their `curves`.
 
-    `make(bytes, tries)` is a planner that counts in sums, and `counted` what it has counted for
-    each rank of a plan. A plan that needs too much is made again for the limit without what these
-    figures have left out of its worst rank, so that the next one fits where as much is left out
-    again. Where other cuts or another order leave out more there are further ones; so there are
-    where the planner sees no room at all, which may be wrong too (an evaluation has no gradients).
-    Raises ValueError with what the best plan needs, if it is too much after all.
+    `make(left_out, tries)` is a planner that counts in sums (`counted` has those of a plan) and
+    adds what they leave out of every rank, as far as that is known. A plan that needs too much says
+    how much that is, and another one is made, which fits where as much is left out again. There
+    are further ones where other cuts or another order leave out more; and where the planner then
+    sees no room, which may be wrong too, one with all that it lacks. Where the sums say too much, a
+    first plan that they kept back is made once more. Raises ValueError with what the best plan
+    needs, if it is too much after all.
     """
-    asked, refused, over = limit, 0, 0
-    first: NoRoom | None = None
+    refused: NoRoom | None = None
     found: list[tuple[Plan, MemoryCurve]] = []
     for tries in range(_TRIES + 1):
         try:
-            plan = make(asked, tries)
+            plan = make(left_out, tries)
         except NoRoom as error:
-            first = first or error
-            if asked == _AMPLE:  # it is not the memory
-                raise ValueError(str(first)) from error
-            refused = asked
-            asked = (asked + over) // 2 if over else 2 * asked
-            asked = asked if found or tries + 1 < _TRIES else _AMPLE
+            if found and refused:
+                break
+            refused, left_out = error, tuple(one - error.lacks for one in left_out)
             continue
-        if found and plan == found[-1][0]:
+        if any(plan == other for other, _ in found):
             break  # less memory changes nothing, as with cuts by hand
-        curve = max(curves(plan), key=lambda one: one.peak)
-        if curve.peak <= limit:
+        each = list(curves(plan))
+        curve = max(each, key=lambda one: one.peak)
+        if curve.peak <= limit and (tries or curve.peak < limit / 2):
             return plan
+        sums = dict(enumerate(counted(plan)))
+        now = tuple(one.peak - sums.get(one.rank, 0) for one in each)
+        if curve.peak <= limit:
+            said = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
+            if not _kept_back(said, [one.peak for one in each], limit):
+                return plan
+            return _faster(plan, partial(make, now, 1), curves, limit)
+        log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
+        left_out = tuple(map(max, left_out, now)) if found else now
         found.append((plan, curve))
-        over = counted(plan)[curve.rank]
-        log.debug("a plan for %d bytes a rank needs %d, counted as %d", asked, curve.peak, over)
-        asked = over - (curve.peak - limit)
-        asked = asked if asked > refused else (over + refused) // 2
-    least = min((curve for _, curve in found), key=lambda curve: curve.peak)
-    raise ValueError(refusal(least, limited_by))
+    if not found:
+        raise ValueError(str(refused)) from refused
+    best = min((curve for _, curve in found), key=lambda curve: curve.peak)
+    raise ValueError(refusal(best, limited_by))
+
+
+def _kept_back(said: Sequence[float], real: Sequence[float], limit: float) -> bool:
+    """Whether sums that say too much of a rank were near the limit; a plan of which they say more
+    than that was made without one."""
+    ranks = zip(said, real, strict=False)
+    return max(said) <= limit and any(sums > _NEAR * limit > peak for sums, peak in ranks)
+
+
+def _faster(
+    plan: Plan,
+    again: Callable[[], Plan],
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
+    limit: float,
+) -> Plan:
+    """Another plan, of one that was kept back by sums that say too much, if it fits as well."""
+    try:
+        other = again()
+    except NoRoom:
+        return plan
+    shorter = (other.step_seconds or 0.0) < (plan.step_seconds or 0.0)
+    return other if shorter and max(one.peak for one in curves(other)) <= limit else plan
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")

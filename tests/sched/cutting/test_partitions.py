@@ -1,14 +1,17 @@
 """Where to cut, as somebody asks for it: even parts, names, borders."""
 
+import copy
 import itertools
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from small import compiled, net
+from torch import nn
 
 import pfeife
-from pfeife.sched.cutting.partitions import even
+from pfeife.sched.cutting.partitions import even, partitioned
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,20 @@ def test_partitions(partition, expected):
     several = len(set(expected)) > 2
     found = compiled(partition=partition, stages=None if several else 2)
     assert found.plan.stage_of_cluster == expected
+
+
+def test_parameters_are_counted_by_their_elements():
+    """Not by their bytes: two layers of four are in double precision."""
+    single, double = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+    model = nn.ModuleList([single, copy.deepcopy(single), double, copy.deepcopy(double)])
+
+    def step(x):
+        for layer in model:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.mean()
+
+    program = pfeife.fuse()(pfeife.capture(step, torch.randn(2, 4)))
+    assert partitioned(program, "parameters", 2) == (0, 0, 1, 1)
 
 
 @given(
