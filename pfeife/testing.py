@@ -19,6 +19,7 @@ from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.evaluate import Result, State, combined, evaluate
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program, Role
+from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
@@ -47,12 +48,14 @@ def check_pass(
 
     The input is unchanged; the output is well formed and evaluates to what the input evaluates
     to, bit for bit but for the gradients named in `rounding` (None: for nothing); a second run
-    gives the same text.
+    gives the same text. What `settle` does for a pass, it does here too.
     """
     before = fingerprint(program)
     result = one(program)
+    given = type(result).__name__
+    assert isinstance(result, Program), f"the pass returned {given}, not a Program"
     assert fingerprint(program) == before, "the pass edited its input"
-    verify(result)
+    settle(verify(result))
     assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
     assert_same(
         evaluate(program, state, microbatches), evaluate(result, state, microbatches), rounding

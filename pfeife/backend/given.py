@@ -15,6 +15,7 @@ from pfeife.data import plain
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
+from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES
@@ -109,8 +110,8 @@ def described_passes(value: Passes) -> str:
 
 
 def guarded(passes: Passes) -> Passes:
-    """The same passes, refused where one does not give a sound program with the ports it was
-    given."""
+    """The same passes, what they edit settled, and refused where one does not give a sound program
+    with the ports it was given."""
     return {level: tuple(_guarded(level, one) for one in each) for level, each in passes.items()}
 
 
@@ -127,7 +128,7 @@ def _guarded(level: str, one: Pass) -> Pass:
         if not isinstance(result, Program):
             raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
         try:
-            verify(result)
+            settle(verify(result))
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if (program.inputs, program.outputs) != (result.inputs, result.outputs):

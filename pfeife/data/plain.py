@@ -152,7 +152,9 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
     if kind is float:
         return _finite(data, where)
     if type(data) is not kind:
-        raise ValueError(f"{where}: expected {kind.__name__}, got {short(data)}")
+        whole = kind is int and type(data) is float and data.is_integer()
+        write = f"; write {int(data)}" if whole and abs(data) < 2**63 else ""
+        raise ValueError(f"{where}: expected {kind.__name__}, got {short(data)}{write}")
     if kind is int and not -(2**63) <= data < 2**63:
         raise ValueError(f"{where}: expected an int of 64 bits, got {short(data)}")
     if kind is str and not data.isascii():

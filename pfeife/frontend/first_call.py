@@ -253,6 +253,8 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
 
 
 def _finite(value: torch.Tensor) -> bool:
+    if value.is_meta:
+        return False  # there is nothing to compare
     return not value.is_floating_point() or bool(value.isfinite().all())
 
 

@@ -126,7 +126,10 @@ class _Done:
 
     def _computation(self, stage: int, do: Do, k: int | None) -> str | None:
         if k is None or k <= self.latest.get((stage, do), -1):
-            return "microbatches of a stage run in ascending order"
+            return (
+                "microbatches of a stage run in ascending order, forwards and backwards each, so "
+                "that every schedule adds up gradients in one order"
+            )
         if do in (Do.BACKWARD, Do.INPUT_BACKWARD) and (stage, Do.FORWARD, k, None) not in self.done:
             return "a backward comes after its forward"
         if do == Do.WEIGHT_BACKWARD and (stage, Do.INPUT_BACKWARD, k, None) not in self.done:

@@ -61,8 +61,14 @@ def rank_part(program: Program, rank: int) -> str:
 def plan_table(plan: Plan, program: Program) -> str:
     """A plan's stages: where they run, what they hold, what they cost and send.
 
-    `program` is the partitioned program, with messages where transfers are to be shown.
+    `program` is the partitioned program, with messages where transfers are to be shown. Raises
+    ValueError for another, such as that of the clusters.
     """
+    if program.units > plan.stages:
+        raise ValueError(
+            f"the plan has {plan.stages} stages, and the program {program.units} units: it must be "
+            "what `partition(plan)` makes, or a later one"
+        )
     memory = stage_memory(program)
     names = {
         stage: [

@@ -1,5 +1,6 @@
 """A plan with a family's schedule, or a given one, or one that a function makes."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ def of_family(
     family = family_of(schedule) or policy("1f1b")  # a function of a problem needs cuts before
     placed = constraints.placement or _placed(family, count, constraints.ranks)
     made = (family if trained else forward_only)(count, constraints.microbatches, placed)
+    _refuse_other(f"the family {family}", made, placed, constraints.microbatches)
     order = _over(made, constraints.ranks)
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
     work = workload_of(program, duplicated, constraints.optimizer)
@@ -108,16 +110,27 @@ def family_of(schedule: Scheduling) -> Family | None:
 
 def _asked(make: Callable[[Problem], Schedule], problem: Problem) -> Schedule:
     """What a function makes of a problem. Raises ValueError unless it is a schedule of it."""
+    try:
+        inspect.signature(make).bind(problem)
+    except TypeError as error:
+        raise ValueError(
+            f"schedule={make!r} is called with a Problem ({error}); wrap what takes (stages, "
+            "microbatches, ranks) in a pfeife.Family"
+        ) from None
     order = make(problem)
     if not isinstance(order, Schedule):
         raise ValueError(f"schedule={make!r}: it returned {type(order).__name__}, not a Schedule")
-    found, wanted = order.stage_ranks, problem.stage_ranks
-    if found != wanted or order.microbatches != problem.microbatches:
-        raise ValueError(
-            f"schedule={make!r}: it returned {order.microbatches} microbatches of stages on ranks "
-            f"{list(found)}; the problem has {problem.microbatches} of stages on {list(wanted)}"
-        )
+    _refuse_other(f"schedule={make!r}", order, problem.stage_ranks, problem.microbatches)
     return order
+
+
+def _refuse_other(maker: str, made: Schedule, placed: Sequence[int], microbatches: int) -> None:
+    found = made.stage_ranks
+    if found != tuple(placed) or made.microbatches != microbatches:
+        raise ValueError(
+            f"{maker}: it returned {made.microbatches} microbatches of stages on ranks "
+            f"{list(found)}; asked for are {microbatches} of stages on ranks {list(placed)}"
+        )
 
 
 def _over(order: Schedule, ranks: int) -> Schedule:

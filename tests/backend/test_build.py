@@ -101,3 +101,13 @@ def test_a_loss_outside_is_shown_in_two_parts(monkeypatch, lines):
     assert len(labels) == len(set(labels))
     count = len(model.backend.compiled[0].schedule.ranks[0])
     assert f"first backward [{'#' * 30}] {count}/{count}" in terminal.getvalue()
+
+
+def test_a_model_on_the_meta_device_is_planned():
+    with torch.device("meta"):
+        model, x = (
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
+            torch.ones(8, 4),
+        )
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4, stages=2)
+    assert step(x).is_meta and step.backend.compiled[0].plan.stages == 2

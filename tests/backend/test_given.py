@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.data import plain
+from pfeife.testing import check_pass
 
 
 def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
@@ -21,6 +23,12 @@ def by_pairs(problem: sched.Problem) -> pfeife.Schedule:
     return sched.families.loops(len(stage_ranks), problem.microbatches, stage_ranks, loop_batch=2)
 
 
+def on_one_each(stages: int, microbatches: int, ranks: Sequence[int] | None) -> pfeife.Schedule:
+    """Looks not at the ranks that it is given."""
+    return sched.families.gpipe(stages, microbatches)
+
+
+ONE_EACH = pfeife.Family("one each", on_one_each)
 OURS = pfeife.Family("ours", sched.families.zb_v, sched.families.folded, splits=True)
 
 
@@ -75,8 +83,16 @@ ORDER = sched.families.one_f_one_b(2, 4)
         ({"schedule": ORDER, "microbatches": 2}, "that is 2, but the given schedule runs 4; pass"),
         ({"schedule": ORDER, "stages": 3}, "stages=3: the given schedule has 2 stages"),
         ({"schedule": ORDER, "devices": ["cpu"]}, "the given schedule is for 2 ranks, not 1"),
-        ({"schedule": backwards_first, "stages": 2}, "it returned 5 microbatches .* has 4"),
+        (
+            {"schedule": backwards_first, "stages": 2},
+            "it returned 5 microbatches .* asked for are 4",
+        ),
         ({"schedule": lambda problem: None, "stages": 2}, "it returned NoneType, not a Schedule"),
+        ({"schedule": sched.families.gpipe, "stages": 2}, "with a Problem .*wrap .*Family"),
+        (
+            {"schedule": ONE_EACH, "stages": 4, "devices": ["cpu"] * 2},
+            r"family one each: it returned .*\[0, 1, 2, 3\]; asked for are .*\[0, 1, 0, 1\]",
+        ),
         (
             {"schedule": pfeife.Family("whole", sched.families.zb_h1), "stages": 2},
             "Family with splits=True",
@@ -315,6 +331,49 @@ def test_a_pass_may_change_what_is_computed():
     assert torch.equal(found, pfeife.compile(one.step, microbatches=4)(x))
 
 
+def in_halves(program: pfeife.Program) -> pfeife.Program:
+    """New nodes as fx makes them: without a value, in a graph whose module has its old code."""
+    module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.tanh.default:
+            with module.graph.inserting_before(node):
+                again = module.graph.call_function(torch.ops.aten.tanh.default, node.args)
+                half = module.graph.call_function(torch.ops.aten.mul.Tensor, (again, 0.5))
+                whole = module.graph.call_function(torch.ops.aten.add.Tensor, (half, half))
+            node.replace_all_uses_with(whole)
+    return attrs.evolve(program, module=module)
+
+
+def stale(program: pfeife.Program) -> pfeife.Program:
+    """A wrong pass whose module still has the right code."""
+    module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.tanh.default:
+            node.target = torch.ops.aten.sigmoid.default
+    return attrs.evolve(program, module=module)
+
+
+def test_what_a_pass_edits_is_settled():
+    one, x = net(), net().batch(8)
+    program = pfeife.capture(one.step, x[:2])
+    state = pfeife.state_of(program, one.model)
+    result = check_pass(in_halves, program, state, [x[:2]])
+    assert all("val" in n.meta for n in result.module.graph.nodes if n.op == "call_function")
+    with pytest.raises(AssertionError, match="differs by up to"):
+        check_pass(stale, program, state, [x[:2]])
+    with pytest.raises(AssertionError, match="returned NoneType, not a Program"):
+        check_pass(lambda program: None, program, state, [x[:2]])
+    step = pfeife.compile(one.step, microbatches=4, stages=2, passes={"flat": [in_halves]})
+    assert torch.equal(step(x), pfeife.compile(one.step, microbatches=4)(x))
+
+
+def strange(program: pfeife.Program) -> pfeife.Program:
+    module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
+    with module.graph.inserting_before(next(iter(reversed(module.graph.nodes)))):
+        module.graph.call_function(torch.ops.aten.mm.default, (1, 2))
+    return attrs.evolve(program, module=module)
+
+
 def without_a_result(program: pfeife.Program) -> pfeife.Program:
     module = copy.deepcopy(program.module)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
@@ -340,6 +399,7 @@ def failing(program: pfeife.Program) -> pfeife.Program:
         ({"flat": unsound}, "option passes: 'flat' has .*must be a list of functions"),
         ({"flat": ["fuse"]}, "option passes: 'flat' has .*must be a list of functions"),
         ({"flat": [without_a_result]}, r"without_a_result, on the program of flat: it has changed"),
+        ({"flat": [strange]}, r"strange, .*mm.* has no meta\['val'\], and it cannot be told from"),
         ({"clusters": [unsound]}, "unsound, on the program of clusters: the program is not well"),
         ({"stages": [lambda program: None]}, "on the program of stages: it returned NoneType, not"),
     ],

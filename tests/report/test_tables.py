@@ -1,6 +1,7 @@
 """Tables of plans and of memory."""
 
 import attrs
+import pytest
 from programs import fused
 
 import pfeife
@@ -14,6 +15,8 @@ def test_a_plan_says_what_is_held_when():
     plan = pfeife.sched.plan(program, machine=machine("cpu-core"), microbatches=4, stages=2)
     ranks = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(program)
     curves = memory_curves(ranks, pfeife.sched.lower(plan.schedule, ranks))
+    with pytest.raises(ValueError, match=r"the plan has 2 stages, and the program \d+ units"):
+        report.plan_table(plan, program)
     text = report.memory_table(curves)
     assert "saved" in text and "parameters" in text
     assert all(sum(c.at_peak.values()) == max(p.peak for p in c.points) for c in curves)

@@ -10,12 +10,24 @@ from pfeife.data.schedule import Do, Schedule
 from pfeife.sched.families.orders import looped
 
 
+def _takes_three(instance: "Family", attribute: attrs.Attribute, make: Any) -> None:
+    try:
+        inspect.signature(make).bind_partial(2, 4, None)
+    except TypeError as error:
+        raise ValueError(
+            f"the family {instance.name} is made by {make!r}, which is called with (stages, "
+            f"microbatches, ranks, **arguments): {error}"
+        ) from None
+
+
 @attrs.frozen
 class Family:
     """Schedules by one formula, for any number of stages and microbatches.
 
-    `make(stages, microbatches, ranks, **arguments)` gives the schedule of stages that are placed
-    on `ranks`, one rank a stage if that is None; it raises ValueError for what it is not for.
+    `make(stages, microbatches, ranks, **arguments)` gives the schedule of stages of which stage s
+    is placed on `ranks[s]`, one rank a stage if `ranks` is None; it raises ValueError for what it
+    is not for. Every stage runs its forwards in the order of the microbatches, and its backwards
+    too; the first stages have the first forwards, and nobody writes sends and receives.
     `placement(stages, ranks)` places the stages where nobody else does. `splits` says whether
     backwards are in two parts (I and W), `seeds` whether `schedule="search"` starts with the
     schedules of this family too.
@@ -27,7 +39,7 @@ class Family:
     """
 
     name: str
-    make: Callable[..., Schedule]
+    make: Callable[..., Schedule] = attrs.field(validator=_takes_three)
     placement: Callable[[int, int], tuple[int, ...]] = looped
     splits: bool = False
     seeds: bool = False
@@ -36,15 +48,15 @@ class Family:
     def __call__(
         self, stages: int, microbatches: int, ranks: Sequence[int] | None = None
     ) -> Schedule:
-        return self.make(stages, microbatches, ranks, **self.arguments)
+        made = self.make(stages, microbatches, ranks, **self.arguments)
+        if not isinstance(made, Schedule):
+            raise ValueError(f"the family {self.name} made a {type(made).__name__}, not a Schedule")
+        return made
 
     def bind(self, **arguments: Any) -> "Family":
         """The family with some of its arguments given. Raises ValueError for unknown ones."""
-        known = [
-            one.name
-            for one in inspect.signature(self.make).parameters.values()
-            if one.kind == one.KEYWORD_ONLY
-        ]
+        after = list(inspect.signature(self.make).parameters.values())[3:]
+        known = [o.name for o in after if o.kind in (o.KEYWORD_ONLY, o.POSITIONAL_OR_KEYWORD)]
         unknown = sorted(set(arguments) - set(known))
         if unknown:
             raise ValueError(f"the family {self.name} has no arguments {unknown}; it has {known}")

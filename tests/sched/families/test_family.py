@@ -2,7 +2,9 @@
 
 import pytest
 
+import pfeife
 from pfeife import sched
+from pfeife.sched.families import gpipe
 
 
 def test_the_table_says_what_its_families_do():
@@ -24,3 +26,14 @@ def test_arguments_of_a_family():
     assert family(2, 4) == sched.families.loops(2, 4, loop_batch=2, prefetch=1)
     with pytest.raises(ValueError, match=r"loops has no arguments \['batch'\]; it has \['loop_b"):
         family.bind(batch=3)
+    ours = pfeife.Family("ours", lambda stages, count, ranks=None, size=3: gpipe(stages, size))
+    assert ours.bind(size=2)(2, 4) == gpipe(2, 2)
+
+
+def test_what_makes_no_schedules_is_refused():
+    with pytest.raises(
+        ValueError, match=r"family two is made by .* with \(stages, microbatches, ra"
+    ):
+        pfeife.Family("two", lambda stages, microbatches: gpipe(stages, microbatches))
+    with pytest.raises(ValueError, match="the family text made a str, not a Schedule"):
+        pfeife.Family("text", lambda stages, count, ranks: "0F0,0B0")(1, 1)
