@@ -345,8 +345,8 @@ def test_cuda_graphs_need_cuda():
 def test_the_options_read_the_same_on_every_rank():
     """Ranks compare the text of their options; a function's own text has an address."""
     texts = {str(options_from({"compiler": one})) for one in (Noted(), Noted(boxed=True))}
-    assert len(texts) == 1 and "test_compilers.Noted" in texts.pop()
-    assert compiler_name(fails) == "test_compilers.fails"
+    assert len(texts) == 1 and f"{__name__}.Noted" in texts.pop()
+    assert compiler_name(fails) == f"{__name__}.fails"
     assert compiler_name("inductor") == "inductor"
 
 
@@ -378,7 +378,7 @@ def test_effects_and_draws_are_told():
     finally:
         log.removeHandler(told)
         log.setLevel(level)
-    name = "compiler test_compilers.Noted"
+    name = f"compiler {__name__}.Noted"
     assert f"{name}: stage 0 forward: it has effects, so it runs as its graph" in told.lines
     assert f"{name}: stage 1 forward: its draws run as they are" in told.lines
     assert bodies[one.program.call(Kind.FORWARD, 0).node] == body.forward

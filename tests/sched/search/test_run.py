@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from pfeife.lowering.problem import Problem, StageCosts, chain_edges
+from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.sched.families import folded, looped
 from pfeife.sched.search import search_placements, search_schedule
 from pfeife.sched.search.budget import Budget
@@ -14,7 +14,7 @@ WORK = 200_000
 
 
 def uneven(seed: int) -> list[Problem]:
-    """The same stages in two placements, most with little memory, some with slow channels."""
+    """The same stages in two placements, many with a skip connection and little memory."""
     random = Random(seed)
     ranks, chunks = random.choice((3, 4, 5)), random.choice((1, 2))
     stages = tuple(
@@ -23,7 +23,9 @@ def uneven(seed: int) -> list[Problem]:
     )
     room = chunks * random.choice((2.0, 3.0)) + 0.5
     memory = None if seed % 4 == 0 else (room,) * ranks
-    edges = chain_edges(len(stages), random.choice((0.05, 0.4, 0.9)))
+    lag = random.choice((0.05, 0.4, 0.9))
+    skip = (Edge(0, len(stages) - 1, lag, lag),) if len(stages) > 3 else ()
+    edges = (*chain_edges(len(stages), lag), *skip)
     count = random.choice((6, 9))
     return [
         Problem(stages, placed(len(stages), ranks), count, edges, memory)
@@ -40,11 +42,13 @@ FOUND = {
     5: (118.3249, 98.5193, 98.5193),
     6: (41.824, 41.824, 41.824),
     7: (24.0785, 24.0785, 24.0785),
-    8: (39.9939, 37.9098, 39.2689),
+    8: (39.3104, 37.9098, 39.2689),
     9: (85.1217, 72.4486, 71.9624),
     10: (48.1517, 48.1517, 48.1517),
     11: (53.1054, 50.82, 51.0085),
     12: (61.0703, 57.5649, 57.5649),
+    13: (53.1107, 51.5434, 53.6037),
+    14: (37.9807, 37.9807, 38.4148),
 }
 
 
