@@ -47,6 +47,7 @@ def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
     assert said.count("the same loss, bit for bit") == 2
 
 
+@pytest.mark.whole
 def test_training_in_one_process(run):
     said = run("train_gpt.py", "--steps", "3", "--stages", "2")
     assert "3 of 3 losses are the same, bit for bit" in said

@@ -8,8 +8,9 @@ import attrs
 import pytest
 from damage import CSVS, TEXTS, VALUES, cases, damaged, regrown
 from decisions import well_typed
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from share import random_cases
 
 from pfeife import report, sched
 from pfeife.cost import cache, machines
@@ -58,7 +59,7 @@ def use(value: object) -> None:
 EVENT = '{"rank": %s, "action": {"stage": 0, "do": "F", "microbatch": 0}, "start": %s, "end": %s}'
 
 
-@settings(max_examples=1500)
+@random_cases(1500)
 @given(cases())
 @example(("timeline", '{"events": [%s]}' % (EVENT % (0, 0, 0))))  # a step of no time
 @example(("timeline", '{"events": [%s]}' % (EVENT % (10**12, 0, 1))))  # a row for every rank
@@ -91,7 +92,7 @@ def test_damaged_json(a_gigabyte, case):
     use(value)
 
 
-@settings(max_examples=400)
+@random_cases(400)
 @given(st.sampled_from(sorted(set(VALUES) - set(machines()))), st.data())
 def test_damaged_files_are_noticed(a_gigabyte, tmp_path, name, data):
     """With its checksum, a file is refused or gives what was written."""
@@ -107,7 +108,7 @@ def test_damaged_files_are_noticed(a_gigabyte, tmp_path, name, data):
     assert value == VALUES[name] or '"sha256"' not in text
 
 
-@settings(max_examples=300)
+@random_cases(300)
 @given(st.data())
 def test_damaged_cache_entries_are_no_entries(tmp_path, data):
     entry = VALUES["measured"]
@@ -137,7 +138,7 @@ def test_a_checksum_is_of_the_content(tmp_path):
         plain.load(Costs, path, need_checksum=True)
 
 
-@settings(max_examples=600)
+@random_cases(600)
 @given(st.sampled_from(CSVS).flatmap(damaged))
 @example("")
 @example("\ufeff0F0,0B0\n")

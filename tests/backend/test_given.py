@@ -421,6 +421,7 @@ def test_a_pass_that_fails_is_named():
 # Where to cut, and what to recompute.
 
 
+@pytest.mark.whole
 def test_searches_side_by_side():
     """Some more seeds, each with the whole budget: never a worse plan, and the same one again."""
     search = {"devices": ["cpu", "cpu"], "schedule": "search", "search_work": 2000}

@@ -62,8 +62,9 @@ def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch
 
 
 for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
-    _more = () if _name in ("GPT", "BatchNormNet") else (2,)
+    _more = () if _name == "GPT" else (2,)
     add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
 for _name in ("TiedGPT", "BatchNormNet"):
     _check = functools.partial(memory_is_as_said, _name, ranks=1)
-    add(globals(), Row(f"{_name}, two replicas", _check, ranks=(2,)))
+    _more = () if _name == "BatchNormNet" else (2,)
+    add(globals(), Row(f"{_name}, two replicas", _check, ranks=(2,), whole=_more))
