@@ -19,7 +19,12 @@ from pfeife.lowering.problem import (
 )
 from pfeife.lowering.simulate import simulate
 from pfeife.sched.families import folded
+from pfeife.sched.search.dispatch import Dispatched
 from pfeife.sched.search.job_shop import JobShop, compile_problem, length_of, starts_of
+from pfeife.sched.search.list_schedule import list_schedule
+from pfeife.sched.search.rules import first_rules
+
+WORK = 60_000  # operations that a search in a test looks at
 
 
 def equal(ranks: int, microbatches: int, memory: float | None = None) -> Problem:
@@ -72,6 +77,14 @@ def problems(
         for rank in range(ranks)
     )
     return Problem(problem.stages, problem.stage_ranks, problem.microbatches, tuple(edges), limits)
+
+
+def by_first_rule(problem: Problem) -> tuple[JobShop, Dispatched]:
+    """A shop, and what the first of its rules makes."""
+    shop = compile_problem(problem)
+    made = list_schedule(shop, next(first_rules(shop)))
+    assert made is not None
+    return shop, made
 
 
 def simulated(problem: Problem, schedule: Schedule) -> float:

@@ -77,10 +77,10 @@ def items(
     package: str,
     topics: Sequence[str],
     *ranks: int,
-    whole: Callable[[Item], bool] = lambda item: item.ranks in item.row.whole,
+    whole: Callable[[Item], bool] = lambda item: False,
 ) -> list:
     """A parameter for every row of a package's modules, for each number of processes; `whole` says
-    which of them are not in the gate's share."""
+    which of them are not in the gate's share, beside those that say so themselves."""
     found = [
         Item(f"{package}.{topic}", count, one)
         for count in ranks
@@ -92,7 +92,7 @@ def items(
         pytest.param(
             i,
             id=f"{i.module}-{i.ranks}-{i.row.name}",
-            marks=[pytest.mark.whole] if whole(i) else [],
+            marks=[pytest.mark.whole] if i.ranks in i.row.whole or whole(i) else [],
         )
         for i in found
     ]

@@ -1,6 +1,8 @@
 """The gate's share of the tests: every kind of case once. `make test-all` (WHOLE=1) runs them all.
 
-What is left out of the share bears the mark `whole`.
+What is left out of the share bears the mark `whole`. Of random cases the share has a quarter
+(`random_cases`): of damaged JSON 375 of 1,500, of files 100 of 400, of CSV 150 of 600, of edited
+plans 50 of 200; damaged cache entries, which are cheap, are all 300 in both.
 """
 
 import os

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from damage import CSVS, TEXTS, VALUES, cases, damaged, regrown
 from decisions import well_typed
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from share import random_cases
 
@@ -108,7 +108,7 @@ def test_damaged_files_are_noticed(a_gigabyte, tmp_path, name, data):
     assert value == VALUES[name] or '"sha256"' not in text
 
 
-@random_cases(300)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_cache_entries_are_no_entries(tmp_path, data):
     entry = VALUES["measured"]

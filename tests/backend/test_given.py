@@ -13,6 +13,7 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.data import plain
+from pfeife.sched.search.parallel import search_side_by_side
 from pfeife.testing import check_pass
 
 
@@ -419,6 +420,18 @@ def test_a_pass_that_fails_is_named():
 
 
 # Where to cut, and what to recompute.
+
+
+def test_the_option_jobs_is_that_of_the_search(monkeypatch):
+    asked = []
+
+    def alone(problems, budget, seed, seeds, jobs):
+        asked.append(jobs)
+        return search_side_by_side(problems, budget, seed, seeds, 1)
+
+    monkeypatch.setattr("pfeife.sched.search.search.search_side_by_side", alone)
+    compiled(jobs=2, devices=["cpu", "cpu"], schedule="search", search_work=500)
+    assert set(asked) == {2}
 
 
 @pytest.mark.whole

@@ -97,7 +97,7 @@ def test_json_fields(value):
         (
             Machine,
             plain.to_json(H100).replace(": 80000000000", ": 8e10"),
-            "int, got .*write 80000000000",
+            r"Machine\.memory: expected int, got 80000000000\.0; write 80000000000",
         ),
         (Machine, plain.to_json(H100).replace(": 80000000000", ": -1"), "memory must be positive"),
         (Machine, plain.to_json(H100).replace("1e-05", "-1"), "link_latency must not be neg"),

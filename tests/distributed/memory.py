@@ -66,5 +66,5 @@ for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
     add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
 for _name in ("TiedGPT", "BatchNormNet"):
     _check = functools.partial(memory_is_as_said, _name, ranks=1)
-    _more = () if _name == "BatchNormNet" else (2,)
+    _more = () if _name == "TiedGPT" else (2,)
     add(globals(), Row(f"{_name}, two replicas", _check, ranks=(2,), whole=_more))

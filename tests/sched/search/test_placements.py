@@ -2,7 +2,7 @@
 
 import attrs
 import pytest
-from problems import equal, on_a_v
+from problems import WORK, equal, on_a_v
 
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.budget import Budget
@@ -10,8 +10,6 @@ from pfeife.sched.search.placements import _shares
 from pfeife.sched.search.pool import Candidate, Origin
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_placements
-
-WORK = 60_000  # operations that a search in a test looks at
 
 
 def test_placements_have_more_time_the_nearer_they_are():

@@ -6,7 +6,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import equal, on_a_v, optimum, problems, simulated, tiny
+from problems import WORK, equal, on_a_v, optimum, problems, simulated, tiny
 
 from pfeife.data.schedule import Do
 from pfeife.lowering.lower import insert_actions
@@ -22,8 +22,6 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_schedule
-
-WORK = 60_000  # operations that a search in a test looks at
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
