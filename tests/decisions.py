@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pfeife.cost import machine
 from pfeife.data.checks import FASTEST, LONGEST, SLOWEST
-from pfeife.data.machine import Machine
+from pfeife.data.machine import Link, Machine
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline
@@ -34,6 +34,7 @@ def well_typed(value: object, hint: typing.Any) -> bool:
 
 
 CPU_CORE = machine("cpu-core")
+ENDLESS = Link(0, 1, (0, 1), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), math.inf)
 seconds = st.floats(0, LONGEST)
 rates = st.floats(SLOWEST, FASTEST)
 indices = st.integers(0, 40)

@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Of building a step, as bars and the log name them.
+PHASES = ["capturing", "fusing", "measuring", "planning", "building", "first step"]
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:

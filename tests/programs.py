@@ -15,8 +15,8 @@ from pfeife.runtime import LocalPipeline
 CPU_CORE = machine("cpu-core")
 
 
-def clusters(program: pfeife.Program) -> pfeife.Program:
-    fused = pfeife.fuse()(program)
+def clusters(program: pfeife.Program, boundaries: dict | None = None) -> pfeife.Program:
+    fused = pfeife.fuse(boundaries=boundaries)(program)
     return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
 
 
@@ -48,6 +48,18 @@ def fused(name: str) -> pfeife.Program:
 
 def distinct_bodies(program: pfeife.Program) -> int:
     return len({fingerprint(program.body(call)) for call in program.calls})
+
+
+class Updating(nn.Module):
+    """Two layers, and a buffer that every microbatch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def update(self, x: torch.Tensor) -> None:
+        self.scale.mul_(0.9).add_(x.detach().mean())
 
 
 def small_program() -> pfeife.Program:

@@ -4,15 +4,13 @@ import functools
 
 import attrs
 import torch
-from programs import captured, clusters
+from programs import CPU_CORE, captured, clusters
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import machine
 from pfeife.ir.program import Kind
 from pfeife.sched.cutting import choose_recompute
 
-CPU_CORE = machine("cpu-core")
 # So slow at products that "selective" does none of them again.
 NO_PRODUCTS = attrs.evolve(CPU_CORE, flops=CPU_CORE.flops["float32"] / 1e4)
 

@@ -3,17 +3,14 @@
 import attrs
 import pytest
 import torch
-from programs import captured, clusters, lowered
+from programs import CPU_CORE, captured, clusters, lowered
 from torch import fx
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import machine
 from pfeife.ir.verify import verify
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
-
-CPU_CORE = machine("cpu-core")
 
 
 @pytest.fixture(scope="module")

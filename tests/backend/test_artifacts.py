@@ -9,11 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+from listening import PHASES
+
 from pfeife.data import plain
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 
-PHASES = ["capturing", "fusing", "measuring", "planning", "building", "first step"]
 TRACED = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -8,14 +8,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from listening import Terminal
+from listening import PHASES, Terminal
 from models import case
 
 import pfeife
 from pfeife import report
 
 LOG = logging.getLogger("pfeife")
-PHASES = ["capturing", "fusing", "measuring", "planning", "building", "first step"]
 
 
 def run_shown(monkeypatch, stream, **options):

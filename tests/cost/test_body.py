@@ -5,20 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES
-from programs import annotated, for_ranks
+from programs import CPU_CORE, annotated, clusters, for_ranks
 from share import random_cases
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, machine, stage_memory
+from pfeife.cost import stage_memory
 from pfeife.cost.body import Body
 from pfeife.data.schedule import Action, Do
 from pfeife.runtime.profile import LiveTensors
 from pfeife.testing import nets, plans
 
-CPU_CORE = machine("cpu-core")
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 
@@ -187,7 +186,7 @@ def test_random_bodies(data):
     """Stages of random nets, forward and backward, take what they are said to take."""
     net = data.draw(nets())
     program = pfeife.capture(lambda x: net(x).square().mean(), torch.randn(3, 4))
-    fused = pfeife.annotate(estimate(f := pfeife.fuse()(program), CPU_CORE))(f)
+    fused = clusters(program)
     staged = pfeife.partition(data.draw(plans(fused, 2)))(fused)
     if data.draw(st.booleans()):
         staged = pfeife.split_backward()(staged)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import fused
+from programs import CPU_CORE, fused
 from torch import nn
 
 import pfeife
-from pfeife.cost import estimate, machine
+from pfeife.cost import estimate
 from pfeife.cost.estimate import node_flops, node_seconds
 from pfeife.data.machine import Machine
 
@@ -42,7 +42,6 @@ def test_estimates_by_dtype():
     assert totals[torch.float16] == pytest.approx(totals[torch.float32])
 
 
-CPU_CORE = machine("cpu-core")
 # Rates at which a second is easily counted: an operation a second, eight bytes a second.
 SLOW = Machine("slow", flops=1.0, memory_bandwidth=8.0, memory=1, link_bandwidth=1.0)
 

@@ -5,17 +5,18 @@ import functools
 import pytest
 import torch
 from models import CASES, case
-from programs import annotated, for_ranks, fused
+from programs import CPU_CORE, annotated, clusters, for_ranks
 from torch import nn
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, machine, memory_curves, stage_memory
+from pfeife.cost import estimate, memory_curves, stage_memory
+from pfeife.data.optimizers import optimizer_bytes
+from pfeife.ir.program import Role
 from pfeife.lowering.envelope import AHEAD
 from pfeife.sched.cutting import clusters_of, workload_of
 from pfeife.sched.cutting.account import held, units_of
 
-CPU_CORE = machine("cpu-core")
 POLICIES = {"gpipe": sched.families.gpipe, "1f1b": sched.families.one_f_one_b}
 
 
@@ -30,8 +31,7 @@ def two_matrices(width: int = 7) -> pfeife.Program:
     def step(x):
         return (pfeife.stage_boundary(x @ first) @ second).square().sum()
 
-    fused = pfeife.fuse()(pfeife.capture(step, torch.randn(3, 5)))
-    return pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    return clusters(pfeife.capture(step, torch.randn(3, 5)))
 
 
 def curves(policy: str, microbatches: int, width: int = 7, **options):
@@ -101,8 +101,7 @@ class Counting(nn.Module):
 
 def test_of_an_updated_buffer_the_last_value_stays():
     """A microbatch reads what the one before it left, which nobody needs afterwards."""
-    fused = pfeife.fuse()(pfeife.capture(Counting(), torch.randn(3, 5)))
-    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
+    fused = clusters(pfeife.capture(Counting(), torch.randn(3, 5)))
     for m in (1, 2, 8):
         first, _ = memory_curves(*for_ranks(fused, pfeife.Plan((0, 1), POLICIES["gpipe"](2, m))))
         assert first.points[-1].after == 5 * 5 * 4 + 5 * 4, "the gradient, and the buffer's value"
@@ -191,7 +190,7 @@ def test_the_peak_is_accounted_for(name, policy):
 
 
 def staged(name: str, cuts: tuple[int, ...]) -> pfeife.Program:
-    program = pfeife.annotate(estimate(fused(name), CPU_CORE))(fused(name))
+    program = annotated(name)
     stage_of = tuple(sum(cut <= unit for cut in cuts) for unit in range(program.units))
     order = pfeife.sched.families.gpipe(len(cuts) + 1, 1)
     return pfeife.partition(pfeife.Plan(stage_of, order))(program)
@@ -230,7 +229,7 @@ def test_memory_of_stages():
 
 def test_what_the_planner_knows_of_memory():
     """Clusters add up to the stages that they become: what these keep, each storage once."""
-    program = pfeife.annotate(estimate(fused("UNet"), CPU_CORE))(fused("UNet"))
+    program = annotated("UNet")
     work = workload_of(program)
     known, cuts = clusters_of(work), (3, 6)
     stages = [sum(cut <= unit for cut in cuts) for unit in range(program.units)]
@@ -238,6 +237,11 @@ def test_what_the_planner_knows_of_memory():
         found = held(work, units)
         assert found.state == 2 * stage.parameters, "as many bytes of gradients"
         assert found.late == stage.saved > 0
+    plain, adam = (workload_of(program, optimizer=one).state for one in (None, "adamw"))
+    kept = optimizer_bytes("adamw")
+    ports = program.ports(Role.PARAMETER, Role.BUFFER)
+    more = [kept(p.shape, p.dtype) if p.role == Role.PARAMETER else 0 for p in ports]
+    assert [after[0] - before[0] for before, after in zip(plain, adam, strict=True)] == more
     assert len(known.crossing) == program.units and known.crossing[0] == 0
     costs = estimate(program, CPU_CORE)
     both = sum(costs.seconds.values()) + sum(costs.accumulate.values())

@@ -1,7 +1,6 @@
 """Files of decisions: whole or not there, and named where they are damaged."""
 
 import json
-import math
 import os
 import resource
 import stat
@@ -13,18 +12,14 @@ from pathlib import Path
 import attrs
 import pytest
 from damage import VALUES
-from decisions import ANYTHING
+from decisions import ANYTHING, CPU_CORE, ENDLESS
 from hypothesis import given
 
 import pfeife
 from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.files import read_text
-from pfeife.data.machine import Link
 from pfeife.data.plan import Costs
-
-CPU_CORE = machine("cpu-core")
-ENDLESS = Link(0, 1, (0, 1), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), math.inf)
 
 
 @given(ANYTHING)

@@ -1,25 +1,21 @@
 """Decisions as JSON: given back as they were written, or refused."""
 
 import json
-import math
 
 import attrs
 import pytest
-from decisions import ANYTHING, SAMPLES, SCHEDULE, well_typed
+from decisions import ANYTHING, ENDLESS, SAMPLES, SCHEDULE, well_typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pfeife.cost import machine
 from pfeife.data import plain
-from pfeife.data.machine import Link, Machine
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
 
 H100 = machine("h100-sxm")
-
-
-ENDLESS = Link(0, 1, (0, 1), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), math.inf)
 
 
 def assert_refused_or_exact(cls: type, text: str) -> None:

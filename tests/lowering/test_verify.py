@@ -16,8 +16,6 @@ from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families import gpipe, one_f_one_b
 
-TRAINING = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
 
 def edited(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Schedule:
     ranks = list(schedule.ranks)

@@ -1,13 +1,11 @@
 """Costs on a program: those of its own calls, all of them."""
 
 import pytest
-from programs import fused
+from programs import CPU_CORE, fused
 
 import pfeife
-from pfeife.cost import estimate, machine
+from pfeife.cost import estimate
 from pfeife.data.plan import Costs
-
-CPU_CORE = machine("cpu-core")
 
 
 def test_annotate_refuses_unknown_calls():

@@ -9,20 +9,17 @@ import torch
 from damage import damaged
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from programs import captured, clusters
+from programs import CPU_CORE, Updating, captured, clusters
 from share import random_cases
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.schedule import Do, Schedule
 from pfeife.ir.outline import inline
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, tied_across
-
-CPU_CORE = machine("cpu-core")
 
 
 @functools.cache
@@ -218,17 +215,12 @@ def test_names_of_nothing_are_refused():
     )
 
 
-class Scaled(torch.nn.Module):
+class Scaled(Updating):
     """Both layers read what is made from a buffer, which is then updated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x):
         scale = self.scale + 1
-        self.scale.mul_(0.9).add_(x.detach().mean())
+        self.update(x)
         return (self.last(self.first(x + scale).tanh()) + scale).tanh()
 
 

@@ -13,7 +13,7 @@ from share import crossed, random_cases
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import estimate, measure
+from pfeife.cost import measure
 from pfeife.ir.program import Port, Role
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass, eager_accumulation, nets
@@ -77,14 +77,16 @@ def test_every_pass_has_a_row():
     assert {row.name for row in ROWS} == set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
 
 
+def cut_at(program: pfeife.Program, points: dict[str, str]) -> tuple[pfeife.Program, pfeife.Plan]:
+    """Clusters, and a plan with stages that begin or end at modules."""
+    fused = clusters(program, boundaries=points)
+    cuts = sched.cutting.split_at(fused, points)
+    return fused, sched.plan(fused, machine=CPU_CORE, microbatches=2, cuts=cuts)
+
+
 def test_boundaries_by_name_and_by_marker():
     one, program, _, _ = captured("GPT")
-    points = {"blocks.1": "begin", "blocks.2": "end"}
-    fused = pfeife.fuse(boundaries=points)(program)
-    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(
-        fused, machine=CPU_CORE, microbatches=2, cuts=sched.cutting.split_at(fused, points)
-    )
+    fused, plan = cut_at(program, {"blocks.1": "begin", "blocks.2": "end"})
     staged = pfeife.partition(plan)(fused)
     stages_of = {
         port.fqn: {call.unit for call in calls}
@@ -127,12 +129,7 @@ def test_wrong_requests_are_refused():
 
 def test_masks_are_computed_where_they_are_read():
     _, program, _, _ = captured("GPT")
-    points = {"blocks.1": "begin", "blocks.2": "begin"}
-    fused = pfeife.fuse(boundaries=points)(program)
-    fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    plan = sched.plan(
-        fused, machine=CPU_CORE, microbatches=2, cuts=sched.cutting.split_at(fused, points)
-    )
+    fused, plan = cut_at(program, {"blocks.1": "begin", "blocks.2": "begin"})
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
     crossing = pfeife.ir.program.messages(sent)
     shapes = [

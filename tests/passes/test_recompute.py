@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES
-from programs import captured, clusters, lowered
+from programs import CPU_CORE, Updating, captured, clusters, lowered
 from recomputing import NO_PRODUCTS, again, chosen, planned
 from share import crossed, random_cases
 
 import pfeife
 from pfeife import sched
-from pfeife.cost import machine, memory_curves, stage_memory
+from pfeife.cost import memory_curves, stage_memory
 from pfeife.cost.body import kept_storages
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.evaluate import named_batch
@@ -24,8 +24,6 @@ from pfeife.ir.program import Kind, Role, call_of, find_node, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across
-
-CPU_CORE = machine("cpu-core")
 
 
 def run(plan: Plan, staged: pfeife.Program, split: bool, state, microbatches):
@@ -202,18 +200,13 @@ def _leads_to_a_gradient(program, unit: int, body, node) -> bool:
     return False
 
 
-class Drifting(torch.nn.Module):
+class Drifting(Updating):
     """What it computes depends on a buffer that every microbatch changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x):
         x = self.first(x)
         y = (x + self.scale).tanh()
-        self.scale.mul_(0.9).add_(x.detach().mean())
+        self.update(x)
         return self.last(y)
 
 

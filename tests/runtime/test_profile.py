@@ -2,15 +2,13 @@
 
 import attrs
 import torch
+from programs import CPU_CORE, clusters, for_ranks
 from torch import nn
 
 import pfeife
-from pfeife.cost import estimate, machine
 from pfeife.data.schedule import Action, Do
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.profile import LiveTensors, profile
-
-CPU_CORE = machine("cpu-core")
 
 
 def test_predicted_and_profiled_steps_have_the_same_actions():
@@ -18,11 +16,9 @@ def test_predicted_and_profiled_steps_have_the_same_actions():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     microbatches = [(torch.randn(2, 3),) for _ in range(3)]
     program = pfeife.capture(lambda x: model(x).square().sum(), *microbatches[0])
-    clusters = pfeife.fuse()(program)
-    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
-    plan = pfeife.sched.plan(clusters, machine=CPU_CORE, microbatches=3, stages=2)
-    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-    schedule = pfeife.sched.lower(plan.schedule, sent)
+    fused = clusters(program)
+    plan = pfeife.sched.plan(fused, machine=CPU_CORE, microbatches=3, stages=2)
+    sent, schedule = for_ranks(fused, plan)
     predicted = pfeife.sched.predict(sent, schedule, CPU_CORE)
     slow = attrs.evolve(CPU_CORE, action_seconds=1.0, link_latency=10.0)
     assert pfeife.sched.predict(sent, schedule, slow).seconds > predicted.seconds + 10

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 from models import case
-from programs import fused
+from programs import CPU_CORE, annotated, fused
 from torch import nn
 
 import pfeife
@@ -17,8 +17,6 @@ from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
 from pfeife.sched import plan
 from pfeife.sched.cutting import split_at
-
-CPU_CORE = machine("cpu-core")
 
 
 @functools.cache
@@ -78,12 +76,12 @@ def test_one_rank_has_no_bubble():
 
 def test_a_search_says_how_much_of_its_time_is_over():
     program = pfeife.split_backward()(fused("GPT"))
-    program = pfeife.annotate(estimate(program, machine("cpu-core")))(program)
+    program = pfeife.annotate(estimate(program, CPU_CORE))(program)
     seen = []
     request = {"microbatches": 4, "ranks": 2, "schedule": "search", "search_seconds": 1.2}
     sched.plan(
         program,
-        machine=machine("cpu-core"),
+        machine=CPU_CORE,
         progress=lambda *counts: seen.append(counts),
         **request,
     )
@@ -93,7 +91,7 @@ def test_a_search_says_how_much_of_its_time_is_over():
 
 def test_a_measured_network_changes_the_plan():
     """Slow links put both ends of the widest border onto one rank, or at least cost more."""
-    program = pfeife.annotate(estimate(fused("GPT"), machine("cpu-core")))(fused("GPT"))
+    program = annotated("GPT")
     sizes, nothing = (0, 1000), (0.0, 0.0)
 
     def planned(latency: float):
@@ -103,15 +101,13 @@ def test_a_measured_network_changes_the_plan():
         )
         return pfeife.sched.plan(
             program,
-            machine=machine("cpu-core"),
+            machine=CPU_CORE,
             microbatches=4,
             stages=2,
             network=Network(links),
         ).step_seconds
 
     assert planned(1.0) > 2.0 > planned(1e-6)
-    seen = Network((Link(0, 1, sizes, (1.0, 3.0), (0.5, 1.5), nothing, 0.0),)).seen_by(
-        machine("cpu-core")
-    )
+    seen = Network((Link(0, 1, sizes, (1.0, 3.0), (0.5, 1.5), nothing, 0.0),)).seen_by(CPU_CORE)
     assert (seen.link_latency, seen.link_bandwidth, seen.overlap) == (1.0, 500.0, 0.5)
     assert Network(()).seen_by(seen) == seen

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from programs import CPU_CORE, clusters, for_ranks
 from torch import nn
 
 import pfeife
 from pfeife.compilers import compile_bodies
-from pfeife.cost import estimate, machine
 from pfeife.runtime import LocalPipeline
-
-CPU_CORE = machine("cpu-core")
 
 
 def in_double(graph, examples):
@@ -21,11 +19,9 @@ def test_a_value_of_another_dtype_than_captured_is_not_sent():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     microbatches = [(torch.randn(2, 3),) for _ in range(2)]
     program = pfeife.capture(lambda x: model(x).square().sum(), *microbatches[0])
-    clusters = pfeife.fuse()(program)
-    clusters = pfeife.annotate(estimate(clusters, CPU_CORE))(clusters)
-    plan = pfeife.sched.plan(clusters, machine=CPU_CORE, microbatches=2, stages=2)
-    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
-    schedule = pfeife.sched.lower(plan.schedule, sent)
+    fused = clusters(program)
+    plan = pfeife.sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
+    sent, schedule = for_ranks(fused, plan)
     pipeline = LocalPipeline(sent, schedule, bodies=compile_bodies(sent, in_double))
     with pytest.raises(ValueError, match=r"a value of torch\.float64"):
         pipeline(pfeife.state_of(program, model), microbatches)
