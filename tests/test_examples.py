@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 from processes import bounded
+from share import whole
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+STARTED = sorted(path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+# What is said to an example that runs in one process, and what it says.
+SAME = "3 of 3 losses are the same"
+ALONE: dict[str, tuple[list[str], str]] = {
+    "own_compiler.py": ([], SAME),
+    "plan_once.py": (["--record", "plan.json"], "the same loss"),
+    "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
+}
 
 
 @pytest.fixture
@@ -36,8 +47,21 @@ def on_ranks(name: str, *arguments: str) -> str:
     return out
 
 
-def test_a_compiler_of_ones_own(run):
-    assert "3 of 3 losses are the same" in run("own_compiler.py")
+@pytest.mark.parametrize("name", ["own_compiler.py", whole("train_gpt.py")])
+def test_in_this_process(run, name):
+    arguments, said = ALONE[name]
+    assert said in run(name, *arguments)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("path", STARTED, ids=lambda path: path.name)
+def test_as_somebody_starts_it(tmp_path, monkeypatch, path):
+    """In an interpreter that has nothing but the example."""
+    arguments, said = ALONE[path.name]
+    monkeypatch.chdir(tmp_path)
+    code, out, error = bounded([str(path), *arguments], 300)
+    assert code == 0, error
+    assert said in out
 
 
 def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
@@ -47,11 +71,5 @@ def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
     assert said.count("the same loss, bit for bit") == 2
 
 
-@pytest.mark.whole
-def test_training_in_one_process(run):
-    said = run("train_gpt.py", "--steps", "3", "--stages", "2")
-    assert "3 of 3 losses are the same, bit for bit" in said
-
-
 def test_training_on_two_ranks():
-    assert "3 of 3 losses are the same, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
+    assert f"{SAME}, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
