@@ -137,7 +137,7 @@ class _Build:
             try:
                 captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
-                known = world is not None and world.ownership.among(self.args)
+                known = world is not None and world.ownership.owns_any(self.args)
                 if options.check and options.microbatches > 1 and not known:
                     check_first_call(self.graph.module, captured, self.args, self.graph.sure)
                 self.artifacts.program("capture", captured.program)
