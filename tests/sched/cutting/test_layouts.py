@@ -4,7 +4,7 @@ from pfeife.cost import machine
 from pfeife.cost.body import Storage
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind
-from pfeife.sched.cutting.cuts import Clusters
+from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.joint import search_workload
@@ -34,15 +34,11 @@ def chain(state: list[int], saved: int = 0) -> Workload:
     )
 
 
-def clusters(work: Workload) -> Clusters:
-    return Clusters((2.0,) * work.units, (1,) * work.units)
-
-
 def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
     """The first quarter of the clusters has all the state, which must go to two ranks."""
     work = chain([10] * 10 + [0] * 30)
     constraints = Constraints(CORE, 4, 4, 70)
-    plan = search_workload(work, clusters(work), constraints, Budget.of(0.2, None))
+    plan = search_workload(Account(work), constraints, Budget.of(None, 500_000))
     first = plan.stage_ranks[plan.stage_of_cluster[0]]
     held = [plan.stage_ranks[stage] for stage in plan.stage_of_cluster[:10]]
     assert 3 <= held.count(first) <= 7
@@ -53,9 +49,8 @@ def test_no_more_is_recomputed_than_makes_room():
     70: one of them recomputes."""
     work = chain([0] * 8, saved=10)
     constraints = Constraints(CORE, 2, 2, 70)
-    (layout,) = [
-        one for one in layouts_for(work, clusters(work), constraints) if max(one.stage_of) == 1
-    ]
+    account = Account(work)
+    (layout,) = [one for one in layouts_for(account, constraints) if max(one.stage_of) == 1]
     assert short_of_memory(layout, constraints)
-    most, *_ = lighter([layout], constraints, [(NEVER, ALWAYS)] * 8)
-    assert sorted(most.work.recompute) == [0, 4]
+    most, *_ = lighter(account, [layout], constraints, [(NEVER, ALWAYS)] * 8)
+    assert sorted(most.relief.options) == [0, 4]
