@@ -175,7 +175,7 @@ def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> NoRoom:
     best = min(layouts, key=lambda layout: layout.shortage)
     return NoRoom(
         f"no cut fits {constraints.memory_limit} bytes a rank on {constraints.ranks} ranks: the "
-        f"best lacks {best.shortage} bytes for one microbatch on its worst rank; use more "
-        "ranks, smaller microbatches, or a larger limit",
+        f"best lacks {math.ceil(best.shortage)} bytes for one microbatch on its worst rank; use "
+        "more ranks, smaller microbatches, or a larger limit",
         best.shortage,
     )

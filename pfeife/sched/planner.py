@@ -15,7 +15,7 @@ from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Program, Role
+from pfeife.ir.program import Kind, Program, Role
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
 from pfeife.sched.by_family import Scheduling, family_of, of_family, saved_is_open
@@ -124,9 +124,11 @@ def plan(
     _check_placement(constraints)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
+    account = _account(program, constraints, owners or ())
+    _check_order(account, by_hand)
     asked = _Asked(
         program=program,
-        account=_account(program, constraints, owners or ()),
+        account=account,
         constraints=constraints,
         schedule=schedule,
         recompute=recompute if trained else None,
@@ -206,6 +208,20 @@ class _Asked:
             m = plan.schedule.microbatches
             return self.account.always(plan.stage_of_cluster, plan.stage_ranks, m)
         return bytes_of(self.account, plan, self.constraints.machine)
+
+
+def _check_order(account: Account, stage_of: Sequence[int] | None) -> None:
+    """Raises ValueError for cuts by hand by which a stage reads of a later one."""
+    if stage_of is None:
+        return
+    for flow in account.work.flows:
+        for unit, kind in flow.readers:
+            if flow.kind == kind == Kind.FORWARD and stage_of[unit] < stage_of[flow.unit]:
+                raise ValueError(
+                    f"cuts {list(stage_of)}: cluster {unit} in stage {stage_of[unit]} reads what "
+                    f"cluster {flow.unit} in stage {stage_of[flow.unit]} makes, which is a later "
+                    "stage"
+                )
 
 
 def _check_placement(constraints: Constraints) -> None:

@@ -1,11 +1,15 @@
 """Cuts and placements that a search starts from, where memory is short."""
 
+import attrs
+import pytest
+
 from pfeife.cost import machine
 from pfeife.cost.body import Storage
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
+from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.joint import search_workload
 from pfeife.sched.search.budget import Budget
@@ -42,6 +46,13 @@ def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
     first = plan.stage_ranks[plan.stage_of_cluster[0]]
     held = [plan.stage_ranks[stage] for stage in plan.stage_of_cluster[:10]]
     assert 3 <= held.count(first) <= 7
+
+
+def test_borders_that_are_closed_leave_no_room():
+    """One border is open, so that other numbers of stages a rank have no cuts at all."""
+    work = attrs.evolve(chain([10] * 4), blocked=frozenset({2, 3}))
+    with pytest.raises(NoRoom, match="the best lacks 10 bytes"):
+        search_workload(Account(work), Constraints(CORE, 2, 2, 20), Budget.of(None, 1000))
 
 
 def test_no_more_is_recomputed_than_makes_room():

@@ -52,6 +52,7 @@ def test_a_planner_that_sees_no_room_says_what_it_lacks():
     asked = []
 
     def make(left_out: tuple[int, ...], again: bool) -> pfeife.Plan:
+        assert not again, "there was no plan before"
         asked.append(left_out)
         room = 100 - sum(left_out)
         if room < 300:
