@@ -94,36 +94,51 @@ def balanced(
     if math.isinf(limit):
         found = evenest(edges, [seconds] * stages)
         return stages_from(found or (), work.units)
-    counts, left = Counter(stage_ranks), dict(enumerate(left_out))
-    each = {rank: left.get(rank, 0) / count for rank, count in counts.items()}
-
-    def shares(most: float) -> list[np.ndarray]:
-        """What every stage needs, with its part of what all stages of its rank need together."""
-        state, saved, together = _spans(work, edges, microbatches, most - min(each.values()))
-        return [
-            state + in_flight[stage] * saved + together / counts[rank] + each[rank]
-            for stage, rank in enumerate(stage_ranks)
-        ]
-
-    def worst(starts: Sequence[int]) -> int:
-        """What the worst rank needs."""
-        stage_of = stages_from(starts, work.units)
-        needed = account.needed(stage_of, stage_ranks, microbatches, in_flight)
-        return max(with_left_out(needed, left_out))
-
-    within = shares(limit)
+    memory = _Memory(account, edges, stage_ranks, in_flight, microbatches, left_out)
+    within = memory.shares(limit)
 
     def fastest(room: float) -> list[int] | None:
         """The cut with stages of at most so many bytes."""
         return evenest(edges, [np.where(share <= room, seconds, np.inf) for share in within])
 
-    found = _roomy(fastest, worst, limit)
+    found = _roomy(fastest, memory.worst, limit)
     if found is None:
-        _, start = worst_of(edges, shares(math.inf)) or (math.inf, [])  # there is one
-        found = roomiest(clusters, start, worst, limit)
-        if worst(found) > limit:
-            raise _refusal(clusters, stages, limit, worst(found) - limit)
+        _, start = worst_of(edges, memory.shares(math.inf)) or (math.inf, [])  # there is one
+        found = roomiest(clusters, start, memory.worst, limit)
+        if memory.worst(found) > limit:
+            raise _refusal(clusters, stages, limit, memory.worst(found) - limit)
     return stages_from(found, work.units)
+
+
+@attrs.frozen
+class _Memory:
+    """What contiguous stages need on their ranks."""
+
+    account: Account
+    edges: Sequence[int]
+    stage_ranks: Sequence[int]
+    in_flight: Sequence[int]
+    microbatches: int
+    left_out: Sequence[int]
+
+    def shares(self, most: float) -> list[np.ndarray]:
+        """What every stage needs, with its part of what all stages of its rank need together;
+        endless where that is surely more than `most`."""
+        counts, left = Counter(self.stage_ranks), dict(enumerate(self.left_out))
+        each = {rank: left.get(rank, 0) / count for rank, count in counts.items()}
+        state, saved, together = _spans(
+            self.account.work, self.edges, self.microbatches, most - min(each.values())
+        )
+        return [
+            state + self.in_flight[stage] * saved + together / counts[rank] + each[rank]
+            for stage, rank in enumerate(self.stage_ranks)
+        ]
+
+    def worst(self, starts: Sequence[int]) -> int:
+        """What the worst rank needs, of the clusters at which stages start."""
+        stage_of = stages_from(starts, self.account.work.units)
+        needed = self.account.needed(stage_of, self.stage_ranks, self.microbatches, self.in_flight)
+        return max(with_left_out(needed, self.left_out))
 
 
 def _stage_seconds(clusters: Clusters, machine: Machine, edges: Sequence[int]) -> np.ndarray:
