@@ -121,7 +121,7 @@ def plan(
         cuts=by_hand,
         placement=tuple(placement) if placement else None,
     )
-    _check_placement(constraints)
+    _check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
     account = _account(program, constraints, owners or ())
@@ -224,7 +224,7 @@ def _check_order(account: Account, stage_of: Sequence[int] | None) -> None:
                 )
 
 
-def _check_placement(constraints: Constraints) -> None:
+def _check_placement(constraints: Constraints, schedule: Scheduling) -> None:
     """Raises ValueError for ranks of stages that are not those that there are."""
     placement, ranks = constraints.placement, constraints.ranks
     if placement is None:
@@ -236,6 +236,12 @@ def _check_placement(constraints: Constraints) -> None:
         )
     if any(rank not in range(ranks) for rank in placement):
         raise ValueError(f"placement={list(placement)}: the ranks are 0 to {ranks - 1}")
+    idle = sorted(set(range(ranks)) - set(placement))
+    if schedule == "search" and idle:
+        raise ValueError(
+            f"placement={list(placement)}: ranks {idle} have no stage, and a search gives every "
+            "rank something to do; start fewer processes, or name a family"
+        )
 
 
 def check_recomputed(schedule: Scheduling, recompute: RecomputePolicy | None) -> None:

@@ -87,6 +87,15 @@ def test_constraints_that_contradict_each_other(request_, words, schedule):
         asked(**request_)
 
 
+def test_a_rank_without_a_stage_is_for_families():
+    asked = functools.partial(
+        plan, clusters(), machine=CPU_CORE, microbatches=2, ranks=3, placement=(0, 1)
+    )
+    assert [len(actions) > 0 for actions in asked().schedule.ranks] == [True, True, False]
+    with pytest.raises(ValueError, match=r"ranks \[2\] have no stage"):
+        asked(schedule="search", search_work=1000)
+
+
 def test_stages_ranks_and_placements_say_each_other():
     asked = functools.partial(plan, clusters(), machine=CPU_CORE, microbatches=2)
     assert asked(ranks=3).stage_ranks == asked(stages=3).stage_ranks == (0, 1, 2)
