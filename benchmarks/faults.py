@@ -8,7 +8,7 @@ Prints a line a fault: how many trials, how many ended right, and the slowest re
 the time from the fault (for silence: from when the timeout has passed) until the last survivor
 knew, or had ended where nobody catches anything. Exits non-zero if a trial ended wrong. On a busy
 machine a survivor may be ended before it tells its reason: with `--again` launches that ended wrong
-are done twice, unless they are more than that, and counted.
+are done twice, unless they are more than that; what was wrong with them at first is printed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -182,13 +182,15 @@ def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> 
     return Outcome(trial.fault, where, text, seconds)
 
 
-def carry_out(plans: Sequence[Plan]) -> Iterator[tuple[Plan, list[Outcome]]]:
-    """All launches with their outcomes as they end; several run at the same time."""
+def carry_out(
+    plans: Sequence[Plan], launches: int = AT_ONCE
+) -> Iterator[tuple[Plan, list[Outcome]]]:
+    """All launches with their outcomes as they end; so many `launches` run at the same time."""
     todo, running = list(reversed(plans)), dict[Launch, Plan]()
     gc.collect()
     gc.freeze()  # what is there now costs the ranks nothing, not even when they end
     while todo or running:
-        while todo and len(running) < AT_ONCE:
+        while todo and len(running) < launches:
             plan = todo.pop()
             launch = Launch(
                 plan.case.size,
@@ -344,22 +346,26 @@ def full() -> list[Plan]:
     return plans
 
 
-def once_more(outcomes: dict[Plan, list[Outcome]], most: int, reaction: float) -> int:
-    """Does again, one by one, the launches that ended wrong; none if they are more than `most`.
-    Returns how many."""
-    late = [p for p, found in outcomes.items() if any(_is_late(one, reaction) for one in found)]
-    if len(late) > most:
-        return 0
-    for plan in late:
-        outcomes.update(carry_out([plan]))
-    return len(late)
+Outcomes = Mapping[Plan, Sequence[Outcome]]  # of every launch
 
 
-def _is_late(one: Outcome, reaction: float) -> bool:
-    return bool(one.wrong) or one.seconds > reaction
+def once_more(outcomes: Outcomes, most: int, reaction: float) -> tuple[Outcomes, Outcomes]:
+    """Does again, one by one, the launches that ended wrong or late; none if they are more than
+    `most`. Returns the outcomes that count, and the first ones of what was done again."""
+    first = {p: o for p, o in outcomes.items() if any(failure(one, reaction) for one in o)}
+    if len(first) > most:
+        return outcomes, {}
+    return {**outcomes, **dict(carry_out(list(first), 1))}, first
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def failure(one: Outcome, reaction: float) -> str:
+    """Why a trial did not end as it has to, in time; "" if it did."""
+    late = f"{one.fault}, {one.case}: a reaction took {one.seconds:.1f} s"
+    return one.wrong or (late if one.seconds > reaction else "")
+
+
+def table(outcomes: Sequence[Outcome], at_first: Sequence[str] = ()) -> str:
+    """A row a fault and schedule; below it why launches were done twice."""
     rows = []
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
@@ -368,7 +374,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         right = sum(not one.wrong for one in those)
         slowest = max(one.seconds for one in those)
         rows.append((fault, where, len(those), right, f"{slowest:.1f} s"))
-    return report.table(rows, ("fault", "schedule on ranks", "trials", "right", "slowest reaction"))
+    head = ("fault", "schedule on ranks", "trials", "right", "slowest reaction")
+    return "\n".join([report.table(rows, head), *(f"done twice: {why}" for why in at_first)])
 
 
 def main() -> None:
@@ -392,16 +399,17 @@ def main() -> None:
             launches[plan] = found
             if phase.progress:
                 phase.progress(sum(map(len, launches.values())), total)
-        again = once_more(launches, options.again, options.reaction)
-    outcomes = [one for found in launches.values() for one in found]
-    print(table(outcomes))
+        counted, first = once_more(launches, options.again, options.reaction)
+    outcomes = [one for found in counted.values() for one in found]
+    at_first = [failure(one, options.reaction) for found in first.values() for one in found]
+    print(table(outcomes, [why for why in at_first if why]))
     wrong = [one.wrong for one in outcomes if one.wrong]
     slowest = max(one.seconds for one in outcomes)
     if slowest > options.reaction:
         wrong.append(f"a reaction took {slowest:.1f} s")
     print("\n".join(wrong))
     print(
-        f"{len(outcomes)} trials, {len(wrong)} ended wrong, {again} launches done twice, "
+        f"{len(outcomes)} trials, {len(wrong)} ended wrong, {len(first)} launches done twice, "
         f"slowest reaction {slowest:.1f} s, {time.monotonic() - start:.0f} s in all"
     )
     sys.exit(bool(wrong))

@@ -16,6 +16,7 @@ from torch import nn
 
 from pfeife.cost import machine
 from pfeife.data.plan import Plan, RecomputeOption
+from pfeife.ir.digest import fingerprint
 from pfeife.ir.evaluate import Result, State, combined, evaluate
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program, Role
@@ -26,14 +27,6 @@ from pfeife.passes.compose import Pass
 from pfeife.sched import policy
 from pfeife.sched.cutting import choose_recompute
 from pfeife.sched.cutting.workload import blocked_borders
-
-
-def fingerprint(program: Program) -> str:
-    """The text of a program and of every body it calls, and of its ports, calls, reductions."""
-    bodies = [str(program.body(call).graph) for call in program.calls]
-    rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
-    counts = [str(count) for count in program.counts]
-    return "\n".join([str(program.module.graph), *bodies, *counts, *map(str, rest)])
 
 
 def check_pass(
@@ -55,7 +48,7 @@ def check_pass(
     given = type(result).__name__
     assert isinstance(result, Program), f"the pass returned {given}, not a Program"
     assert fingerprint(program) == before, "the pass edited its input"
-    settle(verify(result))
+    result = settle(verify(result))
     assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
     assert_same(
         evaluate(program, state, microbatches), evaluate(result, state, microbatches), rounding

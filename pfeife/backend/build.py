@@ -137,7 +137,7 @@ class _Build:
             try:
                 captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
-                known = world is not None and world.ownership.among(self.args)
+                known = world is not None and world.ownership.owns_any(self.args)
                 if options.check and options.microbatches > 1 and not known:
                     check_first_call(self.graph.module, captured, self.args, self.graph.sure)
                 self.artifacts.program("capture", captured.program)
@@ -184,10 +184,18 @@ class _Build:
             owners = world.ownership.of(
                 captured.program, self._slots(captured), self.builder.mesh(world)
             )
-        constraints = {"machine": machine, "owners": owners, "passes": self.passes}
         with self.show.phase("planning") as phase:
-            more = {"network": self.builder.network, "progress": phase.progress}
-            plan = planned(self.options, clusters, order, world, constraints, more)
+            plan = planned(
+                self.options,
+                clusters,
+                order,
+                world,
+                machine=machine,
+                network=self.builder.network,
+                owners=owners,
+                passes=self.passes,
+                progress=phase.progress,
+            )
             history = record(clusters, *rank_passes(clusters, plan, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else described(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"

@@ -3,21 +3,22 @@
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from pfeife.backend.options import Options
 from pfeife.compilers import BodyCompiler, compiler_name
 from pfeife.cost import estimate, measure
 from pfeife.data import plain
-from pfeife.data.machine import Machine
+from pfeife.data.machine import Machine, Network
 from pfeife.data.plan import Costs, Plan
-from pfeife.data.progress import Shown
+from pfeife.data.progress import Progress, Shown
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program, Role
+from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import partitioned, split_at
+from pfeife.sched.cutting.room import curves_of
 from pfeife.sched.families import gpipe
 from pfeife.sched.given import adopted
 
@@ -60,45 +61,55 @@ def planned(
     clusters: Program,
     order: Scheduling,
     world: World | None,
-    constraints: Mapping[str, Any],
-    more: Mapping[str, Any],
+    *,
+    machine: Machine,
+    network: Network | None,
+    owners: Mapping[str, frozenset[int]],
+    passes: Passes,
+    progress: Progress | None,
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank. `constraints` are
-    further arguments of both `sched.plan` and `sched.given.adopted`, `more` those of the former
-    alone. Raises ValueError as these do."""
+    """The plan of a program of clusters with costs, that of rank 0 on every rank. Raises ValueError
+    as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
-    both: dict[str, Any] = {
-        **constraints,
-        "microbatches": options.microbatches // options.replicas,
-        "ranks": ranks,
-        "memory_limit": options.memory_limit,
-        "optimizer": options.optimizer,
-        "replicas": options.replicas,
-        "cuts": _cuts(options, clusters, order, ranks),
-    }
+    microbatches = options.microbatches // options.replicas
+    cuts = _cuts(options, clusters, order, ranks)
+    optimizer, replicas, limit = options.optimizer, options.replicas, options.memory_limit
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
-        make = functools.partial(adopted, options.plan, clusters, **both)
+        make = functools.partial(
+            adopted,
+            options.plan,
+            clusters,
+            microbatches=microbatches,
+            memory_limit=machine.memory if limit is None else limit,
+            curves=lambda plan: curves_of(clusters, plan, optimizer, replicas, owners, passes),
+            ranks=ranks,
+            owners=owners,
+            cuts=cuts,
+        )
     else:
         make = functools.partial(
             make_plan,
             clusters,
-            **both,
-            **more,
+            machine=machine,
+            microbatches=microbatches,
+            stages=options.stages,
+            ranks=ranks,
             schedule=order,
-            stages=options.stages or _stages(options, order, ranks),
+            cuts=cuts,
+            memory_limit=limit,
+            network=network,
+            optimizer=optimizer,
+            replicas=replicas,
             search_seconds=None if options.search_work else options.search_seconds,
             search_work=options.search_work,
             jobs=options.jobs,
+            owners=owners,
+            progress=progress,
             recompute=options.recompute,
+            passes=passes,
         )
     return _decided(make, world) if world else make()
-
-
-def _stages(options: Options, order: Scheduling, ranks: int | None) -> int | None:
-    """A stage a rank, where neither cuts nor schedule say how many."""
-    said = options.split_at or options.partition is not None
-    return None if said or order == "search" or isinstance(order, Schedule) else ranks
 
 
 def _cuts(

@@ -14,6 +14,7 @@ from pfeife.compilers import compiler_name
 from pfeife.data import plain
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
+from pfeife.ir.digest import fingerprint
 from pfeife.ir.program import Program
 from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
@@ -119,16 +120,22 @@ def _guarded(level: str, one: Pass) -> Pass:
     name = pass_name(one)
 
     def run(program: Program) -> Program:
+        before = fingerprint(program)
         try:
             result = one(program)
         except Exception as error:
             error.add_note(f"in the pass {name} of the option passes, on the program of {level}")
             raise
         where = f"option passes: {name}, on the program of {level}:"
+        if fingerprint(program) != before:
+            raise ValueError(
+                f"{where} it edited the program that it was given; a pass edits a copy, such as "
+                "fx.GraphModule(program.module, copy.deepcopy(program.module.graph))"
+            )
         if not isinstance(result, Program):
             raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
         try:
-            settle(verify(result))
+            result = settle(verify(result))
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if (program.inputs, program.outputs) != (result.inputs, result.outputs):

@@ -1,4 +1,4 @@
-"""Which program this is, in a short text: what a plan must find as it was."""
+"""Which program this is, in a text: what a plan must find as it was, and what a pass must leave."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,6 +19,14 @@ def program_digest(program: Program) -> str:
     """
     text = "\n".join([*_ports(program), *_forwards(program)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def fingerprint(program: Program) -> str:
+    """The text of a program and of every body it calls, and of its ports, calls, reductions."""
+    bodies = [str(program.body(call).graph) for call in program.calls]
+    rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
+    counts = [str(count) for count in program.counts]
+    return "\n".join([str(program.module.graph), *bodies, *counts, *map(str, rest)])
 
 
 def _ports(program: Program) -> Iterator[str]:

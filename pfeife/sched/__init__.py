@@ -3,19 +3,20 @@
 `planner` is the door, `by_family` and `joint` decide cuts and schedule together; read these first,
 then `families/` (schedules by a formula), `cutting/` (where to cut), `search/` (schedules that are
 looked for). `following` cuts a program where another one has its state, `given` checks a plan that
-somebody brings. The names below are what most people need; the folders have the rest.
+somebody brings, `simulation` runs a schedule in simulated time. The names below are
+what most people need; the folders have the rest.
 """
 
 from pfeife.lowering.critical import critical_path
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.problem import Problem
-from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import cutting, families, search
 from pfeife.sched.families import POLICIES, policy
 from pfeife.sched.planner import choose_microbatches, plan
 from pfeife.sched.search import lower_bound, search_schedule
+from pfeife.sched.simulation import simulate
 
 __all__ = [
     "POLICIES",

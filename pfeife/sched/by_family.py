@@ -2,8 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -14,11 +13,11 @@ from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
-from pfeife.sched.cutting.cuts import balanced, cheap_to_recompute
+from pfeife.sched.cutting.account import Account, with_left_out
+from pfeife.sched.cutting.balanced import balanced
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
-from pfeife.sched.cutting.stages import stage_problem
-from pfeife.sched.cutting.workload import workload_of
+from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
 from pfeife.sched.search.bound import lower_bound
@@ -29,52 +28,49 @@ Scheduling = str | Family | Schedule | Callable[[Problem], Schedule]
 
 def of_family(
     program: Program,
+    account: Account,
     schedule: Scheduling,
     constraints: Constraints,
-    owned: Collection[str],
     recompute: RecomputePolicy | None,
     again: Callable[[Plan, RecomputePolicy], Plan],
 ) -> Plan:
-    """The plan with a family's schedule; its cuts keep to the memory by rough figures. `again` puts
-    in what is recomputed."""
+    """The plan with a family's schedule; its cuts keep to the memory by the program's `account`.
+    `again` puts in what is recomputed."""
     trained = bool(program.ports(Role.TANGENT))
-    count = constraints.cuts[-1] + 1 if constraints.cuts else constraints.stages or 1
+    count, m = constraints.count, constraints.microbatches
     family = family_of(schedule) or policy("1f1b")  # a function of a problem needs cuts before
     placed = constraints.placement or _placed(family, count, constraints.ranks)
-    made = (family if trained else forward_only)(count, constraints.microbatches, placed)
-    _refuse_other(f"the family {family}", made, placed, constraints.microbatches)
+    made = (family if trained else forward_only)(count, m, placed)
+    _refuse_other(f"the family {family}", made, placed, m)
     order = _over(made, constraints.ranks)
-    duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    work = workload_of(program, duplicated, constraints.optimizer)
-    work = attrs.evolve(work, left_out=constraints.left_out)
     stage_of = constraints.cuts or balanced(
-        work,
+        account,
         placed,
         machine=constraints.machine,
         in_flight=(0,) * count if saved_is_open(recompute) else in_flight(order),
-        microbatches=constraints.microbatches,
+        microbatches=m,
         memory_limit=constraints.memory_limit,
+        left_out=constraints.left_out,
     )
-    pose = partial(
-        stage_problem,
-        work,
+    problem = stage_problem(
+        account,
         stage_of,
         placed,
-        constraints.microbatches,
+        m,
         machine=constraints.machine,
         network=constraints.network,
     )
-    problem = pose()
     if trained and callable(schedule) and not isinstance(schedule, Family):
-        whole = pose(memory_limit=constraints.memory_limit)
-        order = _over(_asked(schedule, whole), constraints.ranks)
+        always = with_left_out(account.always(stage_of, placed, m), constraints.left_out)
+        limited = attrs.evolve(problem, memory=room_for(constraints.memory_limit, always))
+        order = _over(_asked(schedule, limited), constraints.ranks)
     if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
         raise ValueError(
             "the schedule has backwards in two parts, and those of the program are whole: apply "
             "split_backward() to it first (the backend does so for a Family with splits=True)"
         )
     lowered = insert_actions(verify_schedule(order), transfers(problem))
-    plan = Plan(stage_of, order, duplicated)
+    plan = Plan(stage_of, order, account.work.duplicated)
     if recompute is not None:
         plan = again(plan, recompute)
         problem = _slower(problem, plan.recompute)

@@ -1,32 +1,27 @@
 """Plans that were made before, or by hand, for the program at hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
-from pfeife.data.machine import Machine
-from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Do
+from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Program, Role, holders
-from pfeife.passes.compose import Passes
-from pfeife.sched.cutting.room import curves_of, refusal
+from pfeife.sched.cutting.room import refusal
 
 
 def adopted(
     plan: Plan,
     program: Program,
     *,
-    machine: Machine,
     microbatches: int,
+    memory_limit: int,
+    curves: Callable[[Plan], Iterable[MemoryCurve]],
     ranks: int | None = None,
-    memory_limit: int | None = None,
-    optimizer: Optimizer | None = None,
-    replicas: int = 1,
     owners: Mapping[str, frozenset[int]] | None = None,
     cuts: Sequence[int] | None = None,
-    passes: Passes | None = None,
 ) -> Plan:
     """A given plan as that of a program of clusters that trains; for fewer microbatches than its
     own, with the first of its schedule's.
@@ -36,8 +31,8 @@ def adopted(
     need not say for which program it is). Raises ValueError, with both figures, if clusters, ranks
     or microbatches are others; if the plan names values that are not there; if its cuts are not the
     `cuts` by hand, or its ranks not the `owners` of what is trained already; if the loss is outside
-    and its backwards do not come last; or if a rank would need more than `memory_limit` bytes (the
-    machine's memory unless given).
+    and its backwards do not come last; or if a rank would need more than `memory_limit` bytes, by
+    the plan's `curves` (see `curves_of`).
     """
     _check_program(plan, program)
     found, each = len(plan.schedule.ranks), plan.schedule.microbatches
@@ -59,12 +54,10 @@ def adopted(
             "option plan: with the loss outside, gradients arrive when all forwards are done; this "
             "plan's schedule has backwards before them (its family could be 'gpipe')"
         )
-    limit = machine.memory if memory_limit is None else memory_limit
     first = plan if microbatches == each else _of_first(plan, microbatches)
-    curves = curves_of(program, first, optimizer, replicas, owners, passes)
-    worst = max(curves, key=lambda curve: curve.peak)
-    if worst.peak > limit:
-        raise ValueError(refusal(worst, f"option plan: a limit of {limit} bytes a rank"))
+    worst = max(curves(first), key=lambda curve: curve.peak)
+    if worst.peak > memory_limit:
+        raise ValueError(refusal(worst, f"option plan: a limit of {memory_limit} bytes a rank"))
     return first
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -14,22 +14,19 @@ from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
 from pfeife.lowering.problem import fits, makespan
 from pfeife.passes import join_backward
-from pfeife.sched.cutting.account import held, units_of
-from pfeife.sched.cutting.cuts import Clusters, cheap_to_recompute, clusters_of
+from pfeife.sched.cutting.account import Account, units_of
+from pfeife.sched.cutting.balanced import clusters_of
+from pfeife.sched.cutting.borders import borders, stages_from
 from pfeife.sched.cutting.layouts import (
     Constraints,
     Layout,
-    Loads,
     layout_of,
     layouts_for,
     lighter,
     short_of_memory,
-    stages_from,
-    starts_stage,
 )
 from pfeife.sched.cutting.recompute_choice import recompute_options
 from pfeife.sched.cutting.room import NoRoom
-from pfeife.sched.cutting.workload import Workload, workload_of
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.budget import WORK_PER_SECOND, Budget
 from pfeife.sched.search.search import search_within
@@ -40,13 +37,13 @@ _JUDGED = 20  # operations looked at, per operation of a schedule whose makespan
 
 def search_plan(
     program: Program,
+    account: Account,
     constraints: Constraints,
     *,
     search_seconds: float | None = None,
     search_work: int | None = None,
     seed: int = 0,
     jobs: int = 1,
-    owned: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
@@ -56,20 +53,17 @@ def search_plan(
     assigned in turn and folded (V), with cuts that balance the ranks' loads; where memory is short
     also with as little recomputed as makes room. Then borders move under the schedule that was
     found, and it is searched once more. `jobs` searches with seeds of their own run side by side.
-    The program is fused and annotated; if it is split into input- and weight-backwards, the
-    schedules are too. What is `owned` on some ranks is read there alone. Raises NoRoom if nothing
-    fits into the memory, with the figures of what comes nearest.
+    The program, whose `account` it is, is fused and annotated; if it is split into input- and
+    weight-backwards, the schedules are too. Raises NoRoom if nothing fits into the memory, with the
+    figures of what comes nearest.
     """
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
     budget = Budget.of(search_seconds, search_work)
     budget.tick = _ticks(budget, progress)
-    duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    work = workload_of(program, duplicated, constraints.optimizer)
-    work = attrs.evolve(work, left_out=constraints.left_out)
+    duplicated = account.work.duplicated
     found = search_workload(
-        work,
-        clusters_of(work),
+        account,
         constraints,
         budget,
         seed=seed,
@@ -96,8 +90,7 @@ def _options(
 
 
 def search_workload(
-    work: Workload,
-    clusters: Clusters,
+    account: Account,
     constraints: Constraints,
     budget: Budget,
     *,
@@ -107,16 +100,16 @@ def search_workload(
 ) -> Plan:
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
     fastest option to the one that keeps least) where memory is short."""
-    layouts = layouts_for(work, clusters, constraints)
+    layouts = layouts_for(account, constraints)
     if options is not None and any(short_of_memory(layout, constraints) for layout in layouts):
-        layouts += lighter(layouts, constraints, options())
+        layouts += lighter(account, layouts, constraints, options())
     roomy = [layout for layout in layouts if layout.shortage <= 0]
     if not roomy:
         raise _refusal(layouts, constraints)
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
     problems = [layout.problem for layout in roomy]
     at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
-    layout, schedule = _moved(clusters, constraints, roomy[at], found.schedule, budget.part(0.5))
+    layout, schedule = _moved(account, constraints, roomy[at], found.schedule, budget.part(0.5))
     interrupted, bound = found.interrupted, None
     if found.gap > 1e-6 and not budget.over():
         _, again = search_within(
@@ -131,33 +124,33 @@ def search_workload(
         stage_seconds=tuple(stage.seconds for stage in layout.problem.stages),
         step_seconds=seconds,
         bound_seconds=min(lower_bound(layout.problem) if bound is None else bound, seconds),
-        recompute=_recompute(layout),
+        recompute=_recompute(account, layout),
         interrupted=interrupted,
     )
 
 
-def _recompute(layout: Layout) -> tuple[RecomputeOption, ...]:
+def _recompute(account: Account, layout: Layout) -> tuple[RecomputeOption, ...]:
     """What the stages recompute, all that their clusters do; empty if none does."""
-    if not layout.work.recompute:
+    relief = layout.relief
+    if not relief.options:
         return ()
     found = []
-    work = layout.work
     for units in units_of(layout.stage_of, len(layout.problem.stages)):
-        mine = [work.recompute[unit] for unit in units if unit in work.recompute]
-        less = sum(work.relieved.get(unit, 0) for unit in units)
+        mine = [relief.options[unit] for unit in units if unit in relief.options]
         names = tuple(name for option in mine for name in option.names)
         extra = sum(option.extra_seconds for option in mine)
-        found.append(RecomputeOption(max(held(work, units).late - less, 0), extra, names))
+        saved = max(account.held(units).late - relief.of(units), 0)
+        found.append(RecomputeOption(saved, extra, names))
     return tuple(found)
 
 
 def _moved(
-    clusters: Clusters, constraints: Constraints, layout: Layout, schedule: Schedule, budget: Budget
+    account: Account, constraints: Constraints, layout: Layout, schedule: Schedule, budget: Budget
 ) -> tuple[Layout, Schedule]:
     """Cuts moved border by border as long as the same schedule becomes shorter by it."""
-    best, units = makespan(layout.problem, schedule), len(clusters.seconds)
-    starts = [unit for unit in range(1, units) if starts_stage(layout.stage_of, unit)]
-    loads = Loads(clusters, layout.problem.stage_ranks, constraints.machine)
+    best, units = makespan(layout.problem, schedule), account.work.units
+    starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
+    clusters = clusters_of(account.work)
     each = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None
     while moved:
@@ -166,13 +159,12 @@ def _moved(
             if budget.left < each or budget.over(each):
                 return layout, schedule
             tried = [s + step if index == at else s for index, s in enumerate(starts)]
-            if not loads.allowed(tried):
+            if not clusters.allowed(tried):
                 continue
             budget.spend(each)
-            other = layout_of(
-                layout.work, constraints, stages_from(tried, units), layout.problem.stage_ranks
-            )
-            if fits(other.problem, schedule):
+            cut = stages_from(tried, units)
+            other = layout_of(account, constraints, cut, placement, layout.relief)
+            if other.shortage <= 0 and fits(other.problem, schedule):
                 seconds = makespan(other.problem, schedule)
                 if seconds < best * (1 - 1e-9):
                     layout, best, starts, moved = other, seconds, tried, True
@@ -183,7 +175,7 @@ def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> NoRoom:
     best = min(layouts, key=lambda layout: layout.shortage)
     return NoRoom(
         f"no cut fits {constraints.memory_limit} bytes a rank on {constraints.ranks} ranks: the "
-        f"best lacks {best.shortage} bytes for one microbatch on its worst rank; use more "
-        "ranks, smaller microbatches, or a larger limit",
+        f"best lacks {math.ceil(best.shortage)} bytes for one microbatch on its worst rank; use "
+        "more ranks, smaller microbatches, or a larger limit",
         best.shortage,
     )

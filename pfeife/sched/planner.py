@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,17 @@ from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Program, Role
+from pfeife.ir.program import Kind, Program, Role
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
 from pfeife.sched.by_family import Scheduling, family_of, of_family, saved_is_open
+from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.cuts import marked
+from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
-from pfeife.sched.cutting.stages import always_of, counted
+from pfeife.sched.cutting.stages import bytes_of
 from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.families.family import Family
 from pfeife.sched.following import follow
@@ -68,12 +70,12 @@ def plan(
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are the
     `stage_boundary` markers in the model; without those they minimise the seconds of the slowest
-    stage. There are as many ranks as stages unless `ranks` says otherwise; more stages than ranks
-    are assigned to them in turn. `placement` has the ranks of the stages where they are given. With
-    `owners`, the ranks that hold some of the state, stages, cuts and placement are those of
-    `follow`, and a family that is not for such a placement gives way to 1F1B, which is for any. A
-    measured `network` takes the place of the machine's figures for links. A search calls `progress`
-    with how many of its seconds are over.
+    stage. There are as many ranks as stages, and stages as ranks, where one of them is not given;
+    more stages than ranks are assigned to them in turn. `placement` has the ranks of the stages
+    where they are given. With `owners`, the ranks that hold some of the state, stages, cuts and
+    placement are those of `follow`, and a family that is not for such a placement gives way to
+    1F1B, which is for any. A measured `network` takes the place of the machine's figures for links.
+    A search calls `progress` with how many of its seconds are over.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -95,7 +97,6 @@ def plan(
     >>> found.stage_of_cluster, found.stage_ranks
     ((0, 1), (0, 1))
     """
-    machine = network.seen_by(machine) if network else machine
     check_recomputed(schedule, recompute)
     trained = bool(program.ports(Role.TANGENT))
     if owners:
@@ -105,53 +106,68 @@ def plan(
         ranks = ranks or len(schedule.ranks)
         stages = stages or (None if cuts else schedule.stages)
     by_hand = _cuts_by_hand(program, cuts, stages)
-    count = by_hand[-1] + 1 if by_hand else stages or 1
+    if placement:
+        ranks = ranks or 1 + max(placement)
+        stages = stages or (None if by_hand else len(placement))
+    count = 1 + max(by_hand) if by_hand else stages or ranks or 1
+    constraints = Constraints(
+        machine=network.seen_by(machine) if network else machine,
+        microbatches=microbatches,
+        ranks=ranks or count,
+        memory_limit=machine.memory if memory_limit is None else memory_limit,
+        network=network,
+        optimizer=optimizer,
+        stages=stages,
+        cuts=by_hand,
+        placement=tuple(placement) if placement else None,
+    )
+    _check_placement(constraints, schedule)
+    if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
+        schedule, recompute = "1f1b", "auto"
+    account = _account(program, constraints, owners or ())
+    _check_order(account, by_hand)
     asked = _Asked(
-        program,
-        Constraints(
-            machine,
-            microbatches,
-            ranks or count,
-            machine.memory if memory_limit is None else memory_limit,
-            network,
-            optimizer,
-            stages,
-            by_hand,
-            tuple(placement[:count]) if placement else None,
-        ),
-        schedule,
-        recompute if trained else None,
-        owners or {},
-        partial(
+        program=program,
+        account=account,
+        constraints=constraints,
+        schedule=schedule,
+        recompute=recompute if trained else None,
+        curves=partial(
             curves_of, program, optimizer=optimizer, replicas=replicas, owners=owners, more=passes
         ),
-        partial(search_plan, program, seed=seed, jobs=jobs, owned=owners or (), progress=progress),
-        search_seconds,
-        search_work,
+        search=partial(search_plan, program, seed=seed, jobs=jobs, progress=progress),
+        search_seconds=search_seconds,
+        search_work=search_work,
     )
-    limit = asked.constraints.memory_limit
+    limit = constraints.memory_limit
     limited_by = f"memory_limit={limit}"
     if memory_limit is None:
         limited_by = f"the {limit} bytes of machine {machine.name}"
     # Every rank is given the whole batch, whatever the plan.
     batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
-    known = (batch,) * asked.constraints.ranks
-    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.counted, known)
+    known = (batch,) * constraints.ranks
+    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.bytes_of, known)
     return attrs.evolve(found, program=program_digest(program))
+
+
+def _account(program: Program, constraints: Constraints, owned: Collection[str]) -> Account:
+    """The sums of a program; what is `owned` on some ranks is read there alone."""
+    duplicated = cheap_to_recompute(program, constraints.machine, owned)
+    return Account(workload_of(program, duplicated, constraints.optimizer))
 
 
 @attrs.frozen
 class _Asked:
     """A plan that is asked for: what stays the same when it is made again with less memory.
 
-    `search` makes one within constraints and a budget.
+    `search` makes one of an account, within constraints and a budget.
     """
 
     program: Program
+    account: Account
     constraints: Constraints
     schedule: Scheduling
     recompute: RecomputePolicy | None
-    owners: Mapping[str, frozenset[int]]
     curves: Callable[[Plan], tuple[MemoryCurve, ...]]
     search: Callable[..., Plan]
     search_seconds: float | None
@@ -160,23 +176,23 @@ class _Asked:
     @property
     def searches(self) -> bool:
         """Whether there is something to search."""
-        trained = bool(self.program.ports(Role.TANGENT))
-        return self.schedule == "search" and trained and self.constraints.ranks > 1
+        return self.schedule == "search" and bool(self.program.ports(Role.TANGENT))
 
-    def make(self, left_out: tuple[int, ...], tries: int) -> Plan:
-        """A plan where so many bytes of every rank are in no sum. All tries but the first search a
-        quarter as long; the first one of a family keeps to no limit, since it may well fit."""
+    def make(self, left_out: tuple[int, ...], again: bool) -> Plan:
+        """A plan where so many bytes of every rank are in no sum. A search that is made again is a
+        quarter as long; the first plan of a family keeps to no limit, since it may well fit."""
         less = attrs.evolve(self.constraints, left_out=left_out)
         if not self.searches:
-            if not tries and isinstance(self.schedule, str | Family | Schedule):
+            if not again and isinstance(self.schedule, str | Family | Schedule):
                 less = attrs.evolve(less, memory_limit=math.inf)
-            again = self.recomputed
-            return of_family(self.program, self.schedule, less, self.owners, self.recompute, again)
+            how = self.recompute
+            return of_family(self.program, self.account, self.schedule, less, how, self.recomputed)
         seconds, work = self.search_seconds, self.search_work
         return self.search(
+            self.account,
             less,
-            search_seconds=seconds and (seconds / 4 if tries else seconds),
-            search_work=work and (max(1, work // 4) if tries else work),
+            search_seconds=seconds and (seconds / 4 if again else seconds),
+            search_work=work and (max(1, work // 4) if again else work),
         )
 
     def recomputed(self, plan: Plan, how: RecomputePolicy) -> Plan:
@@ -186,12 +202,46 @@ class _Asked:
             plan, self.program, how, machine=machine, limit=limit, curves=self.curves
         )
 
-    def counted(self, plan: Plan) -> list[int]:
+    def bytes_of(self, plan: Plan) -> list[int]:
         """Bytes of every rank, as the sums have them by which the plan was made."""
-        work = workload_of(self.program, plan.duplicated, self.constraints.optimizer)
         if saved_is_open(self.recompute) and not self.searches:
-            return always_of(work, plan)
-        return counted(work, plan, self.constraints.machine)
+            m = plan.schedule.microbatches
+            return self.account.always(plan.stage_of_cluster, plan.stage_ranks, m)
+        return bytes_of(self.account, plan, self.constraints.machine)
+
+
+def _check_order(account: Account, stage_of: Sequence[int] | None) -> None:
+    """Raises ValueError for cuts by hand by which a stage reads of a later one."""
+    if stage_of is None:
+        return
+    for flow in account.work.flows:
+        for unit, kind in flow.readers:
+            if flow.kind == kind == Kind.FORWARD and stage_of[unit] < stage_of[flow.unit]:
+                raise ValueError(
+                    f"cuts {list(stage_of)}: cluster {unit} in stage {stage_of[unit]} reads what "
+                    f"cluster {flow.unit} in stage {stage_of[flow.unit]} makes, which is a later "
+                    "stage"
+                )
+
+
+def _check_placement(constraints: Constraints, schedule: Scheduling) -> None:
+    """Raises ValueError for ranks of stages that are not those that there are."""
+    placement, ranks = constraints.placement, constraints.ranks
+    if placement is None:
+        return
+    if len(placement) != constraints.count:
+        raise ValueError(
+            f"placement={list(placement)} has the ranks of {len(placement)} stages, and there are "
+            f"{constraints.count}"
+        )
+    if any(rank not in range(ranks) for rank in placement):
+        raise ValueError(f"placement={list(placement)}: the ranks are 0 to {ranks - 1}")
+    idle = sorted(set(range(ranks)) - set(placement))
+    if schedule == "search" and idle:
+        raise ValueError(
+            f"placement={list(placement)}: ranks {idle} have no stage, and a search gives every "
+            "rank something to do; start fewer processes, or name a family"
+        )
 
 
 def check_recomputed(schedule: Scheduling, recompute: RecomputePolicy | None) -> None:
@@ -233,7 +283,12 @@ def choose_microbatches(
             refused.append(error)
     if not found:
         raise refused[0] if refused else ValueError("no programs to choose from")
-    best = min(found, key=lambda count: found[count].step_seconds or 0.0)
+
+    def seconds(count: int) -> float:
+        known = found[count].step_seconds
+        return math.inf if known is None else known
+
+    best = min(found, key=seconds)
     return best, found[best]
 
 
@@ -245,8 +300,15 @@ def _cuts_by_hand(
         return None
     if len(found) != program.units:
         raise ValueError(f"cuts for {len(found)} clusters, the program has {program.units}")
-    if stages not in (None, found[-1] + 1):
-        raise ValueError(f"stages={stages}, but the cuts by hand make {found[-1] + 1} stages")
+    count = 1 + max(found)
+    if set(found) != set(range(count)):
+        missing = sorted(set(range(count)) - set(found)) or sorted(set(found) - set(range(count)))
+        raise ValueError(
+            f"cuts {list(found)}: stages are 0 to the last one, and each has a cluster; look at "
+            f"{missing}"
+        )
+    if stages not in (None, count):
+        raise ValueError(f"stages={stages}, but the cuts by hand make {count} stages")
     return found
 
 

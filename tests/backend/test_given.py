@@ -368,6 +368,14 @@ def test_what_a_pass_edits_is_settled():
     assert torch.equal(step(x), pfeife.compile(one.step, microbatches=4)(x))
 
 
+def in_place(program: pfeife.Program) -> pfeife.Program:
+    for node in program.module.graph.nodes:
+        if node.target is torch.ops.aten.pow.Tensor_Scalar:
+            node.args = (node.args[0], 4)
+    program.module.recompile()
+    return program
+
+
 def strange(program: pfeife.Program) -> pfeife.Program:
     module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
     with module.graph.inserting_before(next(iter(reversed(module.graph.nodes)))):
@@ -401,6 +409,7 @@ def failing(program: pfeife.Program) -> pfeife.Program:
         ({"flat": ["fuse"]}, "option passes: 'flat' has .*must be a list of functions"),
         ({"flat": [without_a_result]}, r"without_a_result, on the program of flat: it has changed"),
         ({"flat": [strange]}, r"strange, .*mm.* has no meta\['val'\], and it cannot be told from"),
+        ({"flat": [in_place]}, "in_place, on the program of flat: it edited .*edits a copy"),
         ({"clusters": [unsound]}, "unsound, on the program of clusters: the program is not well"),
         ({"stages": [lambda program: None]}, "on the program of stages: it returned NoneType, not"),
     ],

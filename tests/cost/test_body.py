@@ -119,7 +119,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("compute", "peak", "results"), BODIES, ids=lambda x: str(x)[:24])
+@pytest.mark.parametrize(
+    ("compute", "peak", "results"), BODIES, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_bodies_by_hand(compute, peak, results):
     x = torch.randn(4, 8)
     body = traced(compute, x)

@@ -15,7 +15,7 @@ from pfeife.data.optimizers import optimizer_bytes
 from pfeife.ir.program import Role
 from pfeife.lowering.envelope import AHEAD
 from pfeife.sched.cutting import clusters_of, workload_of
-from pfeife.sched.cutting.account import held, units_of
+from pfeife.sched.cutting.account import Account, units_of
 
 POLICIES = {"gpipe": sched.families.gpipe, "1f1b": sched.families.one_f_one_b}
 
@@ -234,7 +234,7 @@ def test_what_the_planner_knows_of_memory():
     known, cuts = clusters_of(work), (3, 6)
     stages = [sum(cut <= unit for cut in cuts) for unit in range(program.units)]
     for units, stage in zip(units_of(stages, 3), stage_memory(staged("UNet", cuts)), strict=True):
-        found = held(work, units)
+        found = Account(work).held(units)
         assert found.state == 2 * stage.parameters, "as many bytes of gradients"
         assert found.late == stage.saved > 0
     plain, adam = (workload_of(program, optimizer=one).state for one in (None, "adamw"))

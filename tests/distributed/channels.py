@@ -86,8 +86,8 @@ def large_and_small_messages() -> None:
 
 @row(ranks=(2,))
 def many_steps() -> None:
-    """Nothing grows with the steps: tensors, file descriptors, threads. A message that comes early
-    may have a buffer more made once."""
+    """Nothing grows: tensors, file descriptors, threads. Gloo's thread may hold the tensors of the
+    last operation a moment longer than who waited for it."""
     pipeline, state, microbatches = interleaved()
 
     def resources() -> tuple[int, int, int]:
@@ -98,12 +98,13 @@ def many_steps() -> None:
     first = pipeline(state, microbatches)
     last = pipeline(state, microbatches)
     before = resources()
-    steps = 998 if WHOLE else 298
-    for _ in range(steps):
+    for _ in range(998 if WHOLE else 298):
         last = pipeline(state, microbatches)
-    after = resources()
-    grown = [now - then for now, then in zip(after, before, strict=True)]
-    assert max(grown) < steps / 20, (before, after)
+    after, end = resources(), time.monotonic() + 5
+    while any(now > then for now, then in zip(after, before, strict=True)):
+        assert time.monotonic() < end, (before, after)
+        time.sleep(0.05)
+        after = resources()
     assert torch.equal(first.loss, last.loss)
 
 
@@ -214,7 +215,7 @@ def a_world_that_has_failed_leaves_no_threads() -> None:
         world = join_world(torch.device("cpu"))
         world.gather(torch.zeros(1))
         with (
-            contextlib.suppress(RuntimeError, pfeife.PipelineError),
+            contextlib.suppress(RuntimeError),
             world.busy(lambda: Doing("a test")),
         ):
             raise RuntimeError("a failure")

@@ -166,7 +166,7 @@ def test_small_values_of_a_message_travel_together():
         assert occupied(action.send(0)) == pytest.approx(0.5 + size * 0.0005)
         assert occupied(action.receive(0)) == pytest.approx(0.25 + size * 0.00025)
     problem = sched.cutting.stage_problem(
-        sched.cutting.workload_of(fused, plan.duplicated),
+        sched.cutting.Account(sched.cutting.workload_of(fused, plan.duplicated)),
         plan.stage_of_cluster,
         (0, 1),
         2,

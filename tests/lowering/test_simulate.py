@@ -1,6 +1,5 @@
 """Simulated steps: by hand, and by what must come before what."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import flow, lowered, placed, unit
@@ -23,11 +22,6 @@ def test_every_placement_runs(order):
     assert len(timeline.events) == sum(map(len, full.ranks))
     for rank, actions in enumerate(full.ranks):
         assert [e.action for e in timeline.events if e.rank == rank] == list(actions)
-
-
-def test_a_schedule_without_messages_is_warned_of():
-    with pytest.warns(UserWarning, match="no sends and receives, so that no rank waits"):
-        simulate(gpipe(2, 2), unit)
 
 
 @settings(max_examples=100)

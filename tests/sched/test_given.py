@@ -7,12 +7,20 @@ from small import CORE, clusters
 
 import pfeife
 from pfeife import sched
+from pfeife.sched.cutting.room import curves_of
 
 
 def test_a_plan_keeps_to_where_state_is_trained():
     program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
     first = program.ports(pfeife.Role.PARAMETER)[0].fqn
-    adopt = functools.partial(sched.given.adopted, plan, program, machine=CORE, microbatches=4)
+    adopt = functools.partial(
+        sched.given.adopted,
+        plan,
+        program,
+        microbatches=4,
+        memory_limit=CORE.memory,
+        curves=functools.partial(curves_of, program),
+    )
     assert adopt(owners={first: frozenset({0, 1})}) == plan
     with pytest.raises(ValueError, match=rf"{first} on ranks \[0\], .* it on ranks \[1\]"):
         adopt(owners={first: frozenset({1})})

@@ -15,10 +15,10 @@ from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.body import Storage
 from pfeife.ir.program import Kind
-from pfeife.lowering.problem import fits, makespan
-from pfeife.sched.cutting.cuts import Clusters
+from pfeife.lowering.problem import Problem, fits, makespan
+from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints
-from pfeife.sched.cutting.stages import least_of, stage_problem
+from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.cutting.workload import Flow, Workload, workload_of
 from pfeife.sched.families.orders import folded, looped
 from pfeife.sched.families.policies import POLICIES
@@ -50,17 +50,20 @@ def workloads(draw, largest: int = 6) -> Workload:
         if unit + 1 < units:
             flows.append(flow(1, unit, Kind.FORWARD, (unit + 1, Kind.FORWARD)))
             flows.append(flow(1, unit + 1, Kind.INPUT_BACKWARD, (unit, Kind.INPUT_BACKWARD)))
-    parameters = tuple((draw(st.integers(0, 5)), frozenset({unit})) for unit in range(units))
+    sizes = tuple(draw(st.integers(0, 5)) for _ in range(units))
+    parameters = tuple((size, frozenset({unit})) for unit, size in enumerate(sizes))
     temporaries = tuple(draw(st.integers(0, 3)) for _ in range(units))
     nothing = (0,) * units
     needed = dict.fromkeys(per_unit, temporaries)
-    made = dict.fromkeys(per_unit, nothing)
-    return Workload(per_unit, parameters, nothing, tuple(flows), made, needed)
+    made = {**dict.fromkeys(per_unit, nothing), Kind.WEIGHT_BACKWARD: sizes}
+    return Workload(per_unit, parameters, sizes, tuple(flows), made, needed)
 
 
-def clusters(work: Workload) -> Clusters:
-    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
-    return Clusters(seconds, (1,) * work.units)
+def limited(work: Workload, cut, placement, microbatches: int, limit: int) -> Problem:
+    """The problem of a cut, with what a limit leaves for activations."""
+    account = Account(work)
+    memory = room_for(limit, account.always(cut, placement, microbatches))
+    return stage_problem(account, cut, placement, microbatches, machine=CORE, memory=memory)
 
 
 @given(work=workloads(), limit=st.integers(5, 60), ranks=st.integers(1, 3), count=st.integers(1, 3))
@@ -76,18 +79,16 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
         for starts in itertools.combinations(range(1, units), stages - 1):
             cut = tuple(sum(start <= unit for start in starts) for unit in range(units))
             for stage_ranks in {looped(stages, ranks), folded(stages, ranks)}:
-                one = stage_problem(work, cut, stage_ranks, count, machine=CORE, memory_limit=limit)
+                one = limited(work, cut, stage_ranks, count, limit)
                 room = one.memory or ()
                 possible |= all(one.smallest_memory(r) <= room[r] for r in range(ranks))
     if not possible:
         with pytest.raises(ValueError, match="bytes for one microbatch on its worst rank"):
-            search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
+            search_workload(Account(work), constraints, Budget.of(None, 200_000))
         return
-    plan = search_workload(work, clusters(work), constraints, Budget.of(0.05, None))
+    plan = search_workload(Account(work), constraints, Budget.of(None, 200_000))
     stage_ranks = plan.stage_ranks
-    problem = stage_problem(
-        work, plan.stage_of_cluster, stage_ranks, count, machine=CORE, memory_limit=limit
-    )
+    problem = limited(work, plan.stage_of_cluster, stage_ranks, count, limit)
     assert fits(problem, plan.schedule)
     assert sched.verify_schedule(plan.schedule, problem=problem)
     assert plan.step_seconds == pytest.approx(makespan(problem, plan.schedule))
@@ -97,12 +98,11 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
 @given(work=workloads(8), count=st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
 def test_no_family_is_better_on_its_cuts(work, count):
-    plan = search_workload(
-        work, clusters(work), Constraints(CORE, count, 2, 10**9), Budget.of(0.3, None)
-    )
+    account = Account(work)
+    plan = search_workload(account, Constraints(CORE, count, 2, 10**9), Budget.of(None, 500_000))
     units = work.units
     even = tuple(unit * 2 // units for unit in range(units))
-    problem = stage_problem(work, even, (0, 1), count, machine=CORE)
+    problem = stage_problem(account, even, (0, 1), count, machine=CORE)
     for name in ("gpipe", "1f1b", "zb-h1"):
         order = POLICIES[name](2, count, (0, 1))
         assert plan.step_seconds <= makespan(problem, order) * 1.0001
@@ -117,13 +117,13 @@ def test_stage_problems_add_up(name):
     work = workload_of(program)
     assert not work.splittable
     cut = tuple(unit * 3 // program.units for unit in range(program.units))
-    problem = stage_problem(work, cut, (0, 1, 0), 4, machine=CORE)
+    problem = stage_problem(Account(work), cut, (0, 1, 0), 4, machine=CORE)
     total = sum(call.seconds + call.accumulate_seconds for call in program.calls)
     assert sum(stage.seconds for stage in problem.stages) == pytest.approx(total)
     assert {(e.source, e.destination) for e in problem.edges} >= {(0, 1), (1, 2)}
     split = pfeife.split_backward()(program)
     split = pfeife.annotate(estimate(split, CORE))(split)
-    parts = stage_problem(workload_of(split), cut, (0, 1, 0), 4, machine=CORE)
+    parts = stage_problem(Account(workload_of(split)), cut, (0, 1, 0), 4, machine=CORE)
     for one, other in zip(problem.stages, parts.stages, strict=True):
         assert other.splittable and one.forward == pytest.approx(other.forward)
         assert other.backward == pytest.approx(one.backward, rel=0.2)
@@ -144,16 +144,16 @@ def test_the_limit_is_what_a_rank_has_for_everything():
     made = {Kind.FORWARD: (0, 0), Kind.BACKWARD: (30, 20)}
     temporaries = {Kind.FORWARD: (7, 8), Kind.BACKWARD: (1, 2)}
     work = Workload(seconds, state, (30, 20), flows, made, temporaries)
-    problem = stage_problem(work, (0, 1), (0, 1), 4, machine=CORE, memory_limit=1000)
+    problem = limited(work, (0, 1), (0, 1), 4, 1000)
     posted = 3 * 3  # one of the four messages is at hand
     assert problem.memory == (
         1000 - 30 - 30 - (30 + 1) - posted,
         1000 - 20 - 20 - (20 + 2) - posted,
     )
     assert [stage.saved for stage in problem.stages] == [5.0 + 3.0, 0.0], "what is sent is kept"
-    together = stage_problem(work, (0, 1), (0, 0), 4, machine=CORE, memory_limit=1000)
+    together = limited(work, (0, 1), (0, 0), 4, 1000)
     assert together.memory == (1000 - 30 - 50 - (30 + 1),)
-    least = least_of(work, (0, 1), (0, 0), 4)
+    least = Account(work).needed((0, 1), (0, 0), 4, (1, 1))
     assert least == [1000 - together.memory[0] + 5 + 3]
 
 
@@ -167,9 +167,9 @@ def test_a_storage_is_counted_once():
     )
     nothing = {Kind.FORWARD: (0, 0), Kind.BACKWARD: (0, 0)}
     work = Workload(nothing, (), (0, 0), flows, nothing, nothing)
-    apart = stage_problem(work, (0, 1), (0, 1), 4, machine=CORE)
+    apart = stage_problem(Account(work), (0, 1), (0, 1), 4, machine=CORE)
     assert [stage.saved for stage in apart.stages] == [8.0, 8.0]
-    together = stage_problem(work, (0, 0), (0,), 4, machine=CORE)
+    together = stage_problem(Account(work), (0, 0), (0,), 4, machine=CORE)
     assert [stage.saved for stage in together.stages] == [8.0]
 
 

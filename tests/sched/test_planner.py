@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import case
 from programs import CPU_CORE, annotated, fused
+from small import clusters
 from torch import nn
 
 import pfeife
@@ -17,6 +18,7 @@ from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
 from pfeife.sched import plan
 from pfeife.sched.cutting import split_at
+from pfeife.sched.cutting.room import curves_of
 
 
 @functools.cache
@@ -60,6 +62,53 @@ def test_plans_deal_stages_to_ranks():
     with pytest.raises(ValueError, match="stages=3, but the cuts by hand make 1 stages"):
         cuts = split_at(program(), {"layers.0": "begin"})
         plan(program(), machine=CPU_CORE, microbatches=3, stages=3, cuts=cuts)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"cuts": (0, 2, 1, 1)}, "cluster 2 in stage 1 reads what cluster 1 in stage 2 makes"),
+        ({"cuts": (0, 0, 2, 2)}, r"each has a cluster; look at \[1\]"),
+        ({"cuts": (-1, 0, 0, 1)}, r"stages are 0 to the last one, .* look at \[-1\]"),
+        ({"stages": 2, "placement": (1, 0, 7)}, "the ranks of 3 stages, and there are 2"),
+        ({"ranks": 2, "placement": (0, 5)}, r"placement=\[0, 5\]: the ranks are 0 to 1"),
+        ({"stages": 3, "placement": (0, 1)}, "the ranks of 2 stages, and there are 3"),
+        ({"cuts": (0, 0, 1, 1), "placement": (0,)}, "the ranks of 1 stages, and there are 2"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+def test_constraints_that_contradict_each_other(request_, words, schedule):
+    asked = functools.partial(
+        plan, clusters(), machine=CPU_CORE, microbatches=2, schedule=schedule, search_work=1000
+    )
+    with pytest.raises(ValueError, match=words):
+        asked(**request_)
+
+
+def test_a_rank_without_a_stage_is_for_families():
+    asked = functools.partial(
+        plan, clusters(), machine=CPU_CORE, microbatches=2, ranks=3, placement=(0, 1)
+    )
+    assert [len(actions) > 0 for actions in asked().schedule.ranks] == [True, True, False]
+    with pytest.raises(ValueError, match=r"ranks \[2\] have no stage"):
+        asked(schedule="search", search_work=1000)
+
+
+def test_stages_ranks_and_placements_say_each_other():
+    asked = functools.partial(plan, clusters(), machine=CPU_CORE, microbatches=2)
+    assert asked(ranks=3).stage_ranks == asked(stages=3).stage_ranks == (0, 1, 2)
+    assert asked(placement=(0, 1, 1)).stage_ranks == (0, 1, 1)
+
+
+def test_a_search_on_one_rank_recomputes_where_memory_is_short():
+    """There is nothing else to search; a limit that is wide changes nothing."""
+    program = annotated("GPT")
+    asked = functools.partial(plan, program, machine=CPU_CORE, microbatches=2, schedule="search")
+    wide = asked()
+    peak = max(curve.peak for curve in curves_of(program, wide))
+    tight = asked(memory_limit=peak - 1)
+    assert not wide.recompute and tight.recompute
+    assert max(curve.peak for curve in curves_of(program, tight)) < peak
 
 
 def test_plans_need_costs():

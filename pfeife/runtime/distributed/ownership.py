@@ -73,7 +73,7 @@ class Ownership:
         self.guard = Guard(self.known, self.foreign)
         self.gradients = Gradients(self.known, self.foreign.found)
 
-    def among(self, values: Iterable[Any]) -> bool:
+    def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
         return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
 

@@ -11,10 +11,11 @@ what is kept until it has surely arrived, the copies in which small values trave
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
+from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind
 from pfeife.lowering.envelope import window
 from pfeife.sched.cutting.workload import Flow, Workload
@@ -41,15 +42,71 @@ class Held:
     back: int
 
 
-def held(work: Workload, units: Iterable[int]) -> Held:
-    """Bytes of these clusters, which are counted once however often somebody asks."""
-    key = tuple(units)
-    if key not in work.counted:
-        growing = _Growing(work)
-        for unit in key:
-            growing.add(unit)
-        work.counted[key] = growing.held
-    return work.counted[key]
+@attrs.frozen
+class Relief:
+    """What clusters compute again in their backward, and how many bytes of a microbatch each saves
+    by it."""
+
+    options: Mapping[int, RecomputeOption] = attrs.Factory(dict)
+    bytes: Mapping[int, int] = attrs.Factory(dict)
+
+    def of(self, units: Iterable[int]) -> int:
+        """Bytes that clusters save."""
+        return sum(self.bytes.get(unit, 0) for unit in units)
+
+
+NO_RELIEF = Relief()
+
+
+class Account:
+    """The sums of a workload. What was counted of clusters that are together is kept, since a
+    planner asks for the same stages again and again."""
+
+    def __init__(self, work: Workload):
+        self.work = work
+        self._known: dict[tuple[int, ...], Held] = {}
+
+    def held(self, units: Iterable[int]) -> Held:
+        """Bytes of these clusters."""
+        key = tuple(units)
+        if key not in self._known:
+            growing = _Growing(self.work)
+            for unit in key:
+                growing.add(unit)
+            self._known[key] = growing.held
+        return self._known[key]
+
+    def always(
+        self, stage_of: Sequence[int], stage_ranks: Sequence[int], microbatches: int
+    ) -> list[int]:
+        """For every rank the bytes that it needs however few microbatches are in flight."""
+        units = units_of(stage_of, len(stage_ranks))
+        found = []
+        for rank in range(1 + max(stage_ranks)):
+            mine = [units[stage] for stage, at in enumerate(stage_ranks) if at == rank]
+            together = self.held(sorted(itertools.chain(*mine)))
+            most = max((self.held(stage).temporaries for stage in mine), default=0)
+            found.append(together.state + most + posted(together, len(mine), microbatches))
+        return found
+
+    def saved(self, units: Sequence[int], relief: Relief = NO_RELIEF) -> int:
+        """Bytes of a microbatch from a stage's forward to its backward."""
+        found, less = self.held(units), relief.of(units)
+        return max(found.saved - less, found.kept - less, 0)
+
+    def needed(
+        self,
+        stage_of: Sequence[int],
+        stage_ranks: Sequence[int],
+        microbatches: int,
+        in_flight: Sequence[int],
+    ) -> list[int]:
+        """For every rank the bytes with `in_flight[stage]` microbatches between the forward and the
+        backward of each of its stages."""
+        found = self.always(stage_of, stage_ranks, microbatches)
+        for stage, units in enumerate(units_of(stage_of, len(stage_ranks))):
+            found[stage_ranks[stage]] += in_flight[stage] * self.saved(units)
+        return found
 
 
 def held_from(work: Workload, first: int) -> Iterator[Held]:
@@ -132,21 +189,6 @@ class _Distinct:
         self.bytes += size * ((before + by > 0) - (before > 0))
 
 
-def all_the_time(
-    work: Workload, stage_of: Sequence[int], stage_ranks: Sequence[int], microbatches: int
-) -> list[int]:
-    """For every rank the bytes that it needs however few microbatches are in flight."""
-    units = units_of(stage_of, len(stage_ranks))
-    found = []
-    for rank in range(1 + max(stage_ranks)):
-        mine = [units[stage] for stage, at in enumerate(stage_ranks) if at == rank]
-        together = held(work, sorted(itertools.chain(*mine)))
-        most = max((held(work, stage).temporaries for stage in mine), default=0)
-        ahead = posted(together, len(mine), microbatches)
-        found.append(together.state + most + ahead + left_out(work, rank))
-    return found
-
-
 def posted(found: Held, stages: int, microbatches: int) -> int:
     """Bytes of the messages that have buffers before they arrive, as many for each microbatch as
     there are stages: as if forwards received of one rank alone, and backwards of another."""
@@ -154,16 +196,10 @@ def posted(found: Held, stages: int, microbatches: int) -> int:
     return sum(window([size // stages] * stages, microbatches) for size in sizes)
 
 
-def saved_by(work: Workload, units: Sequence[int]) -> int:
-    """Bytes of a microbatch from a stage's forward to its backward."""
-    found = held(work, units)
-    less = sum(work.relieved.get(unit, 0) for unit in units)
-    return max(found.saved - less, found.kept - less, 0)
-
-
-def left_out(work: Workload, rank: int) -> int:
-    """Bytes of a rank that are in no sum."""
-    return work.left_out[rank] if rank < len(work.left_out) else 0
+def with_left_out(figures: Iterable[int], left_out: Sequence[int]) -> list[int]:
+    """Bytes of ranks with those that are in no sum, of as many ranks as these are known of."""
+    less = dict(enumerate(left_out))
+    return [one + less.get(rank, 0) for rank, one in enumerate(figures)]
 
 
 def units_of(stage_of: Sequence[int], stages: int) -> list[list[int]]:

@@ -11,19 +11,19 @@ from pfeife.data.machine import Machine, Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
-from pfeife.sched.cutting.cuts import Clusters
-from pfeife.sched.cutting.stages import least_of, stage_problem
-from pfeife.sched.cutting.workload import Workload
+from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
+from pfeife.sched.cutting.balanced import Clusters, clusters_of, roomiest
+from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_from
+from pfeife.sched.cutting.recompute_choice import cheapest
+from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.families.orders import folded, looped
-
-_FEW = 4000  # cuts that are looked at one by one where memory is short
 
 
 @attrs.frozen
 class Constraints:
     """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank, the
     optimizer, stages if their number is given, cuts and the stages' ranks likewise, and what the
-    account of bytes leaves out of every rank (see `Workload`)."""
+    account of bytes leaves out of every rank (negative where it says too much)."""
 
     machine: Machine
     microbatches: int
@@ -36,81 +36,77 @@ class Constraints:
     placement: tuple[int, ...] | None = None
     left_out: tuple[int, ...] = ()
 
+    @property
+    def count(self) -> int:
+        """How many stages there are, or one a rank where that is left open."""
+        return 1 + max(self.cuts) if self.cuts else self.stages or self.ranks
+
 
 @attrs.frozen
 class Layout:
-    """Cuts and placement, and the problem that they make; `shortage` are the bytes that the worst
-    rank lacks for one microbatch (none if it has more than that)."""
+    """Cuts and placement, what is recomputed, and the problem that they make; `shortage` are the
+    bytes that the worst rank lacks for one microbatch (negative if it has more than that)."""
 
     stage_of: tuple[int, ...]
     problem: Problem
-    work: Workload
+    relief: Relief
     shortage: float
 
 
-def starts_stage(stage_of: Sequence[int], unit: int) -> bool:
-    """Whether a stage starts with a cluster that is not the first."""
-    return stage_of[unit] != stage_of[unit - 1]
-
-
-def layouts_for(work: Workload, clusters: Clusters, constraints: Constraints) -> list[Layout]:
+def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
     """Layouts worth a search; where none has room for a microbatch, also the roomiest ones.
 
     Raises ValueError if there are fewer clusters than stages.
     """
+    clusters, units = clusters_of(account.work), account.work.units
     found: dict[tuple, Layout] = {}
-    for placement in _placements(len(clusters.seconds), constraints):
-        for cut in _cuts(work, clusters, constraints, placement):
+    for placement in _placements(units, constraints):
+        for cut in _cuts(clusters, constraints, placement):
             if (cut, placement) not in found:
-                found[cut, placement] = layout_of(work, constraints, cut, placement)
+                found[cut, placement] = layout_of(account, constraints, cut, placement)
     if not found:
-        count = constraints.stages or constraints.ranks
         raise ValueError(
-            f"{count} stages on {constraints.ranks} ranks, but the program has only "
-            f"{len(clusters.seconds)} clusters to cut between"
+            f"{constraints.count} stages on {constraints.ranks} ranks, but the program has only "
+            f"{units} clusters to cut between"
         )
-    if all(layout.shortage > 0 for layout in found.values()):
-        for placement in _placements(len(clusters.seconds), constraints):
-            for cut in _roomiest(work, clusters, constraints, placement):
-                found[cut, placement] = layout_of(work, constraints, cut, placement)
+    if all(layout.shortage > 0 for layout in found.values()) and not constraints.cuts:
+        for placement in _placements(units, constraints):
+            for cut in _roomiest(account, clusters, constraints, placement):
+                found[cut, placement] = layout_of(account, constraints, cut, placement)
     return list(found.values())
 
 
 def layout_of(
-    work: Workload, constraints: Constraints, cut: tuple[int, ...], placement: tuple[int, ...]
+    account: Account,
+    constraints: Constraints,
+    cut: tuple[int, ...],
+    placement: tuple[int, ...],
+    relief: Relief = NO_RELIEF,
 ) -> Layout:
+    limit, m = constraints.memory_limit, constraints.microbatches
+    always = with_left_out(account.always(cut, placement, m), constraints.left_out)
     problem = stage_problem(
-        work,
+        account,
         cut,
         placement,
-        constraints.microbatches,
+        m,
         machine=constraints.machine,
         network=constraints.network,
-        memory_limit=constraints.memory_limit,
+        memory=room_for(limit, always),
+        relief=relief,
     )
-    return Layout(cut, problem, work, shortage(work, constraints, cut, placement))
-
-
-def shortage(
-    work: Workload, constraints: Constraints, cut: tuple[int, ...], placement: tuple[int, ...]
-) -> float:
-    """Bytes that the worst rank lacks for one microbatch; negative if it has more."""
-    most = max(least_of(work, cut, placement, constraints.microbatches))
-    return most - constraints.memory_limit
+    ranks = range(len(always))
+    most = max(always[rank] + problem.smallest_memory(rank) for rank in ranks)
+    return Layout(cut, problem, relief, most - limit)
 
 
 def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...]]:
     if constraints.placement:
         yield constraints.placement
         return
-    if constraints.cuts:
-        counts = [constraints.cuts[-1] + 1]
-    else:
-        counts = (
-            [constraints.stages]
-            if constraints.stages
-            else [v * constraints.ranks for v in (1, 2, 3)]
-        )
+    counts = [constraints.count]
+    if not constraints.cuts and not constraints.stages:
+        counts = [chunks * constraints.ranks for chunks in (1, 2, 3)]
     for stages in counts:
         if constraints.ranks <= stages <= units:
             yield from dict.fromkeys(
@@ -119,27 +115,21 @@ def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...
 
 
 def _cuts(
-    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
+    clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Cuts whose ranks are loaded evenly, from those whose stages are."""
     if constraints.cuts:
         yield constraints.cuts
         return
+    units, stages = len(clusters.seconds), len(placement)
     loads = Loads(clusters, placement, constraints.machine)
     start = loads.even()
     if start is not None:
-        yield stages_from(start, len(clusters.seconds))
-        yield stages_from(loads.improved(start), len(clusters.seconds))
-    units, stages = len(clusters.seconds), len(placement)
-    stage_of = [unit * stages // units for unit in range(units)]
-    by_count = [unit for unit in range(1, units) if starts_stage(stage_of, unit)]
-    if loads.allowed(by_count):
+        yield stages_from(start, units)
+        yield stages_from(loads.improved(start), units)
+    by_count = borders([unit * stages // units for unit in range(units)])
+    if clusters.allowed(by_count):
         yield stages_from(by_count, units)
-
-
-def stages_from(starts: Sequence[int], units: int) -> tuple[int, ...]:
-    first = set(starts)
-    return tuple(accumulate(int(unit in first) for unit in range(units)))
 
 
 class Loads:
@@ -165,7 +155,7 @@ class Loads:
 
     def even(self) -> list[int] | None:
         """Stages of about the same seconds, at borders that are open; None without enough."""
-        allowed = [b for b in range(1, self.units) if b not in self.clusters.blocked]
+        allowed = open_borders(self.units, self.clusters.blocked)
         stages = len(self.placement)
         if len(allowed) < stages - 1:
             return None
@@ -181,53 +171,24 @@ class Loads:
         """Borders moved one by one, and by pairs of neighbours, as long as that helps."""
         # A rank may have several stages. Two borders that move together move a whole stage, which
         # changes what is sent and not how much a stage has; long steps pass over a heavy cluster.
-        best, cost = list(starts), self.cost(starts)
-        moved = True
-        while moved:
-            moved = False
-            for at, step in itertools.product(range(len(best)), (-1, 1, -3, 3, -9, 9)):
-                for together in (1, 2):
-                    tried = list(best)
-                    for index in range(at, min(at + together, len(best))):
-                        tried[index] += step
-                    if self.allowed(tried) and self.cost(tried) < cost:
-                        best, cost, moved = tried, self.cost(tried), True
-        return best
-
-    def allowed(self, starts: Sequence[int]) -> bool:
-        edges = [0, *starts, self.units]
-        open_ = not any(start in self.clusters.blocked for start in starts)
-        return open_ and all(low < high for low, high in pairwise(edges))
+        return climbed(starts, self.cost, self.clusters.allowed, (-1, 1, -3, 3, -9, 9), together=2)
 
 
 def _roomiest(
-    work: Workload, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
+    account: Account, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Cuts for a placement that need the least memory for one microbatch."""
-    if constraints.cuts:
+    """The cut for a placement whose worst rank needs the least memory for one microbatch."""
+    start = Loads(clusters, placement, constraints.machine).even()
+    if start is None:
         return
-    units, stages = len(clusters.seconds), len(placement)
-    allowed = [b for b in range(1, units) if b not in clusters.blocked]
-    if math.comb(len(allowed), stages - 1) <= _FEW:
-        chosen = itertools.combinations(allowed, stages - 1)
-        every = (stages_from(starts, units) for starts in chosen)
-        yield min(every, key=lambda cut: shortage(work, constraints, cut, placement), default=())
-        return
-    loads = Loads(clusters, placement, constraints.machine)
-    starts = loads.even()
-    if starts is None:
-        return
-    lacking = shortage(work, constraints, stages_from(starts, units), placement)
-    moved = True
-    while moved and lacking > 0:
-        moved = False
-        for at, step in itertools.product(range(len(starts)), (-1, 1, -4, 4)):
-            tried = [s + step if i == at else s for i, s in enumerate(starts)]
-            if loads.allowed(tried):
-                less = shortage(work, constraints, stages_from(tried, units), placement)
-                if less < lacking:
-                    starts, lacking, moved = tried, less, True
-    yield stages_from(starts, units)
+    m, limit, units = constraints.microbatches, constraints.memory_limit, account.work.units
+
+    def worst(starts: Sequence[int]) -> int:
+        cut = stages_from(starts, units)
+        needed = account.needed(cut, placement, m, (1,) * len(placement))
+        return max(with_left_out(needed, constraints.left_out))
+
+    yield stages_from(roomiest(clusters, start, worst, limit), units)
 
 
 def short_of_memory(layout: Layout, constraints: Constraints) -> bool:
@@ -248,6 +209,7 @@ def _wanted(share: float, constraints: Constraints) -> int:
 
 
 def lighter(
+    account: Account,
     layouts: Sequence[Layout],
     constraints: Constraints,
     options: Sequence[Sequence[RecomputeOption]],
@@ -266,10 +228,9 @@ def lighter(
             ]
             chosen |= _relief(units, options, lacking)
         if chosen:
-            relieved = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
-            work = attrs.evolve(layout.work, recompute=chosen, relieved=relieved)
-            placement = layout.problem.stage_ranks
-            found.append(layout_of(work, constraints, layout.stage_of, placement))
+            less = {u: options[u][0].saved - option.saved for u, option in chosen.items()}
+            cut, placement = layout.stage_of, layout.problem.stage_ranks
+            found.append(layout_of(account, constraints, cut, placement, Relief(chosen, less)))
     return found
 
 
@@ -278,16 +239,7 @@ def _relief(
 ) -> dict[int, RecomputeOption]:
     """Options of clusters that save the bytes that are lacking, the cheapest by the byte first."""
     at = dict.fromkeys(units, 0)
-
-    def price(unit: int) -> float:
-        now, then = options[unit][at[unit]], options[unit][at[unit] + 1]
-        return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
-
-    while lacking > 0:
-        open_ = [unit for unit in units if at[unit] + 1 < len(options[unit])]
-        if not open_:
-            break
-        unit = min(open_, key=price)
+    while lacking > 0 and (unit := cheapest(options, at, units)) is not None:
         lacking -= options[unit][at[unit]].saved - options[unit][at[unit] + 1].saved
         at[unit] += 1
     return {unit: options[unit][index] for unit, index in at.items() if index}

@@ -9,6 +9,7 @@ from torch import fx
 
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program, Role, holders
+from pfeife.sched.cutting.borders import between, evenest, stages_from
 from pfeife.sched.cutting.cuts import split_at
 from pfeife.sched.cutting.workload import blocked_borders
 
@@ -45,7 +46,8 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
     elif how.startswith("type:"):
         starts = _modules(program, how.removeprefix("type:"))
         borders, weights = sorted({*starts} - {0}), [float(starts.count(u)) for u in range(units)]
-    open_ = [border for border in borders if border not in blocked_borders(program)]
+    blocked = blocked_borders(program)
+    open_ = [border for border in borders if border not in blocked]
     if stages > len(open_) + 1:
         raise ValueError(
             f"partition={how!r}: {stages} stages, and only {len(open_)} places for a border "
@@ -56,35 +58,10 @@ def partitioned(program: Program, how: Partition, stages: int) -> tuple[int, ...
 
 def even(weights: Sequence[float], borders: Sequence[int], stages: int) -> tuple[int, ...]:
     """The stage of every cluster, stages starting at some of the borders, such that the heaviest
-    is as light as can be, and among such cuts the least sum of squares.
-
-    Dynamic programming: row s has for every edge the best that s stages before it can be.
-
-        edges   0    b1    b2    b3    end       load[i, j]: the weight between two edges
-        row 1   0   load  load  load  load
-        row 2        -    min over i of join(row 1 at edge i, load[i, j])
-    """
+    is as light as can be, and among such cuts the least sum of squares (see `evenest`)."""
     edges = [0, *borders, len(weights)]
-    before = np.array([0.0, *accumulate(weights)])[edges]
-    load = np.where(np.triu(np.ones((len(edges),) * 2), 1) > 0, before - before[:, None], np.inf)
-
-    def best(join: Callable, load: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        row, chosen = np.full(len(edges), np.inf), []
-        row[0] = 0.0
-        for _ in range(stages):
-            cost = join(row[:, None], load)
-            chosen.append(cost.argmin(0))
-            row = cost.min(0)
-        return float(row[-1]), chosen
-
-    heaviest, _ = best(np.maximum, load)
-    allowed = np.where(load <= heaviest, load, np.inf)
-    _, chosen = best(lambda row, load: row + load**2, allowed)
-    at, starts = len(edges) - 1, []
-    for row in reversed(chosen):
-        at = int(row[at])
-        starts.append(edges[at])
-    return tuple(sum(start <= unit for start in starts) - 1 for unit in range(len(weights)))
+    load = between(np.array([0.0, *accumulate(weights)])[edges])
+    return stages_from(evenest(edges, [load] * stages) or (), len(weights))
 
 
 def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int, ...]:
@@ -97,7 +74,7 @@ def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int,
             f"partition={starts}: the clusters at which stages start go up, from 1 to "
             f"{program.units - 1}: the program has {program.units} clusters"
         )
-    return tuple(sum(start <= unit for start in starts) for unit in range(program.units))
+    return stages_from(starts, program.units)
 
 
 def _elements(program: Program) -> list[float]:

@@ -5,7 +5,7 @@ Checkmate, MLSys 2020, without its order of computation, which here is the backw
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from math import gcd
 from typing import Literal
@@ -99,6 +99,19 @@ def _options(stage: "_Stage", most: int) -> tuple[RecomputeOption, ...]:
         if not kept or one.saved < kept[-1].saved:
             kept.append(one)
     return tuple(kept)
+
+
+def cheapest(
+    options: Sequence[Sequence[RecomputeOption]], at: Mapping[int, int], among: Iterable[int]
+) -> int | None:
+    """Of those at option `at[i]`, from which each may go on to its next one, that which saves its
+    bytes in the fewest seconds each; None where all are at their last."""
+
+    def price(i: int) -> float:
+        now, then = options[i][at[i]], options[i][at[i] + 1]
+        return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
+
+    return min((i for i in among if at[i] + 1 < len(options[i])), key=price, default=None)
 
 
 @attrs.frozen(eq=False, slots=False)

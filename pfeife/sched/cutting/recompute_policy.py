@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import attrs
 from torch import fx
@@ -12,7 +13,11 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program
 from pfeife.passes import join_backward, partition
-from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
+from pfeife.sched.cutting.recompute_choice import (
+    cheapest,
+    choose_recompute,
+    recompute_options,
+)
 
 # "always", "except_last", "never", "auto"; every so many blocks; or modules by their names.
 RecomputePolicy = str | int | Sequence[str]
@@ -49,8 +54,12 @@ def with_recompute(
     if how == "never":
         return plan
     if how == "auto":
-        options = recompute_options(staged, machine, duplicated=plan.duplicated, most=5)
-        return _relieved(plan, options, limit, curves)
+        return _relieved(
+            plan,
+            partial(recompute_options, staged, machine, duplicated=plan.duplicated, most=5),
+            limit,
+            curves,
+        )
     if how == "always":
         return attrs.evolve(plan, recompute=choice("full"))
     if how == "except_last":
@@ -64,34 +73,29 @@ def with_recompute(
 
 def _relieved(
     plan: Plan,
-    options: Sequence[Sequence[RecomputeOption]],
+    make_options: Callable[[], Sequence[Sequence[RecomputeOption]]],
     limit: float,
     curves: Callable[[Plan], Iterable[MemoryCurve]],
 ) -> Plan:
     """On each rank over the limit, again and again, the stage with the cheapest bytes goes on to
     its next option, until all ranks have room or recompute what they can."""
-    at = [0] * plan.stages
-
-    def price(stage: int) -> float:
-        now, then = options[stage][at[stage]], options[stage][at[stage] + 1]
-        return (then.extra_seconds - now.extra_seconds) / (now.saved - then.saved)
-
-    while True:
-        chosen = tuple(options[stage][index] for stage, index in enumerate(at))
-        found = attrs.evolve(plan, recompute=chosen if any(at) else ())
-        open_ = [
-            [
-                stage
-                for stage, rank in enumerate(plan.stage_ranks)
-                if rank == curve.rank and at[stage] + 1 < len(options[stage])
-            ]
-            for curve in curves(found)
-            if curve.peak > limit
+    at = dict.fromkeys(range(plan.stages), 0)
+    options: Sequence[Sequence[RecomputeOption]] = ()
+    found = plan
+    while over := [curve.rank for curve in curves(found) if curve.peak > limit]:
+        options = options or make_options()
+        nexts = [
+            cheapest(options, at, [s for s, r in enumerate(plan.stage_ranks) if r == rank])
+            for rank in over
         ]
-        if not any(open_):
-            return found
-        for stages in filter(None, open_):
-            at[min(stages, key=price)] += 1
+        if all(stage is None for stage in nexts):
+            break
+        for stage in nexts:
+            if stage is not None:
+                at[stage] += 1
+        chosen = tuple(options[stage][index] for stage, index in at.items())
+        found = attrs.evolve(plan, recompute=chosen)
+    return found
 
 
 def _forwards(program: Program) -> dict[fx.Node, str]:

@@ -64,15 +64,16 @@ def curves_of(
 def kept_within(
     limit: float,
     limited_by: str,
-    make: Callable[[tuple[int, ...], int], Plan],
+    make: Callable[[tuple[int, ...], bool], Plan],
     curves: Callable[[Plan], Iterable[MemoryCurve]],
     counted: Callable[[Plan], Sequence[int]],
     left_out: tuple[int, ...],
 ) -> Plan:
     """A plan whose ranks need no more than `limit` bytes by their `curves`.
 
-    `make(left_out, tries)` is a planner that counts in sums (`counted` has those of a plan) and
-    adds what they leave out of every rank, as far as that is known. A plan that needs too much says
+    `make(left_out, again)` is a planner that counts in sums (`counted` has those of a plan) and
+    adds what they leave out of every rank, as far as that is known; `again` says that it has made a
+    plan before. A plan that needs too much says
     how much that is, and another one is made, which fits where as much is left out again. There
     are further ones where other cuts or another order leave out more; and where the planner then
     sees no room, which may be wrong too, one with all that it lacks. Where the sums say too much, a
@@ -81,9 +82,9 @@ def kept_within(
     """
     refused: NoRoom | None = None
     found: list[tuple[Plan, MemoryCurve]] = []
-    for tries in range(_TRIES + 1):
+    for _ in range(_TRIES + 1):
         try:
-            plan = make(left_out, tries)
+            plan = make(left_out, bool(found))
         except NoRoom as error:
             if found and refused:
                 break
@@ -93,7 +94,7 @@ def kept_within(
             break  # less memory changes nothing, as with cuts by hand
         each = list(curves(plan))
         curve = max(each, key=lambda one: one.peak)
-        if curve.peak <= limit and (tries or curve.peak < limit / 2):
+        if curve.peak <= limit and (found or refused or curve.peak < limit / 2):
             return plan
         sums = dict(enumerate(counted(plan)))
         now = tuple(one.peak - sums.get(one.rank, 0) for one in each)
@@ -101,7 +102,7 @@ def kept_within(
             said = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
             if not _kept_back(said, [one.peak for one in each], limit):
                 return plan
-            return _faster(plan, partial(make, now, 1), curves, limit)
+            return _faster(plan, partial(make, now, True), curves, limit)
         log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
         left_out = tuple(map(max, left_out, now)) if found else now
         found.append((plan, curve))
@@ -129,7 +130,9 @@ def _faster(
         other = again()
     except NoRoom:
         return plan
-    shorter = (other.step_seconds or 0.0) < (plan.step_seconds or 0.0)
+    if other.step_seconds is None or plan.step_seconds is None:
+        return plan
+    shorter = other.step_seconds < plan.step_seconds
     return other if shorter and max(one.peak for one in curves(other)) <= limit else plan
 
 

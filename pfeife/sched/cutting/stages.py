@@ -1,34 +1,30 @@
 """The scheduling problem that cuts and placements make of a workload."""
 
-from collections.abc import Sequence
-
-import attrs
+from collections.abc import Iterable, Sequence
 
 from pfeife.data.machine import Machine, Network
 from pfeife.data.plan import Plan
 from pfeife.ir.program import Kind
 from pfeife.lowering.envelope import travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
-from pfeife.sched.cutting.account import all_the_time, held, saved_by, units_of
+from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of
 from pfeife.sched.cutting.workload import Workload
 
 
 def stage_problem(
-    work: Workload,
+    account: Account,
     stage_of: Sequence[int],
     stage_ranks: Sequence[int],
     microbatches: int,
     *,
     machine: Machine,
     network: Network | None = None,
-    memory_limit: float | None = None,
+    memory: tuple[float, ...] | None = None,
+    relief: Relief = NO_RELIEF,
 ) -> Problem:
-    """The problem of scheduling given stages on given ranks.
-
-    A rank's memory for activations is `memory_limit` without what it needs all the time (see
-    `account`); without a limit there is none to keep to either.
-    """
-    sent = _messages(work, stage_of, stage_ranks)
+    """The problem of scheduling given stages on given ranks, with so many bytes for activations on
+    each of them (see `room_for`), and what clusters compute again."""
+    sent = _messages(account.work, stage_of, stage_ranks)
 
     def transfer(source: int, destination: int, forward: bool) -> float:
         sizes = sent.get((source, destination, forward))
@@ -40,11 +36,8 @@ def stage_problem(
 
     pairs = sorted({(source, destination) for source, destination, _ in sent})
     edges = tuple(Edge(a, b, transfer(a, b, True), transfer(a, b, False)) for a, b in pairs)
-    stages = tuple(_costs(work, units) for units in units_of(stage_of, len(stage_ranks)))
-    memory = None
-    if memory_limit is not None:
-        taken = all_the_time(work, stage_of, stage_ranks, microbatches)
-        memory = tuple(float(max(memory_limit - one, 0)) for one in taken)
+    each = units_of(stage_of, len(stage_ranks))
+    stages = tuple(_costs(account, units, relief) for units in each)
     return Problem(stages, tuple(stage_ranks), microbatches, edges, memory)
 
 
@@ -71,46 +64,41 @@ def _messages(
     return sent
 
 
-def _costs(work: Workload, units: Sequence[int]) -> StageCosts:
+def _costs(account: Account, units: Sequence[int], relief: Relief) -> StageCosts:
+    work = account.work
+
     def total(kind: Kind) -> float:
         return sum(work.of(kind, unit) for unit in units)
 
-    again = sum(work.recompute[unit].extra_seconds for unit in units if unit in work.recompute)
-    saved = float(saved_by(work, units))
+    again = sum(relief.options[unit].extra_seconds for unit in units if unit in relief.options)
+    saved = float(account.saved(units, relief))
     return StageCosts(
         total(Kind.FORWARD),
         total(Kind.BACKWARD) + total(Kind.INPUT_BACKWARD) + again,
         total(Kind.WEIGHT_BACKWARD),
         saved,
-        min(float(held(work, units).kept), saved),
+        min(float(account.held(units).kept), saved),
         work.splittable,
     )
 
 
-def least_of(
-    work: Workload, stage_of: Sequence[int], stage_ranks: Sequence[int], microbatches: int
-) -> list[int]:
-    """Bytes that every rank needs to have one microbatch in flight."""
-    found = all_the_time(work, stage_of, stage_ranks, microbatches)
-    for rank, units in zip(stage_ranks, units_of(stage_of, len(stage_ranks)), strict=True):
-        found[rank] += saved_by(work, units)
-    return found
+def room_for(limit: float, always: Iterable[int]) -> tuple[float, ...]:
+    """Bytes for activations on ranks that need so many all the time, of a limit for each."""
+    return tuple(float(max(limit - one, 0)) for one in always)
 
 
-def always_of(work: Workload, plan: Plan) -> list[int]:
-    """Bytes of every rank of a plan without activations."""
-    m = plan.schedule.microbatches
-    return all_the_time(work, plan.stage_of_cluster, plan.stage_ranks, m)
-
-
-def counted(work: Workload, plan: Plan, machine: Machine) -> list[int]:
-    """Bytes of every rank of a plan."""
+def bytes_of(account: Account, plan: Plan, machine: Machine) -> list[int]:
+    """Bytes of every rank of a plan by the sums."""
     stage_of, stage_ranks = plan.stage_of_cluster, plan.stage_ranks
-    relieved = {
-        units[0]: held(work, units).late - option.saved
-        for option, units in zip(plan.recompute, units_of(stage_of, len(stage_ranks)), strict=False)
+    units = units_of(stage_of, len(stage_ranks))
+    less = {
+        mine[0]: account.held(mine).late - option.saved
+        for option, mine in zip(plan.recompute, units, strict=False)
     }
-    work, m = attrs.evolve(work, recompute={}, relieved=relieved), plan.schedule.microbatches
-    problem = stage_problem(work, stage_of, stage_ranks, m, machine=machine)
+    m = plan.schedule.microbatches
+    problem = stage_problem(
+        account, stage_of, stage_ranks, m, machine=machine, relief=Relief(bytes=less)
+    )
+    always = account.always(stage_of, stage_ranks, m)
     activations = peak_memory(problem, plan.schedule)
-    return [int(a + b) for a, b in zip(always_of(work, plan), activations, strict=False)]
+    return [int(a + b) for a, b in zip(always, activations, strict=False)]

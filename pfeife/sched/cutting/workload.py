@@ -3,14 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import attrs
 
 from pfeife.cost.body import Body, Storage, storage_of
 from pfeife.cost.memory import trained_parameters
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
-from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import (
     Call,
     Kind,
@@ -50,9 +48,8 @@ class Workload:
     `temporaries` are bytes by kind and cluster: of the results of a call that stay when it is
     over (those that a forward saves are counted with the flows), and the most that it needs beside
     these and beside what is saved. `blocked` are the borders at which a cut would tear a
-    buffer's updates apart. `recompute` says by cluster what its backward does again; `relieved` how
-    many bytes of a microbatch that saves. `left_out` are bytes of every rank that are not in these
-    figures, negative where they say too much.
+    buffer's updates apart. `duplicated` are the values that flow nowhere, since every stage that
+    reads one computes it for itself.
     """
 
     seconds: dict[Kind, tuple[float, ...]]
@@ -62,9 +59,7 @@ class Workload:
     made: dict[Kind, tuple[int, ...]]
     temporaries: dict[Kind, tuple[int, ...]]
     blocked: frozenset[int] = frozenset()
-    recompute: dict[int, RecomputeOption] = attrs.Factory(dict)
-    relieved: dict[int, int] = attrs.Factory(dict)
-    left_out: tuple[int, ...] = ()
+    duplicated: tuple[str, ...] = ()
 
     @property
     def units(self) -> int:
@@ -86,11 +81,6 @@ class Workload:
         """By cluster the entries of the state that it holds."""
         return _by_cluster(self.units, (units for _, units in self.state))
 
-    @cached_property
-    def counted(self) -> dict[tuple[int, ...], Any]:
-        """What was counted of clusters that are together (see `account.held`)."""
-        return {}
-
     def of(self, kind: Kind, unit: int) -> float:
         return self.seconds[kind][unit] if kind in self.seconds else 0.0
 
@@ -107,7 +97,7 @@ def workload_of(
     program: Program, duplicated: Sequence[str] = (), optimizer: Optimizer | None = None
 ) -> Workload:
     """The numbers of a fused and annotated program; split into input- and weight-backwards if
-    the program is. Values named in `duplicated` flow nowhere; `optimizer` is as in
+    the program is. `duplicated` names values as in `Workload`; `optimizer` is as in
     `memory_curves`. Raises ValueError where a call has no seconds."""
     check_costs(program)
     flows = tuple(_flows(program, set(duplicated)))
@@ -137,6 +127,7 @@ def workload_of(
         _by_kind(made),
         _by_kind(temporaries),
         blocked_borders(program),
+        tuple(duplicated),
     )
 
 

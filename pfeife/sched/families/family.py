@@ -54,11 +54,12 @@ class Family:
         return made
 
     def bind(self, **arguments: Any) -> "Family":
-        """The family with some of its arguments given. Raises ValueError for unknown ones."""
-        after = list(inspect.signature(self.make).parameters.values())[3:]
-        known = [o.name for o in after if o.kind in (o.KEYWORD_ONLY, o.POSITIONAL_OR_KEYWORD)]
+        """The family with some of its arguments given. Raises ValueError for those that `make`
+        does not take."""
+        taken = list(inspect.signature(self.make).parameters.values())
+        known = [o.name for o in taken[3:] if o.kind in (o.KEYWORD_ONLY, o.POSITIONAL_OR_KEYWORD)]
         unknown = sorted(set(arguments) - set(known))
-        if unknown:
+        if unknown and all(one.kind != one.VAR_KEYWORD for one in taken):
             raise ValueError(f"the family {self.name} has no arguments {unknown}; it has {known}")
         return attrs.evolve(self, arguments={**self.arguments, **arguments})
 

@@ -1,11 +1,15 @@
 """Cuts and placements that a search starts from, where memory is short."""
 
+import attrs
+import pytest
+
 from pfeife.cost import machine
 from pfeife.cost.body import Storage
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind
-from pfeife.sched.cutting.cuts import Clusters
+from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
+from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.joint import search_workload
 from pfeife.sched.search.budget import Budget
@@ -34,18 +38,21 @@ def chain(state: list[int], saved: int = 0) -> Workload:
     )
 
 
-def clusters(work: Workload) -> Clusters:
-    return Clusters((2.0,) * work.units, (1,) * work.units)
-
-
 def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
     """The first quarter of the clusters has all the state, which must go to two ranks."""
     work = chain([10] * 10 + [0] * 30)
     constraints = Constraints(CORE, 4, 4, 70)
-    plan = search_workload(work, clusters(work), constraints, Budget.of(0.2, None))
+    plan = search_workload(Account(work), constraints, Budget.of(None, 500_000))
     first = plan.stage_ranks[plan.stage_of_cluster[0]]
     held = [plan.stage_ranks[stage] for stage in plan.stage_of_cluster[:10]]
     assert 3 <= held.count(first) <= 7
+
+
+def test_borders_that_are_closed_leave_no_room():
+    """One border is open, so that other numbers of stages a rank have no cuts at all."""
+    work = attrs.evolve(chain([10] * 4), blocked=frozenset({2, 3}))
+    with pytest.raises(NoRoom, match="the best lacks 10 bytes"):
+        search_workload(Account(work), Constraints(CORE, 2, 2, 20), Budget.of(None, 1000))
 
 
 def test_no_more_is_recomputed_than_makes_room():
@@ -53,9 +60,8 @@ def test_no_more_is_recomputed_than_makes_room():
     70: one of them recomputes."""
     work = chain([0] * 8, saved=10)
     constraints = Constraints(CORE, 2, 2, 70)
-    (layout,) = [
-        one for one in layouts_for(work, clusters(work), constraints) if max(one.stage_of) == 1
-    ]
+    account = Account(work)
+    (layout,) = [one for one in layouts_for(account, constraints) if max(one.stage_of) == 1]
     assert short_of_memory(layout, constraints)
-    most, *_ = lighter([layout], constraints, [(NEVER, ALWAYS)] * 8)
-    assert sorted(most.work.recompute) == [0, 4]
+    most, *_ = lighter(account, [layout], constraints, [(NEVER, ALWAYS)] * 8)
+    assert sorted(most.relief.options) == [0, 4]

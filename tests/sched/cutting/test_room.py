@@ -16,7 +16,7 @@ def test_what_was_left_out_is_left_room_for():
     """A planner whose figures leave out 50 bytes is asked once more, and adds them."""
     asked = []
 
-    def make(left_out: tuple[int, ...], tries: int) -> pfeife.Plan:
+    def make(left_out: tuple[int, ...], again: bool) -> pfeife.Plan:
         asked.append(left_out)
         return pfeife.Plan((0,), sched.families.gpipe(1, (108 - sum(left_out)) // 10))
 
@@ -33,7 +33,7 @@ def test_what_was_left_out_is_left_room_for():
 def test_a_plan_that_sums_kept_back_is_made_again():
     """They say 50 bytes too much, so that the first plan is slower than it need be."""
 
-    def make(left_out: tuple[int, ...], tries: int) -> pfeife.Plan:
+    def make(left_out: tuple[int, ...], again: bool) -> pfeife.Plan:
         order = sched.families.gpipe(1, (110 - 50 - sum(left_out)) // 10)
         return pfeife.Plan((0,), order, step_seconds=1 / order.microbatches)
 
@@ -51,7 +51,8 @@ def test_a_planner_that_sees_no_room_says_what_it_lacks():
     """Its figures may be above the account's, so with that much it is asked once more."""
     asked = []
 
-    def make(left_out: tuple[int, ...], tries: int) -> pfeife.Plan:
+    def make(left_out: tuple[int, ...], again: bool) -> pfeife.Plan:
+        assert not again, "there was no plan before"
         asked.append(left_out)
         room = 100 - sum(left_out)
         if room < 300:

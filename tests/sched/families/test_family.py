@@ -28,6 +28,8 @@ def test_arguments_of_a_family():
         family.bind(batch=3)
     ours = pfeife.Family("ours", lambda stages, count, ranks=None, size=3: gpipe(stages, size))
     assert ours.bind(size=2)(2, 4) == gpipe(2, 2)
+    any_of_them = pfeife.Family("any", lambda s, m, ranks=None, **sizes: gpipe(s, sizes["size"]))
+    assert any_of_them.bind(size=2)(2, 4) == gpipe(2, 2)
 
 
 def test_what_makes_no_schedules_is_refused():

@@ -1,0 +1,97 @@
+"""Cuts by the clusters at which their stages start, and the best of all by dynamic programming."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate, pairwise, product
+
+import numpy as np
+
+_Join = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def stages_from(starts: Iterable[int], units: int) -> tuple[int, ...]:
+    """The stage of every cluster, from the clusters at which the stages but the first start."""
+    first = set(starts)
+    return tuple(accumulate(int(unit in first) for unit in range(units)))
+
+
+def borders(stage_of_cluster: Sequence[int]) -> tuple[int, ...]:
+    """The clusters at which a new stage starts, the first left out."""
+    return tuple(i + 1 for i, (a, b) in enumerate(pairwise(stage_of_cluster)) if a != b)
+
+
+def open_borders(units: int, blocked: Collection[int]) -> list[int]:
+    """The clusters at which a stage may start, the first left out."""
+    return [border for border in range(1, units) if border not in blocked]
+
+
+def between(before: np.ndarray) -> np.ndarray:
+    """What lies between two edges, of what lies before each; endless unless the second comes after
+    the first."""
+    later = np.triu(np.ones((len(before),) * 2, dtype=bool), 1)
+    return np.where(later, before - before[:, None], np.inf)
+
+
+def evenest(edges: Sequence[int], costs: Sequence[np.ndarray]) -> list[int] | None:
+    """Where the stages but the first start, such that the one that costs most costs as little as
+    can be, and among such cuts the sum of squares is least: the worst alone decides the pace, but
+    the most even cut is less at the mercy of wrong costs.
+
+    `edges` are 0, the clusters at which stages may start, and the number of clusters;
+    `costs[stage][i, j]` is what a stage between two of them costs, endless where there can be none.
+    None if every cut is endless.
+    """
+    slowest = worst_of(edges, costs)
+    if slowest is None:
+        return None
+    allowed = [np.where(cost <= slowest[0], cost, np.inf) for cost in costs]
+    even = _best(edges, allowed, lambda row, cost: row + cost**2)
+    return even and even[1]
+
+
+def worst_of(edges: Sequence[int], costs: Sequence[np.ndarray]) -> tuple[float, list[int]] | None:
+    """The least that the worst stage can cost, and where the stages but the first then start."""
+    return _best(edges, costs, np.maximum)
+
+
+def _best(
+    edges: Sequence[int], costs: Sequence[np.ndarray], join: _Join
+) -> tuple[float, list[int]] | None:
+    """The least that `join` makes of the stages' costs, and where the stages but the first start.
+
+    Row s has for every edge the best that s stages before it can be.
+
+        edges   0    b1    b2    b3    end       costs[s][i, j]: stage s between two edges
+        row 1   0   cost  cost  cost  cost
+        row 2        -    min over i of join(row 1 at edge i, costs[1][i, j])
+    """
+    row, chosen = np.full(len(edges), np.inf), []
+    row[0] = 0.0
+    for cost in costs:
+        table = join(row[:, None], cost)
+        chosen.append(table.argmin(0))
+        row = table.min(0)
+    at, starts = len(edges) - 1, []
+    for before in reversed(chosen):
+        at = int(before[at])
+        starts.append(edges[at])
+    return (float(row[-1]), starts[-2::-1]) if math.isfinite(row[-1]) else None
+
+
+def climbed(
+    starts: Sequence[int],
+    cost: Callable[[Sequence[int]], float | tuple[float, ...]],
+    allowed: Callable[[Sequence[int]], bool],
+    steps: Sequence[int],
+    together: int = 1,
+) -> list[int]:
+    """Borders moved one by one, and up to so many neighbours together, as long as it costs less."""
+    best, least = list(starts), cost(starts)
+    moved = True
+    while moved:
+        moved = False
+        for at, step, count in product(range(len(best)), steps, range(1, together + 1)):
+            tried = [s + step if at <= i < at + count else s for i, s in enumerate(best)]
+            if allowed(tried) and (found := cost(tried)) < least:  # type: ignore[operator]
+                best, least, moved = tried, found, True
+    return best
