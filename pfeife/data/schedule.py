@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from enum import StrEnum
+from functools import cached_property
 from reprlib import repr as short
 
 import attrs
@@ -98,7 +99,7 @@ def received_as(sent: Action) -> Action:
     return Action(sent.peer, SENDS[sent.do], sent.microbatch, sent.stage)
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Schedule:
     """Per rank the actions in their order: `ranks[r]` are those of rank r.
 
@@ -112,16 +113,16 @@ class Schedule:
 
     ranks: tuple[tuple[Action, ...], ...]
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         indices = [a.microbatch for rank in self.ranks for a in rank if a.microbatch is not None]
         return 1 + max(indices, default=-1)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return 1 + max((action.stage for rank in self.ranks for action in rank), default=-1)
 
-    @property
+    @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """The rank of each stage. Raises ValueError if a stage is computed on two, or nowhere."""
         found: dict[int, int] = {}
