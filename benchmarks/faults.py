@@ -7,8 +7,9 @@
 Prints a line a fault: how many trials, how many ended right, and the slowest reaction, which is
 the time from the fault (for silence: from when the timeout has passed) until the last survivor
 knew, or had ended where nobody catches anything. Exits non-zero if a trial ended wrong. On a busy
-machine a survivor may be ended before it tells its reason: with `--again` launches that ended wrong
-are done twice, unless they are more than that; what was wrong with them at first is printed.
+machine a survivor may be ended before it tells its reason: with `--again` launches in which that is
+all that was wrong, or that were slow, are done twice, unless more than so many ended wrong or slow;
+what was wrong with them at first is printed.
 """
 
 import argparse
@@ -55,12 +56,18 @@ AWAY = "away"  # outside of a step, for longer than the timeout
 
 @attrs.frozen
 class Outcome:
-    """A trial that is over: what was wrong with it ("" if nothing), and its reaction."""
+    """A trial that is over: what was wrong with it ("" if nothing), its reaction, and whether it is
+    all explained by a survivor that had no time to tell its reason."""
 
     fault: str
     case: str
     wrong: str
     seconds: float
+    untold: bool = False
+
+
+class Untold(str):
+    """What is wrong where a survivor has told nothing, and nobody has told what is not right."""
 
 
 @attrs.frozen(eq=False)
@@ -115,7 +122,10 @@ def judge_recovery(plan: Plan, launch: Launch) -> list[Outcome]:
         outcomes.append(_outcome(plan, trial, wrong, seconds))
     codes = {rank: one.code for rank, one in launch.ranks.items() if one.code != 0}
     if codes:
-        outcomes.append(_outcome(plan, plan.trials[-1], [f"exit codes {codes} at the end"], 0.0))
+        # A survivor that is given up ends itself with 1; those that miss it then do as well.
+        given_up = set(codes.values()) == {1} and any(one.untold for one in outcomes)
+        wrong = [(Untold if given_up else str)(f"exit codes {codes} at the end")]
+        outcomes.append(_outcome(plan, plan.trials[-1], wrong, 0.0))
     return outcomes
 
 
@@ -123,17 +133,17 @@ def _recovered(case: Case, trial: Trial, reports: list[dict], held: dict[int, di
     """What is wrong in the reports of a trial, "" if nothing."""
     errors = {r["rank"]: r for r in reports if r["event"] == "error"}
     again = {r["rank"]: r for r in reports if r["event"] == "again"}
+    if any(not r["refused"] for r in reports if r["event"] == "asked again"):
+        return "a failed step gave a result"
+    if not all(r["same"] and r["clean"] for r in again.values()):
+        return "the next step gave other bits, or the failed one changed the parameters"
     if len(errors) != case.size or (len(again) != case.size and not trial.chained):
-        return f"only ranks {sorted(errors)} failed, ranks {sorted(again)} went on"
+        return Untold(f"only ranks {sorted(errors)} failed, ranks {sorted(again)} went on")
     for rank, one in errors.items():
         mine = rank in (trial.victim, trial.second) and trial.fault != ROWS
         said = "" if mine else heard_right(case, trial, one)
         if said:
             return said
-    if any(not r["refused"] for r in reports if r["event"] == "asked again"):
-        return "a failed step gave a result"
-    if not all(r["same"] and r["clean"] for r in again.values()):
-        return "the next step gave other bits, or the failed one changed the parameters"
     for rank, one in again.items():
         first = held.setdefault(rank, one)
         # Nothing of the connections before is left (a Gloo group has three threads).
@@ -152,8 +162,10 @@ def judge_end(plan: Plan, launch: Launch) -> list[Outcome]:
     wrong = []
     for rank in survivors:
         one = launch.ranks[rank]
-        said = heard_right(plan.case, trial, errors[rank]) if rank in errors else "heard nothing"
-        wrong.append(said and f"rank {rank}: {said}")
+        if rank not in errors:
+            wrong.append(Untold(f"rank {rank}: heard nothing"))
+        elif said := heard_right(plan.case, trial, errors[rank]):
+            wrong.append(f"rank {rank}: {said}")
         if one.code != 1:
             wrong.append(f"rank {rank} ended with {one.code}")
     victim = launch.ranks.get(trial.victim)
@@ -179,7 +191,8 @@ def _outcome(plan: Plan, trial: Trial, wrong: Sequence[str], seconds: float) -> 
     at = f"rank {trial.victim}, action {trial.at}"
     where = f"{plan.case.name} on {plan.case.size}"
     text = f"{trial.fault}, {where}, {at}: {'; '.join(found)}" if found else ""
-    return Outcome(trial.fault, where, text, seconds)
+    untold = bool(found) and all(isinstance(one, Untold) for one in found)
+    return Outcome(trial.fault, where, text, seconds, untold)
 
 
 def carry_out(
@@ -350,11 +363,13 @@ Outcomes = Mapping[Plan, Sequence[Outcome]]  # of every launch
 
 
 def once_more(outcomes: Outcomes, most: int, reaction: float) -> tuple[Outcomes, Outcomes]:
-    """Does again, one by one, the launches that ended wrong or late; none if they are more than
-    `most`. Returns the outcomes that count, and the first ones of what was done again."""
+    """Does again, one by one, the launches that were slow or in which somebody was untold, where
+    nothing else was wrong; none if more than `most` ended wrong or slow. Returns the outcomes that
+    count, and the first ones of what was done again."""
     first = {p: o for p, o in outcomes.items() if any(failure(one, reaction) for one in o)}
     if len(first) > most:
         return outcomes, {}
+    first = {p: o for p, o in first.items() if all(one.untold or not one.wrong for one in o)}
     return {**outcomes, **dict(carry_out(list(first), 1))}, first
 
 

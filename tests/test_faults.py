@@ -16,14 +16,14 @@ ROOT = Path(__file__).parent.parent
 
 def test_a_rank_that_fails(record_property):
     """All survivors stop in time and blame the right one; the next step has the right bits. On a
-    busy machine a survivor may be ended before it has told its reason: a few launches may be done
-    twice, and the summary of the tests says how many."""
+    busy machine a survivor may be ended before it has told its reason: a few launches where nothing
+    else is wrong may be done twice, and the summary of the tests says how many."""
     command = [str(ROOT / "benchmarks" / "faults.py"), "--quick", "--reaction", "30"]
     code, out, error = bounded([*command, "--again", "3"], 400)
     assert code == 0, out[-4000:] + error[-6000:]
     counts = re.findall(r"(\d+) (?:trials|ended|launches)", out.splitlines()[-1])
     trials, wrong, again = map(int, counts)
-    assert trials >= 80 and not wrong
+    assert trials == 80 and not wrong
     if again:
         record_property("done twice", f"{again} launches of benchmarks/faults.py")
 
