@@ -92,18 +92,21 @@ def balanced(
     limit = machine.memory if memory_limit is None else memory_limit
     seconds = _stage_seconds(clusters, machine, edges)
     if math.isinf(limit):
-        found = evenest(edges, [seconds] * stages)
+        found = evenest(edges, stages, lambda stage: seconds)
         return stages_from(found or (), work.units)
     memory = _Memory(account, edges, stage_ranks, in_flight, microbatches, left_out)
     within = memory.shares(limit)
 
     def fastest(room: float) -> list[int] | None:
         """The cut with stages of at most so many bytes."""
-        return evenest(edges, [np.where(share <= room, seconds, np.inf) for share in within])
+        return evenest(
+            edges, stages, lambda stage: np.where(within[stage] <= room, seconds, np.inf)
+        )
 
     found = _roomy(fastest, memory.worst, limit)
     if found is None:
-        _, start = worst_of(edges, memory.shares(math.inf)) or (math.inf, [])  # there is one
+        every = memory.shares(math.inf)
+        _, start = worst_of(edges, stages, every.__getitem__) or (math.inf, [])  # there is one
         found = roomiest(clusters, start, memory.worst, limit)
         if memory.worst(found) > limit:
             raise _refusal(clusters, stages, limit, memory.worst(found) - limit)

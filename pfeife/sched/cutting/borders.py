@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 
+Cost = Callable[[int], np.ndarray]  # of a stage, between every two edges
 _Join = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -32,43 +33,48 @@ def between(before: np.ndarray) -> np.ndarray:
     return np.where(later, before - before[:, None], np.inf)
 
 
-def evenest(edges: Sequence[int], costs: Sequence[np.ndarray]) -> list[int] | None:
+def evenest(edges: Sequence[int], stages: int, cost: Cost) -> list[int] | None:
     """Where the stages but the first start, such that the one that costs most costs as little as
     can be, and among such cuts the sum of squares is least: the worst alone decides the pace, but
     the most even cut is less at the mercy of wrong costs.
 
     `edges` are 0, the clusters at which stages may start, and the number of clusters;
-    `costs[stage][i, j]` is what a stage between two of them costs, endless where there can be none.
+    `cost(stage)[i, j]` is what a stage between two of them costs, endless where there can be none.
     None if every cut is endless.
     """
-    slowest = worst_of(edges, costs)
+    slowest = worst_of(edges, stages, cost)
     if slowest is None:
         return None
-    allowed = [np.where(cost <= slowest[0], cost, np.inf) for cost in costs]
-    even = _best(edges, allowed, lambda row, cost: row + cost**2)
+    most = slowest[0]
+
+    def allowed(stage: int) -> np.ndarray:
+        each = cost(stage)
+        return np.where(each <= most, each, np.inf)
+
+    even = _best(edges, stages, allowed, lambda row, each: row + each**2)
     return even and even[1]
 
 
-def worst_of(edges: Sequence[int], costs: Sequence[np.ndarray]) -> tuple[float, list[int]] | None:
+def worst_of(edges: Sequence[int], stages: int, cost: Cost) -> tuple[float, list[int]] | None:
     """The least that the worst stage can cost, and where the stages but the first then start."""
-    return _best(edges, costs, np.maximum)
+    return _best(edges, stages, cost, np.maximum)
 
 
 def _best(
-    edges: Sequence[int], costs: Sequence[np.ndarray], join: _Join
+    edges: Sequence[int], stages: int, cost: Cost, join: _Join
 ) -> tuple[float, list[int]] | None:
     """The least that `join` makes of the stages' costs, and where the stages but the first start.
 
     Row s has for every edge the best that s stages before it can be.
 
-        edges   0    b1    b2    b3    end       costs[s][i, j]: stage s between two edges
+        edges   0    b1    b2    b3    end       cost(s)[i, j]: stage s between two edges
         row 1   0   cost  cost  cost  cost
-        row 2        -    min over i of join(row 1 at edge i, costs[1][i, j])
+        row 2        -    min over i of join(row 1 at edge i, cost(1)[i, j])
     """
     row, chosen = np.full(len(edges), np.inf), []
     row[0] = 0.0
-    for cost in costs:
-        table = join(row[:, None], cost)
+    for stage in range(stages):
+        table = join(row[:, None], cost(stage))
         chosen.append(table.argmin(0))
         row = table.min(0)
     at, starts = len(edges) - 1, []

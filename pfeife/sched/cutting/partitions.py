@@ -61,7 +61,7 @@ def even(weights: Sequence[float], borders: Sequence[int], stages: int) -> tuple
     is as light as can be, and among such cuts the least sum of squares (see `evenest`)."""
     edges = [0, *borders, len(weights)]
     load = between(np.array([0.0, *accumulate(weights)])[edges])
-    return stages_from(evenest(edges, [load] * stages) or (), len(weights))
+    return stages_from(evenest(edges, stages, lambda stage: load) or (), len(weights))
 
 
 def _by_hand(program: Program, how: Sequence[int] | Sequence[str]) -> tuple[int, ...]:
