@@ -90,10 +90,23 @@ def a_search_keeps_to_the_limit():
     assert _peak(program, _planned(program, **search, memory_limit=limit)) <= limit
 
 
-@row("memory_limit=100000: the best plan found needs")
-def a_search_that_finds_nothing_below_the_limit():
+@row()
+def a_search_at_the_limit():
+    program, search, least = _searched()
+    assert _peak(program, _planned(program, **search, memory_limit=least)) == least < 185_000
+
+
+@row("memory_limit=")
+def a_search_below_the_limit():
+    """By a byte: the same operations are looked at each time."""
+    program, search, least = _searched()
+    _planned(program, **search, memory_limit=least - 1)
+
+
+def _searched() -> tuple[pfeife.Program, dict, int]:
+    """A search, and the bytes of the worst rank of what it finds where memory is short."""
     program, search = _clusters(split=True), {"schedule": "search", "search_work": 20_000}
-    _planned(program, **search, memory_limit=100_000)
+    return program, search, _peak(program, _planned(program, **search, memory_limit=185_000))
 
 
 @row("memory_limit=")
