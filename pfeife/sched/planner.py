@@ -109,11 +109,10 @@ def plan(
     if placement:
         ranks = ranks or 1 + max(placement)
         stages = stages or (None if by_hand else len(placement))
-    count = 1 + max(by_hand) if by_hand else stages or ranks or 1
     constraints = Constraints(
         machine=network.seen_by(machine) if network else machine,
         microbatches=microbatches,
-        ranks=ranks or count,
+        ranks=ranks or (1 + max(by_hand) if by_hand else stages or 1),
         memory_limit=machine.memory if memory_limit is None else memory_limit,
         network=network,
         optimizer=optimizer,
