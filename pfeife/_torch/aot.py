@@ -40,12 +40,14 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def _whole_interpolation() -> Iterator[None]:
-    """While tracing leaves interpolation whole. Else it becomes indexing, which is slower than
-    PyTorch's kernels and rounds otherwise (it is meant for shapes that are not known). If
-    `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+def _kernels_of_eager() -> Iterator[None]:
+    """While tracing takes interpolation and recurrent layers apart as eager does. Else the first
+    becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is meant for
+    shapes that are not known), and the second oneDNN's layers for inference, without a backward.
+    If `py_kernels` moves: torch._ops.OpOverload.py_impl."""
     aten = torch.ops.aten
-    packets = [getattr(aten, n) for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    names = [n for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    packets = [getattr(aten, n) for n in (*names, "lstm", "gru", "rnn_tanh", "rnn_relu")]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = [(operator, dict(operator.py_kernels)) for operator in operators]
     try:
@@ -73,7 +75,7 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
     """
     outside = torch._functorch.config.patch(backward_pass_autocast="off")
-    with contextlib.ExitStack() as stack, _whole_interpolation(), outside:
+    with contextlib.ExitStack() as stack, _kernels_of_eager(), outside:
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 

@@ -49,6 +49,8 @@ class Slot:
         try:
             if isinstance(self.container, types.CellType):
                 return self.container.cell_contents
+            if isinstance(self.container, dict):  # perhaps of a class that makes what it gives
+                return dict.__getitem__(self.container, self.key)
             return self.container[self.key]
         except (LookupError, ValueError):
             return NOTHING
@@ -63,16 +65,18 @@ class Slot:
 
 
 class Places:
-    """Everything that a step reaches when this is made. `roots` has the outermost modules by what
-    the step calls them."""
+    """Everything that a step reaches when this is made, by itself or in arguments, which have
+    names. `roots` has the outermost modules by what the step calls them."""
 
-    def __init__(self, step: Callable[..., Any]):
+    def __init__(self, step: Callable[..., Any], arguments: Mapping[str, Any]):
         self.slots: list[Slot] = []
         self.roots: dict[str, nn.Module] = {}
         self._containers: dict[int, tuple[Container, tuple[str, ...]]] = {}
         self._parts: set[int] = set()  # containers of which only the slots count
         self._known: dict[int, Any] = {}
         self._walk(step, (), None)
+        for name, value in arguments.items():
+            self._walk(value, (name,), None)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> dict[int, list[Slot]]:
         """The slots of some tensors, by their identity."""
@@ -90,7 +94,7 @@ class Places:
         for at, (container, words) in self._containers.items():
             if at in self._parts or isinstance(container, tuple | types.CellType):
                 continue
-            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
             for key, value in list(pairs):
                 found.setdefault(Slot(container, key, (*words, str(key))), value)
         return found
@@ -147,7 +151,7 @@ def _inside(value: Any) -> Iterator[tuple[Container, Any, Any, bool]]:
         yield from ((value.args, key, one, True) for key, one in enumerate(value.args))
         yield from ((value.keywords, key, one, True) for key, one in value.keywords.items())
     elif isinstance(value, dict) and len(value) <= MOST:
-        yield from ((value, key, one, True) for key, one in list(value.items()))
+        yield from ((value, key, one, True) for key, one in list(dict.items(value)))
     elif isinstance(value, list | tuple) and len(value) <= MOST:
         yield from ((value, key, one, True) for key, one in enumerate(value))
     if hasattr(value, "__dict__"):

@@ -10,6 +10,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below
 from pfeife.frontend.captured import Captured
 from pfeife.ir.program import Port, Program, Role, output_node
+from pfeife.ir.recurrent import TRAINING
 from pfeife.ir.seeding import is_random, seeded
 from pfeife.ir.verify import verify
 
@@ -44,6 +45,9 @@ class Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.seed: fx.Node | None = None
         self.draws = 0
+        self.trains = any(
+            isinstance(node.meta.get("desc"), _torch.TangentAOTInput) for node in joint.graph.nodes
+        )
         self.carried: list[tuple[str, Argument]] = []
 
     def capture(self, values: Sequence[torch.Tensor], roots: Mapping[str, str]) -> Captured:
@@ -125,6 +129,8 @@ class Porter:
             copied.args = (operation, self.draws, self._seed(), *copied.args)
             copied.target = seeded
             self.draws += 1
+        if node.target in TRAINING and self.trains:
+            copied.target = TRAINING[node.target]
         if node.target in _VIEWS:  # fake strides can be wrong (a batch norm of a transposed input)
             copied.target = torch.ops.aten.reshape.default
         self.here[node] = copied

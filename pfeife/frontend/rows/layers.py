@@ -64,6 +64,20 @@ def batch_norm(one: Operation) -> tuple[Rows, ...]:
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)
 
 
+_HX = {"recurrent_layer": "hx", "mkldnn_rnn_layer": "hx_"}
+
+
+def recurrent(one: Operation) -> tuple[Rows, ...]:
+    """oneDNN's layers: each row by itself, behind the dimension of time; what they keep for the
+    backward counts as well."""
+    (_, rows), *others = one.operands()
+    last = [(r.dim, r.before) == (len(shape_of(n)) - 2, 1) for n, r in others if moves(r)]
+    if (rows.dim, rows.before, rows.power) != (1, 1, 0) or not all(last):
+        raise Stuck
+    state = Rows(True, len(shape_of(one.arguments[_HX[one.name]])) - 2)
+    return Rows(True, 1), state, state, Rows(True, 1)
+
+
 def batchwise(one: Operation) -> Rows:
     """Convolutions, pooling, resizing, normalisation: each row by itself, by weights that are no
     function of the batch."""
