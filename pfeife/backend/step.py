@@ -124,7 +124,7 @@ class _Step:
         if self.door != "trace":
             try:
                 return self._by_dynamo(call)
-            except (Refusal, PipelineError):
+            except (Refusal, PipelineError, _NotReached):
                 raise
             except Exception as error:
                 if self.reached or self.door == "dynamo":
@@ -145,7 +145,7 @@ class _Step:
         with _torch.many_programs(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
         if not self.reached:
-            raise ValueError(
+            raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
                 "tensors, or torch.compile is turned off (TORCH_COMPILE_DISABLE, "
                 "torch.compiler.set_stance)"
@@ -243,6 +243,10 @@ class _Step:
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+class _NotReached(ValueError):
+    """Raised where torch.compile has not asked for anything to be compiled."""
 
 
 def _neither(dynamo: Exception, error: Exception) -> Exception:

@@ -197,24 +197,38 @@ class _Tracer:
         }
 
     def run(self) -> _Run:
-        """A run on fake tensors."""
-        seen, held = _Seen(), Held(self.places, self.values)
+        """A run on fake tensors. Raises ValueError if it does more than can be traced."""
         before = torch.get_rng_state()
         try:
             with torch.random.fork_rng(devices=[]), watching() as moved:
-                with held, self.mode, seen, _torch.said_to_compile():
-                    result = self._called(self.batch)
+                found = self._on_fakes()
                 seeded = not torch.equal(before, torch.get_rng_state())
         except Exception as error:
             raise plain_reason(error) from error
         if moved:
-            raise refusal(drawing_line(self.run, moved))
+            raise refusal(drawing_line(self._on_fakes, moved))
+        frozen = [slot for slot in self.values if self._is_frozen(slot)]
+        if frozen:
+            raise ValueError(
+                f"the step sets requires_grad of {frozen[0].name}: do that outside of the step"
+            )
         if seeded:
             raise ValueError(
                 "the step seeds torch's default generator, or draws from it for tensors that do "
                 "not depend on its arguments: seed outside of the step"
             )
+        return found
+
+    def _on_fakes(self) -> _Run:
+        seen, held = _Seen(), Held(self.places, self.values)
+        with held, self.mode, seen, _torch.said_to_compile():
+            result = self._called(self.batch)
         return _Run(seen.real, seen.fake, seen.operations, result, tuple(held.changes))
+
+    def _is_frozen(self, slot: Slot) -> bool:
+        """Whether a run has made a tensor ask for gradients that did not, or the other way."""
+        now: torch.Tensor = slot.get()
+        return bool(now.requires_grad != self.values[slot].requires_grad)
 
     def _called(self, batch: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self.call.made(batch)

@@ -116,7 +116,7 @@ def a_loss_that_is_disabled():
     def loss(y):
         return y.square().mean()
 
-    pfeife.compile(lambda x: loss(model(x)), microbatches=2)(rows())
+    pfeife.compile(lambda x: loss(model(x)), microbatches=2, capture="dynamo")(rows())
 
 
 @row("torch.compile has broken the step into several graphs: Skip calling `torch.compiler.disable")
@@ -154,7 +154,7 @@ def a_step_that_is_disabled():
     def step(x):
         return model(x).square().mean()
 
-    pfeife.compile(step, microbatches=2)(rows())
+    pfeife.compile(step, microbatches=2, capture="dynamo")(rows())
 
 
 @row("the step could not be captured as one graph: Unsupported Tensor.requires_grad_() call")
