@@ -2,7 +2,7 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `tensors`, `gloo` and `trace` are about what their names say.
+joint graph); `recurrent`, `tensors`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -13,6 +13,7 @@ from pfeife._torch.aot import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    as_eager,
     flop_formulas,
     inductor,
     joint_graph,
@@ -29,10 +30,11 @@ from pfeife._torch.dynamo import (
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
-    many_programs,
     whole_graph,
+    willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, result_paths
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
@@ -59,6 +61,8 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "as_captured",
+    "as_eager",
     "assigned",
     "assigned_constants",
     "broken_guard",
@@ -80,7 +84,6 @@ __all__ = [
     "is_shared",
     "joint_graph",
     "leaf_dims",
-    "many_programs",
     "marked_dims",
     "no_autocast",
     "placeholder_source",
@@ -89,4 +92,5 @@ __all__ = [
     "source_words",
     "trace_artifact",
     "whole_graph",
+    "willing",
 ]

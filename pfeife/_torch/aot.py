@@ -12,6 +12,8 @@ from torch._C import DispatchKey
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from pfeife._torch.recurrent import FLOPS, recurrent_as_eager
+
 # Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
 # `aot_export_joint_with_descriptors` puts there.
 from torch._functorch._aot_autograd.descriptors import (  # isort: skip
@@ -32,6 +34,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "as_eager",
     "flop_formulas",
     "inductor",
     "joint_graph",
@@ -66,6 +69,13 @@ def no_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
+@contextlib.contextmanager
+def as_eager() -> Iterator[None]:
+    """While torch traces a step into operations that compute what eager's do."""
+    with _whole_interpolation(), recurrent_as_eager():
+        yield
+
+
 def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     """The flat joint graph of a module; without gradients the forward graph alone.
 
@@ -73,7 +83,7 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
     """
     outside = torch._functorch.config.patch(backward_pass_autocast="off")
-    with contextlib.ExitStack() as stack, _whole_interpolation(), outside:
+    with contextlib.ExitStack() as stack, as_eager(), outside:
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
@@ -88,7 +98,7 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
-    documented name), and the CPU's attention kernels, which that table lacks."""
+    documented name), and of the CPU's kernels of attention and LSTMs, which that table lacks."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
     aten = torch.ops.aten
@@ -96,4 +106,4 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
     }
-    return extra | flop_registry
+    return extra | FLOPS | flop_registry

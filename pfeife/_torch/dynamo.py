@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +52,37 @@ def draws_by_numpy(target: Any) -> bool:
     return getattr(getattr(target, "f", None), "__module__", "") == "torch._numpy.random"
 
 
-def many_programs(count: int) -> contextlib.AbstractContextManager[None]:
-    """While Dynamo compiles a step up to so many times before it refuses to. The setting has no
-    public form; if it moves: leave it out, and a step may have 8 shapes."""
-    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=count
-    )
+def willing(programs: int | None = None) -> contextlib.AbstractContextManager[None]:
+    """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
+    on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out. Of
+    numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
+    It compiles a step up to `programs` times before it refuses to. The settings have no public
+    form; if one moves, leave it out."""
+    config = torch._dynamo.config
+    wanted: dict[str, Any] = {
+        "allow_rnn": True,
+        "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
+    }
+    if programs is not None:
+        wanted["recompile_limit"] = programs
+    patch: contextlib.AbstractContextManager[None] = config.patch(wanted)
     return patch
+
+
+def _that_only_tell() -> set[Callable[..., Any]]:
+    """Functions that print, warn or log, and return nothing: those of logging and warnings, and
+    what libraries have added to loggers (`Logger.warning_once`)."""
+    names = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+    found: set[Callable[..., Any]] = {print, warnings.warn, warnings.warn_explicit}
+    found |= {getattr(logging, name) for name in names if hasattr(logging, name)}
+    kinds = [logging.Logger]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name, value in vars(kind).items():
+            added = callable(value) and getattr(value, "__module__", "") != "logging"
+            if name in names or (added and name.startswith(names)):
+                found.add(value)
+    return found
 
 
 def frame() -> Any:

@@ -96,7 +96,7 @@ class _Step:
         self.reached = False
         try:
             call = self.call = self.cutter(args, kwargs)
-            with _torch.many_programs(PROGRAMS):
+            with _torch.willing(PROGRAMS):
                 result = self.dynamo(*call.args, **call.kwargs)
             if not self.reached:
                 raise ValueError(

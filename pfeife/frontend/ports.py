@@ -127,6 +127,7 @@ class Porter:
             self.draws += 1
         if node.target in _VIEWS:  # fake strides can be wrong (a batch norm of a transposed input)
             copied.target = torch.ops.aten.reshape.default
+        copied.target = _torch.as_captured(copied.target, copied.args)
         self.here[node] = copied
 
     def _outputs(self, joint: fx.Node) -> tuple[list[Port], dict[str, fx.Node]]:

@@ -13,6 +13,7 @@ TOPICS = (
     "hang",
     "memory",
     "ranks",
+    "recurrent",
     "reductions",
     "state",
     "words",

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import sys
+import warnings
 from unittest.mock import patch
 
 import torch
@@ -293,3 +294,24 @@ def a_compiled_step_inside_of_a_compiled_step():
 
     expected = eager_accumulation(lambda x: loss(x) * 2, model, [(p,) for p in rows().chunk(2)])
     assert torch.equal(pfeife.compile(step, microbatches=2)(rows()), expected.loss)
+
+
+@row(ranks=(1, 2))
+def a_step_that_logs_warns_and_prints():
+    """Dynamo leaves that out; how it compiles for others stays as it was."""
+    model, log = net(), logging.getLogger("tests")
+
+    def step(x):
+        log.warning("%d rows", x.shape[0])
+        logging.info("rows")
+        warnings.warn("rows", stacklevel=1)
+        print("rows", x.sum())
+        return model(x).square().mean()
+
+    before = torch._dynamo.config.get_config_copy()
+    loss = pfeife.compile(step, microbatches=2)(rows())
+    assert torch._dynamo.config.get_config_copy() == before
+    expected = eager_accumulation(
+        lambda x: model(x).square().mean(), model, [(p,) for p in rows().chunk(2)]
+    )
+    assert torch.equal(loss, expected.loss)

@@ -81,6 +81,16 @@ def attended(one: Operation) -> Rows:
     return Rows(True, 0)
 
 
+def recurrent(one: Operation) -> tuple[Rows, ...]:
+    """A layer of an LSTM: every row by itself, in the dimension behind that of the sequence."""
+    inputs = [one.arguments[name] for name in ("input", "hx_", "cx_")]
+    for node, rows in one.operands():
+        rest = (rows.dim, rows.before, rows.power) != (1, 1, 0)
+        if moves(rows) and (rest or node not in inputs):
+            raise Stuck
+    return (*[Rows(True, 1)] * 3, Rows(True))
+
+
 def loss(one: Operation) -> Any:
     """A loss with a `reduction`: none, mean or sum."""
     how, weight = one.arguments["reduction"], one.arguments.get("weight")

@@ -106,4 +106,5 @@ RULES: dict[str, Rule] = ARITHMETIC | {
         "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math",
         layers.attended,
     ),
+    **_table("mkldnn_rnn_layer", layers.recurrent),
 }
