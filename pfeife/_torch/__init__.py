@@ -28,6 +28,8 @@ from pfeife._torch.dynamo import (
     is_last_compilation,
     is_limit_of_compilations,
     many_programs,
+    numbers_of,
+    who_compiles,
     whole_graph,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
@@ -79,10 +81,12 @@ __all__ = [
     "many_programs",
     "marked_dims",
     "no_autocast",
+    "numbers_of",
     "placeholder_source",
     "result_paths",
     "source_value",
     "source_words",
     "trace_artifact",
+    "who_compiles",
     "whole_graph",
 ]

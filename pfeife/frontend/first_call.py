@@ -44,8 +44,8 @@ class _Expected(_torch.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> None:
-    """Raises ValueError if the order of the rows matters, or if the program computes something
+def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
+    """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the program computes something
     else than the `step`, both beyond rounding, or if rows depend on one another where
     nobody is `sure` that they are the batch.
 
@@ -57,14 +57,16 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
     try:
         found = runs.first()
         if found is None or not all(_finite(value) for value in found):
-            return
+            return False
         runs.check_program(found)
         if runs.rows > 1:
             runs.check_order(found)
         if runs.rows > 1 and not sure:
             runs.check_mixing(found)
+        return runs.rows > 1
     except _Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
+        return False
 
 
 class _Runs:
