@@ -35,6 +35,7 @@ from pfeife.runtime.failure import PipelineError, Refusal
 log = logging.getLogger("pfeife")
 _ARGUMENTS = "the arguments of this call"
 MOST_BUILDS = 64  # that one graph keeps
+MOST_SHAPES = 16  # for which one graph of several is built, where it may run as it is
 
 
 class Backend:
@@ -45,7 +46,8 @@ class Backend:
         self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
         self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
-        self.parts = Parts()  # of a step that Dynamo has broken
+        # Of a step that Dynamo has broken: with gradients, and without.
+        self.parts = {True: Parts(), False: Parts()}
         self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
@@ -184,9 +186,13 @@ class Steps:
                 lines.append(f"{argument.names[0]}: {where}")
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)
-                if options.compare_batches and not trained:
+                if options.compare_batches and not (trained or self._is_computed(value)):
                     lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
         return "\n".join(lines)
+
+    def _is_computed(self, value: torch.Tensor) -> bool:
+        """Whether an argument is none of the batch's that the caller has made."""
+        return False
 
     def _checksum(self, value: torch.Tensor, dim: int | None) -> int:
         """Of what is the same tensor at every call, such as a mask, it is computed once."""
@@ -217,18 +223,24 @@ class PieceSteps(Steps):
     def __init__(self, backend: Backend, piece: Piece, name: str, broken: tuple[str, str]):
         super().__init__(backend, piece, name)
         self.piece, self.broken = piece, broken
-        self.whole: set[tuple] = set()
-        self.instead = ""
+        self.whole: set[tuple] = set()  # the shapes of which it runs as it is
+        self.why = ""  # what kept it from being cut
+
+    @property
+    def parts(self) -> Parts:
+        """The graphs of the step, as this call has them."""
+        return self.backend.parts[torch.is_grad_enabled()]
 
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
         """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
-        parts, key = self.backend.parts, self.piece.key(args)
-        if parts.first is self and self._asks_for_stages(world_so_far()):
-            parts.judge()
-        parts.first = parts.first or self
-        if key not in self.whole or _owned(world_so_far(), args):
+        world = world_so_far()
+        self.parts.begin(self, stages=bool(world) or (self.backend.options.stages or 1) > 1)
+        key = self.piece.key(args)
+        if key not in self.whole or _owned(world, args):
             try:
-                found = self.piece.results(super().__call__(args, options), args)
+                tensors = super().__call__(args, options)
+                self.parts.shared.add(self.name, self.piece.shared(tensors, args))
+                found = self.piece.results(tensors, args)
                 self.piece.note(found)
                 return found
             except _RunsWhole as refused:
@@ -238,18 +250,24 @@ class PieceSteps(Steps):
         self.piece.note(results)
         return results
 
+    def _is_computed(self, value: torch.Tensor) -> bool:
+        return value.grad_fn is not None
+
     def _built(
         self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
     ) -> Compiled:
-        self.instead = ""
+        refused: list[ValueError] = []
         for way in self._ways(builder, args, world):
             try:
-                return super()._built(way, args, world, show)
+                found = super()._built(way, args, world, show)
             except ValueError as error:
-                self.instead = self.instead or _first_line(error)
-        why = self.instead or "it trains nothing, and every rank has what it reads"
-        if _owned(world, args):
-            raise Refusal(f"a graph of the step ({self.broken[1]}) cannot be cut: {why}")
+                refused.append(error)
+            else:
+                self.why = _first_line(refused[0]) if refused else ""
+                return found
+        if refused and world and (_owned(world, args) or self._differs(args, world)):
+            raise refused[0]
+        why = _first_line(refused[0]) if refused else "it trains nothing"
         raise _RunsWhole(why)
 
     def _ways(
@@ -257,46 +275,53 @@ class PieceSteps(Steps):
     ) -> Iterator[Builder]:
         """How the graph may be built, the best way first."""
         if world is None:
-            yield builder
+            yield self._unless_ever_new(builder)
             return
         pairs = zip(self.graph.inputs.arguments, args, strict=True)
         trains = any(_is_trained(argument, value) for argument, value in pairs)
         if not (trains or _owned(world, args)):
             return
         yield builder
+        if builder.options.replicas > 1:
+            return  # of which each has rows of its own
+        one = attrs.evolve(builder, options=_one_microbatch(builder.options))
+        yield one
         ranks = builder.mesh(world).ranks
-        one = _one_microbatch(builder.options)
-        yield attrs.evolve(builder, options=one)
         least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
-        yield attrs.evolve(builder, options=attrs.evolve(one, stages=1), home=int(least))
+        yield attrs.evolve(one, options=attrs.evolve(one.options, stages=1), home=int(least))
 
-    def _asks_for_stages(self, world: World | None) -> bool:
-        return bool(world) or (self.backend.options.stages or 1) > 1
+    def _unless_ever_new(self, builder: Builder) -> Builder:
+        if len(self.known) + len(self.whole) >= MOST_SHAPES:
+            raise _RunsWhole(f"it has come in more than {MOST_SHAPES} shapes")
+        return builder
+
+    def _differs(self, args: Sequence[Any], world: World) -> bool:
+        """Whether ranks have other values than one another (collective)."""
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        tensors = {a.names[0]: one for a, one in pairs if isinstance(one, torch.Tensor)}
+        return bool(world.differing(tensors))
 
     def _summary(self, compiled: Compiled) -> str:
         cut, asked = compiled.microbatches, self.backend.options.microbatches
-        instead = ""
-        if compiled.program.units == 1:
-            instead = "runs on one rank"
-        elif cut < asked:
-            instead = f"runs with {cut} microbatches"
-        if instead and self.instead:
-            instead = f"{instead}, since {self.instead}"
-        return self._noted(Part(instead, compiled.seconds, self.broken), compiled.summary)
+        instead = "runs on one rank" if compiled.program.units == 1 else ""
+        if cut < asked:
+            instead = "is not cut into microbatches"
+        because = f"{instead}, since {self.why}" if instead and self.why else instead
+        return self._noted(Part(because, compiled.seconds, self.broken), compiled.summary)
 
     def _note_whole(self, args: Sequence[Any], why: str) -> None:
-        world = world_so_far()
-        show = shown(log, rank=world.rank if world else 0)
+        """Says that the graph runs as it is; its seconds are estimated once."""
+        world, known = world_so_far(), self.parts.found.get(self)
         options = _one_microbatch(self.backend.options)
         builder = attrs.evolve(self.backend.builder, options=options)
-        seconds = builder.seconds(self.piece, args, self.artifacts)
+        seconds = known.seconds if known else builder.seconds(self.piece, args, self.artifacts)
         said = self._noted(Part(f"runs whole, since {why}", seconds, self.broken), "")
+        show = shown(log, progress=False, rank=world.rank if world else 0)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, said)
 
     def _noted(self, part: Part, summary: str) -> str:
-        parts = self.backend.parts
-        parts.found[self] = part
-        return "; ".join(filter(None, (summary, part.instead, parts.summary)))
+        self.parts.found[self] = part
+        return "; ".join(filter(None, (summary, part.instead, self.parts.summary)))
 
 
 class _RunsWhole(Refusal):
@@ -309,6 +334,7 @@ def _one_microbatch(options: Options) -> Options:
     return attrs.evolve(
         options,
         microbatches=1,
+        replicas=1,
         schedule="1f1b",
         plan=None,
         split_at=None,

@@ -7,7 +7,8 @@ one if not, or as it is.
 """
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from pfeife.frontend.reductions import derive
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.value import Unknown
 from pfeife.ir.program import Port, Role, returned
+from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.failure import PipelineError
 
 log = logging.getLogger("pfeife")
@@ -68,6 +70,17 @@ class Piece(BatchedGraph):
             dim = self._result_dim(example.shape) if _is_tensor(example) else None
             if dim is not None:
                 self.rows[value] = dim
+
+    def shared(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+        """What looks at one memory in eager, of results that are tensors and of arguments."""
+        found = [tensors[index] for index in self.step.shared()]
+        pairs = enumerate(zip(self.step.arguments, args, strict=True))
+        given = [one for at, (like, one) in pairs if _is_tensor(like) and self._is_seen(at)]
+        return [*found, *given]
+
+    def _is_seen(self, at: int) -> bool:
+        """Whether a result looks at an argument's memory."""
+        return any(self.step.is_itself(at, index) for index in range(len(self.tensors)))
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program. Raises ValueError for whatever keeps it from being captured."""
@@ -159,6 +172,36 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+class Shared:
+    """Tensors that look at one memory in eager, and are copies here: results of one graph, or one
+    and what the graph was given. Who writes to one of them must write to none of these."""
+
+    def __init__(self) -> None:
+        self.new: list[tuple[torch.Tensor, int, str]] = []  # held until they have been checked
+        self.seen: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self.new, self.seen = [], []
+
+    def check(self) -> None:
+        """Raises RuntimeError if one of them has been written to."""
+        seen = ((ref(), version, name) for ref, version, name in self.seen)
+        for tensor, version, name in (*self.new, *seen):
+            if tensor is not None and version_of(tensor) != version:
+                raise RuntimeError(
+                    f"between two graphs of the step a tensor that {name} has returned or was "
+                    "given was changed in place, and another result of it looks at the same "
+                    "memory: with Pfeife that is a copy. Make a new tensor instead (a = a + 1)"
+                )
+        self.seen += [(weakref.ref(tensor), *rest) for tensor, *rest in self.new]  # type: ignore[misc]
+        self.new = []
+
+    def add(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Watches what a graph of that name shares."""
+        self.new += [(one, version_of(one), name) for one in tensors]
+
+
 @attrs.frozen
 class Part:
     """What became of one graph: `instead` says what it does and why where it is not pipelined.
@@ -175,14 +218,35 @@ class Parts:
 
     def __init__(self) -> None:
         self.found: dict[Any, Part] = {}
+        self.shared = Shared()
         self.first: Any = None
         self.told = False
 
+    def begin(self, who: Any, *, stages: bool) -> None:
+        """Someone's graph is about to run. If that is the first graph of another step, all are
+        known: warns once if less than half of the time is pipelined, where `stages` were asked
+        for. Raises RuntimeError as `Shared` does."""
+        again, self.first = self.first is who, self.first or who
+        if again:
+            self.shared.forget()
+        self.shared.check()
+        if not again or not stages or self.told or self.share() >= 0.5:
+            return
+        whole = [one for one in self.found.values() if one.instead]
+        if not whole:
+            return
+        self.told = True
+        worst = max(whole, key=lambda one: one.seconds or 0.0)
+        log.warning(
+            "%s: the break that costs most is %s (%s); its graph %s",
+            *(self.summary.replace(" so far", ""), *worst.broken, worst.instead),
+        )
+
     def share(self) -> float:
         """How much of the time of the graphs so far is pipelined."""
-        known = [one for one in self.found.values() if one.seconds is not None]
-        total = sum(one.seconds or 0.0 for one in known)
-        return sum(one.seconds or 0.0 for one in known if not one.instead) / total if total else 0.0
+        seconds = [(not one.instead, one.seconds or 0.0) for one in self.found.values()]
+        total = sum(each for _, each in seconds)
+        return sum(each for piped, each in seconds if piped) / total if total else 0.0
 
     @property
     def summary(self) -> str:
@@ -195,20 +259,3 @@ class Parts:
             f"of the step's {len(parts)} graphs so far {sum(not one.instead for one in parts)} are "
             f"pipelined, {100 * self.share():.0f} % of {seconds:.2g} s (estimated{beside})"
         )
-
-    def judge(self) -> None:
-        """Warns once if less than half of the time is pipelined, when all graphs are known."""
-        if self.told or self.share() >= 0.5:
-            return
-        self.told = True
-        worst = max(
-            (one for one in self.found.values() if one.instead),
-            key=lambda one: one.seconds or 0.0,
-            default=None,
-        )
-        if worst is not None:
-            reason, line = worst.broken
-            log.warning(
-                "%s: the break that costs most is %s (%s); its graph %s",
-                *(self.summary.replace(" so far", ""), reason, line, worst.whole),
-            )

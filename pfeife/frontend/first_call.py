@@ -45,9 +45,9 @@ class _Expected(_torch.TorchDispatchMode):
 
 
 def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
-    """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the program computes something
-    else than the `step`, both beyond rounding, or if rows depend on one another where
-    nobody is `sure` that they are the batch.
+    """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the
+    program computes something else than the `step`, both beyond rounding, or if rows depend on one
+    another where nobody is `sure` that they are the batch.
 
     `args` are those of a call with the whole batch, two microbatches or more. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which

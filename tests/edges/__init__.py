@@ -8,6 +8,7 @@ TOPICS = (
     "autocast",
     "autograd",
     "batch",
+    "breaks",
     "dynamo",
     "hang",
     "memory",
