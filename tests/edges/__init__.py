@@ -9,6 +9,7 @@ TOPICS = (
     "autograd",
     "batch",
     "breaks",
+    "draws",
     "dynamo",
     "hang",
     "memory",
