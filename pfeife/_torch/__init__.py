@@ -20,10 +20,12 @@ from pfeife._torch.aot import (
 )
 from pfeife._torch.dynamo import (
     broken_guard,
+    draws_by_numpy,
     frame,
     frame_arguments,
     frame_name,
     graph_break,
+    is_drawn,
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
@@ -61,6 +63,7 @@ __all__ = [
     "assigned_constants",
     "broken_guard",
     "compilation",
+    "draws_by_numpy",
     "flop_formulas",
     "frame",
     "frame_arguments",
@@ -70,6 +73,7 @@ __all__ = [
     "graph_break",
     "hooks_of",
     "inductor",
+    "is_drawn",
     "is_dynamo_error",
     "is_last_compilation",
     "is_limit_of_compilations",

@@ -8,6 +8,7 @@ TOPICS = (
     "autocast",
     "autograd",
     "batch",
+    "draws",
     "dynamo",
     "hang",
     "memory",
