@@ -32,6 +32,7 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.sizes import symbolic_mode, without_symbols
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -83,6 +84,8 @@ __all__ = [
     "result_paths",
     "source_value",
     "source_words",
+    "symbolic_mode",
     "trace_artifact",
     "whole_graph",
+    "without_symbols",
 ]
