@@ -2,7 +2,7 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `tensors`, `gloo` and `trace` are about what their names say.
+joint graph); `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -20,10 +20,12 @@ from pfeife._torch.aot import (
 )
 from pfeife._torch.dynamo import (
     broken_guard,
+    draws_by_numpy,
     frame,
     frame_arguments,
     frame_name,
     graph_break,
+    is_drawn,
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
@@ -62,6 +64,7 @@ __all__ = [
     "assigned_constants",
     "broken_guard",
     "compilation",
+    "draws_by_numpy",
     "flop_formulas",
     "frame",
     "frame_arguments",
@@ -71,6 +74,7 @@ __all__ = [
     "graph_break",
     "hooks_of",
     "inductor",
+    "is_drawn",
     "is_dynamo_error",
     "is_last_compilation",
     "is_limit_of_compilations",

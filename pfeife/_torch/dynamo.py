@@ -37,6 +37,19 @@ def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callab
     return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
 
 
+def is_drawn(placeholder: torch.fx.Node) -> bool:
+    """Whether a placeholder of Dynamo's graph is a number that Python draws at every call. Such a
+    one has a source of its own. If it moves: False, and the microbatches of a call share it."""
+    argument = placeholder.meta.get("grapharg")
+    return type(getattr(argument, "source", None)).__name__ == "RandomValueSource"
+
+
+def draws_by_numpy(target: Any) -> bool:
+    """Whether a function in Dynamo's graph stands for one of numpy.random. If the wrapper moves:
+    False, and such numbers come from torch's generator."""
+    return getattr(getattr(target, "f", None), "__module__", "") == "torch._numpy.random"
+
+
 def many_programs(count: int) -> contextlib.AbstractContextManager[None]:
     """While Dynamo compiles a step up to so many times before it refuses to. The setting has no
     public form; if it moves: leave it out, and a step may have 8 shapes."""

@@ -139,7 +139,7 @@ class _Build:
                 # Where state has owners, a rank has no values of what others train.
                 known = world is not None and world.ownership.owns_any(self.args)
                 if options.check and options.microbatches > 1 and not known:
-                    check_first_call(self.graph.module, captured, self.args, self.graph.sure)
+                    check_first_call(self.graph.step, captured, self.args, self.graph.sure)
                 self.artifacts.program("capture", captured.program)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")

@@ -14,16 +14,18 @@ from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Given, Inputs, describe, fake_like
 from pfeife.frontend.capture import with_reductions
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.dynamo import dynamo_forward
+from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
-from pfeife.frontend.results import Key, Loss, label, leaves_of
+from pfeife.frontend.results import Key, Loss, label
 from pfeife.ir.program import Role, returned, source_line
 
 
 class Graph(Protocol):
     """Dynamo's graph, and how it is captured as a program of one microbatch."""
 
-    module: fx.GraphModule
+    step: Forward
     inputs: Inputs
     sure: bool  # whether the caller has said where the batch is
 
@@ -41,9 +43,9 @@ class Graph(Protocol):
 class Losses:
     """Which result of a graph is the loss; what it was with gradients is known without them."""
 
-    def __init__(self, module: fx.GraphModule, known: dict[Any, Key]):
-        self.leaves, self.frame, self.known = leaves_of(module), _torch.frame(), known
-        self.results = [node.meta.get("example_value") for node in returned(module)]
+    def __init__(self, step: Forward, known: dict[Any, Key]):
+        self.leaves, self.results = step.leaves, step.results
+        self.frame, self.known = _torch.frame(), known
 
     def asked(self, options: Options) -> Loss:
         """What was asked for; without gradients also what the step's loss was with them."""
@@ -81,12 +83,12 @@ class MicrobatchGraph:
         module: fx.GraphModule,
         examples: Sequence[Any],
         given: Mapping[int, Given],
-        grown: Callable[[int], tuple[fx.GraphModule, Inputs]],
+        grown: Callable[[int], tuple[Forward, Inputs]],
         losses: dict[Any, Key],
     ):
-        self.module, self.inputs = module, describe(module, examples, given=given)
+        self.step, self.inputs = dynamo_forward(module), describe(module, examples, given=given)
         self.grown, self.sure = grown, True
-        self.losses = Losses(module, losses)
+        self.losses = Losses(self.step, losses)
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
     def key(self, args: Sequence[Any]) -> tuple:
@@ -100,14 +102,14 @@ class MicrobatchGraph:
                 f"microbatches={options.microbatches}, but the step is given no tensor that could "
                 "be cut: pass the batch as arguments, and say with in_dims where it is"
             )
-        loss, leaves = self.losses.asked(options), self.losses.leaves
+        loss = self.losses.asked(options)
         larger = functools.cache(functools.partial(self.grown, 2))
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger()[1].numbers)
         captured = with_reductions(
-            trace(self.module, self.inputs, loss, leaves=leaves),
+            trace(self.step, self.inputs, loss),
             options.loss_reduction,
-            lambda: trace(*larger(), loss, leaves=leaves).program,
+            lambda: trace(*larger(), loss).program,
         )
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
@@ -125,10 +127,10 @@ class MicrobatchGraph:
                     "is, or compute it with tensors"
                 )
 
-    def _with_dims(self, captured: Captured, other: fx.GraphModule) -> Captured:
-        """The same with the dimension that grows with the rows (as `other` tells, the graph for
+    def _with_dims(self, captured: Captured, other: Forward) -> Captured:
+        """The same with the dimension that grows with the rows (as `other` tells, the step for
         more of them), in those results of which their operations do not tell it."""
-        dims = dict(zip(captured.results, grown_dims(self.module, other), strict=True))
+        dims = dict(zip(captured.results, grown_dims(self.step, other), strict=True))
         outputs = [
             attrs.evolve(port, batch_dim=dims[port.name])
             if port.role == Role.OUTPUT and port.name in captured.unknown
@@ -140,11 +142,11 @@ class MicrobatchGraph:
         )
 
 
-def grown_dims(module: fx.GraphModule, other: fx.GraphModule) -> list[int | None]:
-    """Where the batch is in the results of a graph: the only dimension that grows in the graph of
-    the same step with another number of rows."""
-    pairs = zip(returned(module), returned(other), strict=True)
-    return [_grown(_shape(one), _shape(grown)) for one, grown in pairs]
+def grown_dims(step: Forward, other: Forward) -> list[int | None]:
+    """Where the batch is in the results of a step: the only dimension that grows with the number of
+    rows."""
+    pairs = zip(step.results, other.results, strict=True)
+    return [_grown(one.shape, grown.shape) for one, grown in pairs]
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
@@ -172,7 +174,8 @@ class BatchedGraph:
         self.shapes: list[Sequence[Any]] = [
             getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
         ]
-        self.losses = Losses(module, {} if losses is None else losses)
+        self.step = dynamo_forward(module)
+        self.losses = Losses(self.step, {} if losses is None else losses)
         # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
         self.numbers = [
             bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
@@ -267,7 +270,7 @@ class BatchedGraph:
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
         try:
-            return trace(self.module, inputs, loss, dims, self.losses.leaves)
+            return trace(self.step, inputs, loss, dims)
         except _torch.DataDependentOutputException as error:
             raise ValueError(
                 "the step asks for the value of a tensor while it is captured; with dynamic=True "

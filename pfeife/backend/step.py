@@ -17,7 +17,8 @@ from pfeife.backend.entry import Backend, Steps, backend
 from pfeife.backend.graphs import MicrobatchGraph
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
-from pfeife.frontend.dynamo import copied, dynamo_graph, plain_error
+from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
+from pfeife.frontend.forward import Forward
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import PipelineError, Refusal
@@ -138,14 +139,16 @@ class _Step:
 
         return run
 
-    def _grown(self, times: int) -> tuple[fx.GraphModule, Inputs]:
+    def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
         assert self.call is not None
         leaves = self.call.grown(times)
         args, kwargs = self.call.made(leaf.first for leaf in leaves)
-        return dynamo_graph(
-            self.step, args, kwargs, lambda m, e: (copied(m), describe(m, e, given=_given(leaves)))
-        )
+
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
+            return dynamo_forward(copied(module)), describe(module, examples, given=_given(leaves))
+
+        return dynamo_graph(self.step, args, kwargs, read)
 
     def _checked(self, call: Arguments, result: Any) -> Any:
         """The result with the caller's own tensors in place of their first microbatches. Raises

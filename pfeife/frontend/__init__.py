@@ -1,7 +1,8 @@
 """From a user's step to a flat program: Dynamo, tracing, arguments, results.
 
-`capture` has the whole way; read it first, then its stops: `dynamo` (the step's graph), `arguments`
-(what goes in) and `results` (what comes out), `joint` (the gradients), `ports`, `captured`.
-`batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
-how, `first_call` compares a captured program with the step itself.
+`capture` has the whole way; read it first, then its stops: `dynamo` finds the `forward`,
+`arguments` (what goes in) and `results` (what comes out), `joint` (the gradients), `ports`,
+`captured`. `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and
+`rows/` derive how, `first_call` compares a captured program with the step itself, `frozen` sees
+what a step draws outside of torch.
 """

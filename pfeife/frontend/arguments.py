@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
+from pfeife.frontend.frozen import check_draws
 from pfeife.ir.program import Role, returned
 
 
@@ -87,8 +88,10 @@ def describe(
     `given` has what the caller hands over, by the identity of the example. Without it, tensors
     that are neither parameters nor buffers come out as constants: who knows the batch says which
     of them are cut into microbatches. Meta tensors become fake ones on `device`. Raises
-    ValueError for a tensor inside of an argument that is not among those `given`.
+    ValueError for a tensor inside of an argument that is not among those `given`, and for draws of
+    Python's and numpy's.
     """
+    check_draws(module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
     describer = _Describer(module, sources, device, given)

@@ -11,10 +11,11 @@ from torch import fx
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Cutter
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.dynamo import copied, dynamo_graph
+from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
+from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.reductions import LossReduction, derive_reductions
-from pfeife.frontend.results import Leaf, Loss, leaves_of
+from pfeife.frontend.results import Loss
 from pfeife.ir.program import Port, Program
 
 log = logging.getLogger("pfeife")
@@ -55,15 +56,12 @@ def capture(
             for i, (leaf, one) in enumerate(zip(call.leaves, values, strict=True))
         }
 
-        def read(
-            module: fx.GraphModule, examples: list[Any]
-        ) -> tuple[fx.GraphModule, Inputs, tuple[Leaf, ...] | None]:
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
             moved = copied(module, target)
-            return moved, describe(moved, examples, target, given), leaves_of(module)
+            return dynamo_forward(moved), describe(moved, examples, target, given)
 
         args, named = call.made(values)
-        module, inputs, leaves = dynamo_graph(step, args, named, read)
-        return trace(module, inputs, loss, leaves=leaves)
+        return trace(*dynamo_graph(step, args, named, read), loss)
 
     def larger() -> Program:
         values = [leaf.first for leaf in call.leaves]

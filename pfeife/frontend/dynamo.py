@@ -7,6 +7,9 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.forward import Forward
+from pfeife.frontend.results import leaves_of
+from pfeife.ir.program import returned
 
 T = TypeVar("T")
 
@@ -34,6 +37,16 @@ def dynamo_graph(
     if not found:
         raise ValueError("the step computes nothing with tensors, so there is no graph to capture")
     return found[0]
+
+
+def dynamo_forward(module: fx.GraphModule) -> Forward:
+    """Dynamo's graph as the forward of a step. Called while Dynamo compiles."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    arguments = tuple(node.meta.get("example_value") for node in nodes)
+    results = tuple(node.meta.get("example_value") for node in returned(module))
+    return Forward(
+        lambda *values: fx.Interpreter(module).run(*values), arguments, results, leaves_of(module)
+    )
 
 
 def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:

@@ -11,6 +11,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.forward import Forward
 from pfeife.ir.program import Port, Program, Role, returned
 from pfeife.ir.seeding import is_random
 
@@ -43,18 +44,16 @@ class _Expected(_torch.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def check_first_call(
-    module: fx.GraphModule, captured: Captured, args: Sequence[Any], sure: bool
-) -> None:
+def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> None:
     """Raises ValueError if the order of the rows matters, or if the program computes something
-    else than Dynamo's graph `module`, both beyond rounding, or if rows depend on one another where
+    else than the `step`, both beyond rounding, or if rows depend on one another where
     nobody is `sure` that they are the batch.
 
     `args` are those of a call with the whole batch, two microbatches or more. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which
     a microbatch has one only.
     """
-    runs = _Runs(module, captured, args)
+    runs = _Runs(step, captured, args)
     try:
         found = runs.first()
         if found is None or not all(_finite(value) for value in found):
@@ -69,10 +68,10 @@ def check_first_call(
 
 
 class _Runs:
-    """Runs of Dynamo's graph on parts of a batch."""
+    """Runs of a step's forward on parts of a batch."""
 
-    def __init__(self, module: fx.GraphModule, captured: Captured, args: Sequence[Any]):
-        self.module, self.captured, self.args = module, captured, args
+    def __init__(self, step: Forward, captured: Captured, args: Sequence[Any]):
+        self.step, self.captured, self.args = step, captured, args
         ports = {port.name: port for port in captured.program.inputs}
         self.ports = [ports[name] if name else None for name in captured.arguments]
         self.cut = [i for i, port in enumerate(self.ports) if port and port.batch_dim is not None]
@@ -89,8 +88,8 @@ class _Runs:
             value.clone() if port and port.role == Role.BUFFER else value
             for port, value in zip(self.ports, values, strict=True)
         ]
-        with torch.no_grad(), _Expected():
-            return list(fx.Interpreter(self.module).run(*copies))
+        with _Expected():  # gradients inside of the step are asked for as ever
+            return list(self.step.run(*copies))
 
     def first(self) -> list[torch.Tensor] | None:
         """The results of the first microbatch; None if it fails: the step will say where."""
@@ -161,7 +160,7 @@ class _Runs:
     def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if a row gives something else in the company of other rows."""
         mixed = self._mixed(self.rows // 2)
-        targets = [str(node.target) for node in self.module.graph.nodes]
+        targets = [str(node.target) for node in self.captured.program.module.graph.nodes]
         statistics = any(word in target for target in targets for word in _STATISTICS)
         for port, before, after in self._returned(found, self(mixed)):
             unknown = port.role == Role.LOSS and port.name in self.captured.unknown

@@ -1,30 +1,30 @@
-"""The joint graph of a step: AOTAutograd traces Dynamo's graph together with its gradients."""
+"""The joint graph of a step: AOTAutograd traces its forward together with its gradients."""
 
 from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
-from torch import fx, nn
+from torch import nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.forward import Forward
 from pfeife.frontend.ports import Porter, registered, result_name, stateless
-from pfeife.frontend.results import Leaf, Loss, find_loss
-from pfeife.ir.program import Role, returned
+from pfeife.frontend.results import Loss, find_loss
+from pfeife.ir.program import Role
 
 
 class _Joint(nn.Module):
-    """Dynamo's graph as a module: state is registered, everything else is an argument.
+    """The forward of a step as a module: state is registered, everything else is an argument.
 
     AOTAutograd tells parameters, buffers and arguments apart by where a module has them, and names
-    them in its descriptors by that alone, while Dynamo hands all of them over as arguments.
+    them in its descriptors by that alone, while a `Forward` takes all of them as arguments.
     """
 
-    def __init__(self, module: fx.GraphModule, arguments: list[Argument], loss: int | None):
+    def __init__(self, step: Forward, arguments: list[Argument], loss: int | None):
         super().__init__()
-        # In a list, else the graph's own state would be registered a second time.
-        self.graph, self.arguments, self.loss = [module], arguments, loss
+        self.step, self.arguments, self.loss = step, arguments, loss
         for argument in arguments:
             if argument.role == Role.PARAMETER:
                 value = argument.example.detach()
@@ -45,8 +45,9 @@ class _Joint(nn.Module):
         ]
         # Keeps the lines of the user's model and the stacks of modules on the joint graph's nodes.
         with torch.fx.traceback.preserve_node_meta():
-            results = fx.Interpreter(self.graph[0]).run(*values)
-        shared = _sharing_storage(self.graph[0])
+            results = self.step.run(*values)
+        # AOTAutograd hands these back in ways that lose gradients.
+        shared = self.step.shared()
         results = [r.clone() if i in shared else r for i, r in enumerate(results)]
         # Beside a loss, other results are for looking at: without the detach each one would get a
         # tangent that no schedule knows before the last forward.
@@ -55,55 +56,39 @@ class _Joint(nn.Module):
         return tuple(r if i == self.loss else r.detach() for i, r in enumerate(results))
 
 
-def _sharing_storage(module: fx.GraphModule) -> set[int]:
-    """The results that look at the storage of another result or of an argument: AOTAutograd
-    hands them back in ways that lose gradients, so they are copied."""
-    users: dict[int, int] = {}
-    results = [node.meta["example_value"] for node in returned(module)]
-    inputs = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
-    for value in (*results, *inputs):
-        if isinstance(value, torch.Tensor):
-            key = value.untyped_storage()._cdata
-            users[key] = users.get(key, 0) + 1
-    return {i for i, r in enumerate(results) if users[r.untyped_storage()._cdata] > 1}
-
-
 def trace(
-    module: fx.GraphModule,
+    step: Forward,
     inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
-    leaves: tuple[Leaf, ...] | None = None,
 ) -> Captured:
-    """The joint program of Dynamo's graph at the shapes of the arguments' examples.
+    """The joint program of a step at the shapes of the arguments' examples.
 
-    `result_dims` says for every result along which dimension microbatches are joined, `leaves`
-    where it stands in what the step returns.
+    `result_dims` says for every result along which dimension microbatches are joined.
     """
-    at = find_loss(module, loss, leaves)
+    at = find_loss(step.results, loss, step.leaves)
     arguments = [  # a tensor from outside of any module is trained if it asks for gradients
         attrs.evolve(a, role=Role.PARAMETER)
         if a.role == Role.CONSTANT and a.example.requires_grad
         else a
         for a in inputs.arguments
     ]
-    carried = _carried(module, inputs.kept, arguments, at)
+    carried = _carried(step, inputs.kept, arguments, at)
     for place in carried:  # as buffers they may change from microbatch to microbatch
         arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
-    wrapper = _Joint(module, arguments, at)
+    wrapper = _Joint(step, arguments, at)
     joint = _torch.joint_graph(wrapper, tuple(a.example for a in stateless(arguments)))
-    count = len(returned(module))
-    porter = Porter(joint, arguments, at, result_dims or [None] * count)
+    porter = Porter(joint, arguments, at, result_dims or [None] * len(step.results))
     # A buffer that is changed in place has its update from AOTAutograd already.
-    in_place = [place for place, index in carried.items() if _is_itself(module, place, index)]
+    in_place = [place for place, index in carried.items() if step.is_itself(place, index)]
     porter.carried = [
         (result_name(i, at), arguments[place])
         for place, i in carried.items()
         if place not in in_place
     ]
     return attrs.evolve(
-        porter.capture(module, inputs.roots),
-        leaves=leaves,
+        porter.capture(step.results, inputs.roots),
+        leaves=step.leaves,
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},
         in_place=tuple(arguments[place].name for place in in_place),
@@ -115,22 +100,15 @@ def trace(
     )
 
 
-def _is_itself(module: fx.GraphModule, place: int, index: int) -> bool:
-    """Whether a result is an argument that the step has changed in place."""
-    given = [node for node in module.graph.nodes if node.op == "placeholder"][place]
-    old, new = given.meta["example_value"], returned(module)[index].meta["example_value"]
-    return bool(old.untyped_storage()._cdata == new.untyped_storage()._cdata)
-
-
 def _carried(
-    module: fx.GraphModule,
+    step: Forward,
     kept: Mapping[int, Kept],
     arguments: Sequence[Argument],
     loss: int | None,
 ) -> dict[int, int]:
     """By the place of an argument the result that is its value in the next microbatch: what the
     step assigns anew to an attribute that it has read."""
-    values = [node.meta["example_value"] for node in returned(module)]
+    values = step.results
     return {
         place: index
         for index, one in kept.items()

@@ -16,7 +16,6 @@ from pfeife.ir.program import (
     is_number,
     is_sized_by_data,
     output_node,
-    returned,
     size_tensor,
 )
 from pfeife.ir.seeding import is_random, seeded
@@ -57,8 +56,8 @@ class Porter:
         self.largest = max((size for shape in shapes for size in shape), default=1)
         self.carried: list[tuple[str, Argument]] = []
 
-    def capture(self, module: fx.GraphModule, roots: Mapping[str, str]) -> Captured:
-        """What was captured; `module` is Dynamo's graph, `roots` as in `Inputs`."""
+    def capture(self, values: Sequence[torch.Tensor], roots: Mapping[str, str]) -> Captured:
+        """What was captured; `values` are examples of the results, `roots` as in `Inputs`."""
         nodes = list(self.joint.graph.nodes)
         # All inputs first: no node that is copied may take a name that is promised to a port.
         for node in nodes:
@@ -68,14 +67,13 @@ class Porter:
             if node.op not in ("placeholder", "output"):
                 self._copy(node, roots)
         outputs, results = self._outputs(output_node(self.joint))
-        self._check_tangents(module)
+        self._check_tangents(values)
         self.graph.output(results)
         holder = nn.Module()
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
         program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
-        values = [node.meta["example_value"] for node in returned(module)]
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),
@@ -102,9 +100,8 @@ class Porter:
         assert self.here[node].name == port.name
         self.inputs.append(port)
 
-    def _check_tangents(self, module: fx.GraphModule) -> None:
+    def _check_tangents(self, values: Sequence[torch.Tensor]) -> None:
         """Every differentiable result must have its gradient come in."""
-        values = [node.meta["example_value"] for node in returned(module)]
         wanted = {
             result_name(index, self.loss)
             for index, value in enumerate(values)

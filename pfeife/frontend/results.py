@@ -1,7 +1,7 @@
 """The tensors of what a step returns, by where they stand in it: which of them is the loss."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -67,16 +67,15 @@ def leaves_of(module: fx.GraphModule) -> tuple[Leaf, ...] | None:
 
 
 def find_loss(
-    module: fx.GraphModule,
+    results: Sequence[Any],
     loss: Loss,
     leaves: Sequence[Leaf] | None = None,
 ) -> int | None:
-    """The index of the loss among the graph's results, None when the loss is outside.
+    """The index of the loss among examples of the graph's results, None when the loss is outside.
 
     Raises ValueError when several results could be the loss and `loss` does not say which.
     Where nothing trains, only `loss` makes a scalar the loss.
     """
-    results = [node.meta.get("example_value") for node in returned(module)]
     for index, value in enumerate(results):
         if not isinstance(value, torch.Tensor):
             raise ValueError(

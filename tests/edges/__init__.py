@@ -8,12 +8,14 @@ TOPICS = (
     "autocast",
     "autograd",
     "batch",
+    "draws",
     "dynamo",
     "hang",
     "memory",
     "ranks",
     "reductions",
     "state",
+    "values",
     "words",
 )
 ABOUT_RANKS = ("hang", "ranks", "state")

@@ -1,0 +1,55 @@
+"""Random numbers that are not torch's: a step that draws them is refused, with the line."""
+
+import random
+
+import numpy as np
+import torch
+from rows import row
+from torch import nn
+
+import pfeife
+
+
+def run(scale, by_name: bool = False) -> None:
+    """Two calls of a step that multiplies with what is drawn; what refuses it names this file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(x):
+        return (model(x) * scale()).square().mean()
+
+    options = {"microbatches": 2}
+    compiled = pfeife.compile(step, **options)
+    if by_name:
+        compiled = torch.compile(step, backend="pfeife", options=options, dynamic=True)
+    for _ in range(2):
+        compiled(torch.randn(4, 8)).backward()
+
+
+FIRST = f'File "{__file__}", line '
+
+
+@row(FIRST)
+def of_pythons_generator():
+    run(lambda: random.uniform(0, 1))
+
+
+@row(FIRST)
+def of_pythons_generator_by_name():
+    run(lambda: random.uniform(0, 1), by_name=True)
+
+
+@row(FIRST)
+def of_a_generator_of_its_own():
+    mine = random.Random(3)
+    run(lambda: mine.random())
+
+
+@row(FIRST)
+def an_array_of_numpys():
+    run(lambda: torch.as_tensor(np.random.rand(1)))
+
+
+@row("the step could not be captured as one graph")
+def a_number_of_numpys():
+    run(lambda: np.random.normal())
