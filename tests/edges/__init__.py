@@ -15,6 +15,7 @@ TOPICS = (
     "ranks",
     "reductions",
     "state",
+    "values",
     "words",
 )
 ABOUT_RANKS = ("hang", "ranks", "state")
