@@ -2,7 +2,7 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `tensors`, `gloo` and `trace` are about what their names say.
+joint graph); `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -36,6 +36,7 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.sizes import symbolic_mode, without_symbols
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -90,7 +91,9 @@ __all__ = [
     "result_paths",
     "source_value",
     "source_words",
+    "symbolic_mode",
     "trace_artifact",
     "who_compiles",
     "whole_graph",
+    "without_symbols",
 ]

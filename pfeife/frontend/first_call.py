@@ -90,7 +90,7 @@ class _Runs:
             value.clone() if port and port.role == Role.BUFFER else value
             for port, value in zip(self.ports, values, strict=True)
         ]
-        with torch.no_grad(), _Expected():
+        with _Expected():  # gradients inside of the step are asked for as ever
             return list(self.step.run(*copies))
 
     def first(self) -> list[torch.Tensor] | None:

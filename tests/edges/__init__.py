@@ -16,6 +16,7 @@ TOPICS = (
     "ranks",
     "reductions",
     "state",
+    "values",
     "words",
 )
 ABOUT_RANKS = ("hang", "ranks", "state")
