@@ -2,7 +2,7 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `recurrent`, `tensors`, `gloo` and `trace` are about what their names say.
+joint graph); `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -30,12 +30,15 @@ from pfeife._torch.dynamo import (
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
+    numbers_of,
+    who_compiles,
     whole_graph,
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.sizes import symbolic_mode, without_symbols
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -86,11 +89,15 @@ __all__ = [
     "leaf_dims",
     "marked_dims",
     "no_autocast",
+    "numbers_of",
     "placeholder_source",
     "result_paths",
     "source_value",
     "source_words",
+    "symbolic_mode",
     "trace_artifact",
+    "who_compiles",
     "whole_graph",
     "willing",
+    "without_symbols",
 ]

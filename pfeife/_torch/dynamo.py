@@ -3,8 +3,9 @@
 import contextlib
 import inspect
 import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,9 +105,10 @@ def frame_arguments() -> list[str]:
 
 
 def graph_break() -> tuple[str, str] | None:
-    """Why the graph that Dynamo compiles right now is not the whole of the frame: the reason and
-    the line of the user's code; None if it is whole. If these fields move: `fullgraph=True` makes
-    Dynamo itself refuse a break."""
+    """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
+    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
+    such a frame's code names the functions in which it goes on. If these names and fields move:
+    `fullgraph=True` makes Dynamo itself refuse a break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -114,10 +116,45 @@ def graph_break() -> tuple[str, str] | None:
         line = f'File "{place.filename}", line {place.lineno}, in {place.name}' if place else ""
         return reason.reason.strip().splitlines()[0], line
     code = now.f_code
-    if code.co_name.startswith("torch_dynamo_resume_in_"):
+    if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
         return "this graph goes on after another one", line
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        around = frame.f_code
+        if any(name.startswith("__resume_at_") for name in around.co_names):
+            line = f'File "{around.co_filename}", line {frame.f_lineno}'
+            return "this function is called between two graphs", line
     return None
+
+
+_RESUMED = "torch_dynamo_resume_in_"  # what Dynamo calls the rest of a function after a break
+
+
+def who_compiles() -> Any:
+    """What asks Dynamo to compile: the same object for all graphs of one torch.compile. If it
+    moves: any new object, and nobody knows which graphs belong together."""
+    return translator().output.compiler_fn
+
+
+def numbers_of(
+    results: Sequence[Any], examples: Sequence[Any], values: Sequence[Any]
+) -> list[int | float]:
+    """The symbolic numbers `results`, where what the symbols came from (`examples`, tensors and
+    numbers) has these values. Raises ValueError if they depend on more than that."""
+    known: dict[Any, Any] = {}
+    for example, value in zip(examples, values, strict=True):
+        tensor = isinstance(example, torch.Tensor)
+        pairs = zip(example.shape, value.shape, strict=True) if tensor else [(example, value)]
+        known |= {size.node.expr: one for size, one in pairs if hasattr(size, "node")}
+    found = []
+    for result in results:
+        number = result.node.expr.xreplace(known) if hasattr(result, "node") else result
+        if getattr(number, "free_symbols", ()):
+            raise ValueError(f"a number that the graph returns, {number}, is not one of its sizes")
+        found.append(int(number) if isinstance(result, int | torch.SymInt) else float(number))
+    return found
 
 
 def is_dynamo_error(error: BaseException) -> bool:

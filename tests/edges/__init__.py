@@ -8,6 +8,7 @@ TOPICS = (
     "autocast",
     "autograd",
     "batch",
+    "breaks",
     "draws",
     "dynamo",
     "hang",
@@ -16,6 +17,7 @@ TOPICS = (
     "recurrent",
     "reductions",
     "state",
+    "values",
     "words",
 )
 ABOUT_RANKS = ("hang", "ranks", "state")
