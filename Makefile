@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all check lint benchmarks clean
+.PHONY: demo test test-all check lint benchmarks coverage clean
 
 demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -37,6 +37,13 @@ lint: .venv/dev
 .venv/dev: .venv/run
 	$(PIP) -e '.[dev,models]'
 	@touch $@
+
+.venv/coverage: .venv/dev
+	$(PIP) -e '.[coverage]'
+	@touch $@
+
+coverage: .venv/coverage
+	$(BIN)/python benchmarks/coverage.py --markdown docs/coverage.md
 
 benchmarks: .venv/dev
 	$(BIN)/python benchmarks/planner.py

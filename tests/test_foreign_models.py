@@ -14,9 +14,8 @@ diffusers = pytest.importorskip("diffusers")
 def language_model(config):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.loss_type = "ForCausalLM"  # else transformers warns of it inside of the step
 
-    def step(tokens):
+    def step(tokens):  # in which transformers warns that no kind of loss is set
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     return model, step, lambda rows: (torch.randint(50, (rows, 6)),)

@@ -2,7 +2,7 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `tensors`, `gloo` and `trace` are about what their names say.
+joint graph); `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -13,6 +13,7 @@ from pfeife._torch.aot import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    as_eager,
     flop_formulas,
     inductor,
     joint_graph,
@@ -30,12 +31,16 @@ from pfeife._torch.dynamo import (
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
-    many_programs,
+    numbers_of,
     said_to_compile,
+    who_compiles,
     whole_graph,
+    willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.sizes import symbolic_mode, without_symbols
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -62,6 +67,8 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "as_captured",
+    "as_eager",
     "asks_for_values",
     "assigned",
     "assigned_constants",
@@ -85,14 +92,18 @@ __all__ = [
     "is_shared",
     "joint_graph",
     "leaf_dims",
-    "many_programs",
     "marked_dims",
     "no_autocast",
+    "numbers_of",
     "placeholder_source",
     "result_paths",
     "said_to_compile",
     "source_value",
     "source_words",
+    "symbolic_mode",
     "trace_artifact",
+    "who_compiles",
     "whole_graph",
+    "willing",
+    "without_symbols",
 ]

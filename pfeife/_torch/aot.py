@@ -12,6 +12,8 @@ from torch._C import DispatchKey
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from pfeife._torch.recurrent import FLOPS
+
 # Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
 # `aot_export_joint_with_descriptors` puts there.
 from torch._functorch._aot_autograd.descriptors import (  # isort: skip
@@ -32,6 +34,7 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "as_eager",
     "flop_formulas",
     "inductor",
     "joint_graph",
@@ -40,11 +43,11 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def _kernels_of_eager() -> Iterator[None]:
+def as_eager() -> Iterator[None]:
     """While tracing takes interpolation and recurrent layers apart as eager does. Else the first
     becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is meant for
-    shapes that are not known), and the second oneDNN's layers for inference, without a backward.
-    If `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+    shapes that are not known), and the second lose the dropout between layers (2.11 to 2.15) and
+    take other kernels. If `py_kernels` moves: torch._ops.OpOverload.py_impl."""
     aten = torch.ops.aten
     names = [n for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
     packets = [getattr(aten, n) for n in (*names, "lstm", "gru", "rnn_tanh", "rnn_relu")]
@@ -75,7 +78,7 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
     """
     outside = torch._functorch.config.patch(backward_pass_autocast="off")
-    with contextlib.ExitStack() as stack, _kernels_of_eager(), outside:
+    with contextlib.ExitStack() as stack, as_eager(), outside:
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
@@ -90,7 +93,7 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
-    documented name), and the CPU's attention kernels, which that table lacks."""
+    documented name), and of the CPU's kernels of attention and LSTMs, which that table lacks."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
     aten = torch.ops.aten
@@ -98,4 +101,4 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
     }
-    return extra | flop_registry
+    return extra | FLOPS | flop_registry

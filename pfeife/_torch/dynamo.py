@@ -2,7 +2,10 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,13 +72,37 @@ def draws_by_numpy(target: Any) -> bool:
     return getattr(getattr(target, "f", None), "__module__", "") == "torch._numpy.random"
 
 
-def many_programs(count: int) -> contextlib.AbstractContextManager[None]:
-    """While Dynamo compiles a step up to so many times before it refuses to. The setting has no
-    public form; if it moves: leave it out, and a step may have 8 shapes."""
-    patch: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=count
-    )
+def willing(programs: int | None = None) -> contextlib.AbstractContextManager[None]:
+    """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
+    on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out. Of
+    numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
+    It compiles a step up to `programs` times before it refuses to. The settings have no public
+    form; if one moves, leave it out."""
+    config = torch._dynamo.config
+    wanted: dict[str, Any] = {
+        "allow_rnn": True,
+        "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
+    }
+    if programs is not None:
+        wanted["recompile_limit"] = programs
+    patch: contextlib.AbstractContextManager[None] = config.patch(wanted)
     return patch
+
+
+def _that_only_tell() -> set[Callable[..., Any]]:
+    """Functions that print, warn or log, and return nothing: those of logging and warnings, and
+    what libraries have added to loggers (`Logger.warning_once`)."""
+    names = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+    found: set[Callable[..., Any]] = {print, warnings.warn, warnings.warn_explicit}
+    found |= {getattr(logging, name) for name in names if hasattr(logging, name)}
+    kinds = [logging.Logger]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name, value in vars(kind).items():
+            added = callable(value) and getattr(value, "__module__", "") != "logging"
+            if name in names or (added and name.startswith(names)):
+                found.add(value)
+    return found
 
 
 def frame() -> Any:
@@ -97,9 +124,10 @@ def frame_arguments() -> list[str]:
 
 
 def graph_break() -> tuple[str, str] | None:
-    """Why the graph that Dynamo compiles right now is not the whole of the frame: the reason and
-    the line of the user's code; None if it is whole. If these fields move: `fullgraph=True` makes
-    Dynamo itself refuse a break."""
+    """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
+    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
+    such a frame's code names the functions in which it goes on. If these names and fields move:
+    `fullgraph=True` makes Dynamo itself refuse a break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -107,10 +135,45 @@ def graph_break() -> tuple[str, str] | None:
         line = f'File "{place.filename}", line {place.lineno}, in {place.name}' if place else ""
         return reason.reason.strip().splitlines()[0], line
     code = now.f_code
-    if code.co_name.startswith("torch_dynamo_resume_in_"):
+    if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
         return "this graph goes on after another one", line
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        around = frame.f_code
+        if any(name.startswith("__resume_at_") for name in around.co_names):
+            line = f'File "{around.co_filename}", line {frame.f_lineno}'
+            return "this function is called between two graphs", line
     return None
+
+
+_RESUMED = "torch_dynamo_resume_in_"  # what Dynamo calls the rest of a function after a break
+
+
+def who_compiles() -> Any:
+    """What asks Dynamo to compile: the same object for all graphs of one torch.compile. If it
+    moves: any new object, and nobody knows which graphs belong together."""
+    return translator().output.compiler_fn
+
+
+def numbers_of(
+    results: Sequence[Any], examples: Sequence[Any], values: Sequence[Any]
+) -> list[int | float]:
+    """The symbolic numbers `results`, where what the symbols came from (`examples`, tensors and
+    numbers) has these values. Raises ValueError if they depend on more than that."""
+    known: dict[Any, Any] = {}
+    for example, value in zip(examples, values, strict=True):
+        tensor = isinstance(example, torch.Tensor)
+        pairs = zip(example.shape, value.shape, strict=True) if tensor else [(example, value)]
+        known |= {size.node.expr: one for size, one in pairs if hasattr(size, "node")}
+    found = []
+    for result in results:
+        number = result.node.expr.xreplace(known) if hasattr(result, "node") else result
+        if getattr(number, "free_symbols", ()):
+            raise ValueError(f"a number that the graph returns, {number}, is not one of its sizes")
+        found.append(int(number) if isinstance(result, int | torch.SymInt) else float(number))
+    return found
 
 
 def is_dynamo_error(error: BaseException) -> bool:

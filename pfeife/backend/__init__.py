@@ -1,9 +1,10 @@
 """The way in for an unchanged training loop: torch.compile's backend, and `pfeife.compile`.
 
 `step` and `entry` are the two doors, `options` what may be asked for. Read these first; `graphs`
-has what Dynamo hands over, `decide` asks the planner, `build` makes a pipeline of it, `call` runs
-that as a function of autograd, `given` checks decisions and functions that are options, `state`
-reads state that is on other ranks, `artifacts` writes what was decided.
+has what Dynamo hands over, `pieces` that of a step which it has broken, `decide` asks the planner,
+`build` makes a pipeline of it, `call` runs that as a function of autograd, `given` checks decisions
+and functions that are options, `state` reads state that is on other ranks, `artifacts` writes what
+was decided.
 """
 
 import sys

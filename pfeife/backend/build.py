@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -44,11 +44,13 @@ log = logging.getLogger("pfeife")
 
 @attrs.frozen(eq=False)
 class Builder:
-    """Builds steps with some options."""
+    """Builds steps with some options. `home` is the rank where state goes that no rank trains yet,
+    None where the cuts decide that."""
 
     options: Options
     machine: Machine | None
     network: Network | None
+    home: int | None = None
 
     def build(
         self,
@@ -69,6 +71,19 @@ class Builder:
             )
         passes = guarded(options.passes)
         return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
+
+    def seconds(self, graph: Graph, args: Sequence[Any], artifacts: Artifacts) -> float | None:
+        """What a graph that is not cut would take, by estimate; None if it cannot be captured."""
+        show = Shown(log, logging.DEBUG)
+        build = _Build(self, graph, args, None, torch.device("cpu"), show, artifacts, {})
+        try:
+            captured, _ = build._capture()
+            clusters = build._fused(captured.program, split=False)[-1].program
+            machine = self.machine or default_machine(_device_of(clusters, build.device))
+            return sum(call.seconds or 0.0 for call in build._priced(clusters, machine).calls)
+        except ValueError as error:
+            log.debug("the time of a graph is not known: %s", error)
+            return None
 
     def mesh(self, world: World) -> Mesh:
         replicas = self.options.replicas
@@ -138,8 +153,12 @@ class _Build:
                 captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
                 known = world is not None and world.ownership.owns_any(self.args)
-                if options.check and options.microbatches > 1 and not known:
-                    check_first_call(self.graph.step, captured, self.args, self.graph.sure)
+                if options.microbatches > 1 and not (
+                    options.check
+                    and not known
+                    and check_first_call(self.graph.step, captured, self.args, self.graph.sure)
+                ):
+                    self.graph.check_unseen(captured)
                 self.artifacts.program("capture", captured.program)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
@@ -179,11 +198,14 @@ class _Build:
     ) -> tuple[Plan, tuple[Recorded, ...]]:
         """The plan, and the programs on the way to that of the ranks on their devices."""
         world, replicas = self.world, self.options.replicas
-        owners: Mapping[str, frozenset[int]] = {}
+        owners: dict[str, frozenset[int]] = {}
         if world:
             owners = world.ownership.of(
                 captured.program, self._slots(captured), self.builder.mesh(world)
             )
+        if self.builder.home is not None:
+            state = captured.program.ports(Role.PARAMETER, Role.BUFFER)
+            owners = {port.fqn: frozenset({self.builder.home}) for port in state} | owners
         with self.show.phase("planning") as phase:
             plan = planned(
                 self.options,

@@ -52,8 +52,17 @@ class Compiled:
         rows = {p.shape[p.batch_dim] for p in ports if p.batch_dim is not None}
         stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
         each = f" of {min(rows)} rows" if rows else ""
-        count = self.schedule.microbatches * self.program.replicas
-        return f"{stages} stages on {ranks} ranks, {count} microbatches{each}"
+        return f"{stages} stages on {ranks} ranks, {self.microbatches} microbatches{each}"
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many the batch of a call is cut, those of all replicas."""
+        return self.schedule.microbatches * self.program.replicas
+
+    @property
+    def seconds(self) -> float:
+        """What all microbatches compute, by the costs of the clusters."""
+        return self.microbatches * sum(call.seconds or 0.0 for call in self.clusters.calls)
 
     @functools.cached_property
     def leaves(self) -> tuple[Port, ...]:
@@ -101,7 +110,7 @@ def _results(
     if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
         return Call(compiled, options, (), seed, show).forward(slots)
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
-    if options.microbatches > 1 and "hooks" not in compiled.said:
+    if compiled.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
@@ -142,6 +151,7 @@ class Call:
         self.seed = seed
         self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
         self.compiled, self.options, self.leaves = compiled, options, leaves
+        self.count = compiled.microbatches
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
         self.step: Any = None
@@ -155,7 +165,7 @@ class Call:
         if trains and self.compiled.carrier:
             self.carrier = slots[self.compiled.carrier.name]
         later = trains and not self.inside
-        tangents = _later(self.program, self.options) if later else None
+        tangents = _later(self.program, self.count) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         self.step = self.compiled.pipeline.start(
             state, self._microbatches(slots), seed=self.seed, tangents=tangents
@@ -204,12 +214,12 @@ class Call:
         return watch
 
     def _microbatches(self, slots: Slots) -> list[dict[str, torch.Tensor]]:
-        count = self.options.microbatches
-        parts = {
-            port.fqn: slots[port.name].detach().chunk(count, port.batch_dim or 0)
-            for port in self.program.ports(Role.BATCH)
-        }
-        return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+        whole = {p.fqn: slots[p.name].detach() for p in self.program.ports(Role.BATCH)}
+        if self.count == 1:  # also what has no dimensions
+            return [whole]
+        dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
+        parts = {name: value.chunk(self.count, dims[name]) for name, value in whole.items()}
+        return [{name: part[index] for name, part in parts.items()} for index in range(self.count)]
 
     def _divided(self, port: Port, slots: Slots) -> list[Divisor]:
         """What the microbatches of a result without rows are divided by."""
@@ -219,7 +229,7 @@ class Call:
 
     def tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
         """The gradients of the results as those of the microbatches' outputs."""
-        count = self.options.microbatches
+        count = self.count
         tangents: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         outputs = {port.name: port for port in self.program.ports(Role.OUTPUT)}
         given = dict(zip(self.compiled.captured.results, gradients, strict=True))
@@ -245,18 +255,18 @@ class Call:
         for name in self.leaves:
             if name in dims:
                 parts = [one[name] for one in result.batch_gradients]
-                found.append(torch.cat(parts, dims[name]))
+                found.append(torch.cat(parts, dims[name]) if self.count > 1 else parts[0])
             else:
                 gradient = result.gradients.get(name)
                 found.append(gradient if gradient is None else gradient.to(devices[name]))
         return found
 
 
-def _later(program: Program, options: Options) -> list[dict[str, torch.Tensor]]:
+def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:
     """Placeholders for the tangents that arrive with `backward`."""
     ports = program.ports(Role.TANGENT)
     zeros = {p.fqn: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in ports}
-    return [zeros] * options.microbatches
+    return [zeros] * count
 
 
 def _tell_overflow(

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,24 @@ from pfeife.backend.build import Builder
 from pfeife.backend.call import Compiled, run_step
 from pfeife.backend.graphs import BatchedGraph, Graph
 from pfeife.backend.options import Options, options_from, versions
+from pfeife.backend.pieces import Part, Parts, Piece
 from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.machine import Machine, Network
-from pfeife.data.progress import shown
+from pfeife.data.progress import Shown, shown
+from pfeife.frontend.arguments import Argument
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
-from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
 
 log = logging.getLogger("pfeife")
 _ARGUMENTS = "the arguments of this call"
 MOST_BUILDS = 64  # that one graph keeps
+MOST_SHAPES = 16  # for which one graph of several is built, where it may run as it is
 
 
 class Backend:
@@ -43,6 +46,9 @@ class Backend:
         self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
         self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
+        # Of a step that Dynamo has broken: with gradients, and without.
+        self.parts = {True: Parts(), False: Parts()}
+        self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
@@ -57,8 +63,14 @@ class Backend:
         raises, and to go on with eager.
         """
         try:
-            _check_whole()
-            steps = Steps(self, BatchedGraph(module, examples, self.losses), _torch.frame_name())
+            if _torch.is_last_compilation():
+                raise compiled_too_often()
+            name, broken = _torch.frame_name(), _torch.graph_break()
+            if broken:
+                piece = Piece(module, examples, self.rows)
+                steps: Steps = PieceSteps(self, piece, name, broken)
+            else:
+                steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
         except Exception as error:
             return _raising(error)
         return lambda *args: steps(args)
@@ -99,15 +111,23 @@ class Steps:
             return run_step(compiled, options, args, seed)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
-            device = self._device(args)
-            compiled = builder.build(self.graph, args, world, device, show, self.artifacts)
+            compiled = self._built(builder, args, world, show)
         self._keep(key, compiled, world)
         seed = _seed(compiled)
         if world and _draws(compiled):
             seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
         results = run_step(compiled, options, args, seed, show)
-        log.log(show.level, "%scompiled %s: %s", show.who, self.name, compiled.summary)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
+
+    def _built(
+        self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
+    ) -> Compiled:
+        device = self._device(args)
+        return builder.build(self.graph, args, world, device, show, self.artifacts)
+
+    def _summary(self, compiled: Compiled) -> str:
+        return compiled.summary
 
     def _keep(self, key: tuple, compiled: Compiled, world: World | None) -> None:
         """Keeps what was built, and drops what has not been used for longest beyond the limit."""
@@ -166,9 +186,13 @@ class Steps:
                 lines.append(f"{argument.names[0]}: {where}")
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)
-                if options.compare_batches and not trained:
+                if options.compare_batches and not (trained or self._is_computed(value)):
                     lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
         return "\n".join(lines)
+
+    def _is_computed(self, value: torch.Tensor) -> bool:
+        """Whether an argument is none of the batch's that the caller has made."""
+        return False
 
     def _checksum(self, value: torch.Tensor, dim: int | None) -> int:
         """Of what is the same tensor at every call, such as a mask, it is computed once."""
@@ -186,6 +210,153 @@ class Steps:
         state = [value for role, value in tensors if role == Role.PARAMETER]
         found = [*state, *(value for _, value in tensors)]
         return found[0].device if found else torch.device("cpu")
+
+
+class PieceSteps(Steps):
+    """What a backend has built of one graph of a step that Dynamo has broken.
+
+    In one process a graph that cannot be cut runs as it is. On ranks one that trains nothing runs
+    as it is on all of them; another one that cannot be cut runs with one microbatch, on its stages
+    or on one rank.
+    """
+
+    def __init__(self, backend: Backend, piece: Piece, name: str, broken: tuple[str, str]):
+        super().__init__(backend, piece, name)
+        self.piece, self.broken = piece, broken
+        self.whole: set[tuple] = set()  # the shapes of which it runs as it is
+        self.why = ""  # what kept it from being cut
+
+    @property
+    def parts(self) -> Parts:
+        """The graphs of the step, as this call has them."""
+        return self.backend.parts[torch.is_grad_enabled()]
+
+    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
+        """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
+        world = world_so_far()
+        self.parts.begin(self, stages=bool(world) or (self.backend.options.stages or 1) > 1)
+        key = self.piece.key(args)
+        if key not in self.whole or _owned(world, args):
+            try:
+                tensors = super().__call__(args, options)
+                self.parts.shared.add(self.name, self.piece.shared(tensors, args))
+                found = self.piece.results(tensors, args)
+                self.piece.note(found)
+                return found
+            except _RunsWhole as refused:
+                self.whole.add(key)
+                self._note_whole(args, str(refused))
+        results = list(self.piece.whole(*args))
+        self.piece.note(results)
+        return results
+
+    def _is_computed(self, value: torch.Tensor) -> bool:
+        return value.grad_fn is not None
+
+    def _built(
+        self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
+    ) -> Compiled:
+        refused: list[ValueError] = []
+        for way in self._ways(builder, args, world):
+            try:
+                found = super()._built(way, args, world, show)
+            except ValueError as error:
+                refused.append(error)
+            else:
+                self.why = _first_line(refused[0]) if refused else ""
+                return found
+        if refused and world and (_owned(world, args) or self._differs(args, world)):
+            raise refused[0]
+        why = _first_line(refused[0]) if refused else "it trains nothing"
+        raise _RunsWhole(why)
+
+    def _ways(
+        self, builder: Builder, args: Sequence[Any], world: World | None
+    ) -> Iterator[Builder]:
+        """How the graph may be built, the best way first."""
+        if world is None:
+            yield self._unless_ever_new(builder)
+            return
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        trains = any(_is_trained(argument, value) for argument, value in pairs)
+        if not (trains or _owned(world, args)):
+            return
+        yield builder
+        if builder.options.replicas > 1:
+            return  # of which each has rows of its own
+        one = attrs.evolve(builder, options=_one_microbatch(builder.options))
+        yield one
+        ranks = builder.mesh(world).ranks
+        least = world.decided_by_rank_zero(lambda: str(world.ownership.least(ranks)))
+        yield attrs.evolve(one, options=attrs.evolve(one.options, stages=1), home=int(least))
+
+    def _unless_ever_new(self, builder: Builder) -> Builder:
+        if len(self.known) + len(self.whole) >= MOST_SHAPES:
+            raise _RunsWhole(f"it has come in more than {MOST_SHAPES} shapes")
+        return builder
+
+    def _differs(self, args: Sequence[Any], world: World) -> bool:
+        """Whether ranks have other values than one another (collective)."""
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        tensors = {a.names[0]: one for a, one in pairs if isinstance(one, torch.Tensor)}
+        return bool(world.differing(tensors))
+
+    def _summary(self, compiled: Compiled) -> str:
+        cut, asked = compiled.microbatches, self.backend.options.microbatches
+        instead = "runs on one rank" if compiled.program.units == 1 else ""
+        if cut < asked:
+            instead = "is not cut into microbatches"
+        because = f"{instead}, since {self.why}" if instead and self.why else instead
+        return self._noted(Part(because, compiled.seconds, self.broken), compiled.summary)
+
+    def _note_whole(self, args: Sequence[Any], why: str) -> None:
+        """Says that the graph runs as it is; its seconds are estimated once."""
+        world, known = world_so_far(), self.parts.found.get(self)
+        options = _one_microbatch(self.backend.options)
+        builder = attrs.evolve(self.backend.builder, options=options)
+        seconds = known.seconds if known else builder.seconds(self.piece, args, self.artifacts)
+        said = self._noted(Part(f"runs whole, since {why}", seconds, self.broken), "")
+        show = shown(log, progress=False, rank=world.rank if world else 0)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, said)
+
+    def _noted(self, part: Part, summary: str) -> str:
+        self.parts.found[self] = part
+        return "; ".join(filter(None, (summary, part.instead, self.parts.summary)))
+
+
+class _RunsWhole(Refusal):
+    """All ranks run a graph as it is, each for itself."""
+
+
+def _one_microbatch(options: Options) -> Options:
+    """The options of a graph that is not cut into microbatches; what was said of cuts and schedules
+    is meant for others."""
+    return attrs.evolve(
+        options,
+        microbatches=1,
+        replicas=1,
+        schedule="1f1b",
+        plan=None,
+        split_at=None,
+        partition=None,
+        recompute=None,
+        costs="estimate",
+    )
+
+
+def _is_trained(argument: Argument, value: Any) -> bool:
+    """Whether the step trains an argument: no input that the caller wants a gradient of."""
+    tensor = isinstance(value, torch.Tensor) and not argument.given
+    return tensor and value.requires_grad and value.is_leaf
+
+
+def _owned(world: World | None, args: Sequence[Any]) -> bool:
+    """Whether a rank trains any of these, so that others have no values of it."""
+    return world is not None and world.ownership.owns_any(args)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _draws(compiled: Compiled | None) -> bool:
@@ -207,20 +378,6 @@ def _common_seed(world: World, seeds: Sequence[int]) -> int:
             world.rank,
         )
     return seeds[0]
-
-
-def _check_whole() -> None:
-    """Raises ValueError for a graph that is not the whole of the frame that Dynamo compiles."""
-    found = _torch.graph_break()
-    if found:
-        reason, line = found
-        raise ValueError(
-            f"torch.compile has broken the step into several graphs: {reason} ({line}); what runs "
-            "between them would see the whole batch. Take the cause out of the step, or call the "
-            "step's parts apart from one another"
-        )
-    if _torch.is_last_compilation():
-        raise compiled_too_often()
 
 
 def _raising(error: Exception) -> Callable[..., Any]:
@@ -247,6 +404,10 @@ def backend(**options: Any) -> Backend:
     return Backend(options_from(options))
 
 
+# The backends of torch.compile(..., backend="pfeife"), by what compiles all graphs of one of these.
+_named = WeakIdKeyDictionary()
+
+
 def entry(
     module: fx.GraphModule,
     examples: Sequence[Any],
@@ -257,4 +418,8 @@ def entry(
     """What the name "pfeife" in torch.compile means."""
     if mode not in (None, "default"):
         raise ValueError(f"mode={mode!r}: pfeife has options, no modes")
-    return backend(**(options or {}))(module, examples)
+    who = _torch.who_compiles()
+    if who not in _named:
+        _named[who] = backend(**(options or {}))
+    found: Callable = _named[who](module, examples)
+    return found

@@ -39,6 +39,9 @@ class Graph(Protocol):
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program; raises ValueError for a graph that cannot be cut into microbatches."""
 
+    def check_unseen(self, captured: Captured) -> None:
+        """Raises ValueError for what must not be cut unless the first call has been checked."""
+
 
 class Losses:
     """Which result of a graph is the loss; what it was with gradients is known without them."""
@@ -112,6 +115,9 @@ class MicrobatchGraph:
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger()[0])
         return check_outputs(captured, options.reduce, options.microbatches)
+
+    def check_unseen(self, captured: Captured) -> None:
+        """Nothing: the caller has said where the batch is."""
 
     def _check_numbers(self, others: Mapping[str, Any]) -> None:
         """Raises ValueError for a number that the step assigns and that is another one with more
@@ -253,6 +259,9 @@ class BatchedGraph:
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, count)
+
+    def check_unseen(self, captured: Captured) -> None:
+        """Nothing: such a step is taken at the caller's word."""
 
     def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""

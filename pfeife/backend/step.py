@@ -142,7 +142,7 @@ class _Step:
         return self._by_trace(call)
 
     def _by_dynamo(self, call: Arguments) -> Any:
-        with _torch.many_programs(PROGRAMS):
+        with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
         if not self.reached:
             raise _NotReached(

@@ -14,7 +14,16 @@ from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, exam
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
 from pfeife.ir.outline import KIND_WORDS, owns_storage
-from pfeife.ir.program import Call, Program, find_node, has_effects, returned, source_line
+from pfeife.ir.program import (
+    Call,
+    Program,
+    find_node,
+    has_effects,
+    is_number,
+    is_sized_by_data,
+    returned,
+    source_line,
+)
 
 log = logging.getLogger("pfeife")
 
@@ -41,8 +50,8 @@ def compile_bodies(
     compiles its own stages. What is kept on disk is torch's own cache.
 
     Random operations run as without a compiler, between the compiled pieces of their body; a
-    body with effects (a node that prints, say) runs as its graph. With `cuda_graphs` every piece
-    of every call is captured once, see `as_cuda_graph`.
+    body with effects (a node that prints, say) or with numbers or sizes that data decide runs as
+    its graph. With `cuda_graphs` every piece of every call is captured once, see `as_cuda_graph`.
 
     Raises ValueError for a compiler that fails, naming the stage and the line of the model, and
     for `cuda_graphs` where a value is not on a CUDA device. `progress` is called with how many of
@@ -66,7 +75,9 @@ def compile_bodies(
         found[call.node] = _separated(run, _exported(program, call))
         if run == body.forward:
             log.debug(
-                "compiler %s: %s: it has effects, so it runs as its graph", name, _words(call)
+                "compiler %s: %s: it has effects, so it runs as its graph",
+                name,
+                _words(call),
             )
         elif draws(body):
             log.debug("compiler %s: %s: its draws run as they are", name, _words(call))
@@ -121,7 +132,7 @@ def _compiled(
         return as_cuda_graph(known[key], slots) if slots else known[key]
 
     computing = (node for node in body.graph.nodes if node.op == "call_function")
-    if any(has_effects(node) for node in computing):
+    if any(has_effects(node) or is_number(node) or is_sized_by_data(node) for node in computing):
         return body.forward
     return around_draws(body, compiled)
 

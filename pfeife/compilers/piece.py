@@ -94,8 +94,8 @@ def strides(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def example(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor like a (fake) one, of zeros for integers and of ones for floats."""
-    fill = int(value.dtype.is_floating_point)
+    """A tensor like a (fake) one, of zeros for integers and of ones for floats and booleans."""
+    fill = int(value.dtype.is_floating_point or value.dtype == torch.bool)
     place = device or value.device
     return torch.empty_strided(value.shape, strides(value), dtype=value.dtype, device=place).fill_(
         fill

@@ -20,7 +20,17 @@ from pfeife.compilers.piece import inputs
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
-from pfeife.ir.program import Call, Kind, Program, Role, node_bytes, returned
+from pfeife.ir.program import (
+    Call,
+    Kind,
+    Program,
+    Role,
+    is_number,
+    is_sized_by_data,
+    node_bytes,
+    returned,
+    source_line,
+)
 
 log = logging.getLogger("pfeife")
 
@@ -41,13 +51,14 @@ def measure(
     Distinct bodies run in turn, so that each finds the caches as another one has left them, as in
     a step; run alone again and again they come out up to a tenth too fast. What a forward makes
     for a backward is held, as in a step: the next run then writes into other memory, which can
-    take a tenth longer. Inputs are made for the bodies (zeros for integers, ones for floats) on
-    `device` (where they were captured unless given), so the user's state and random generators
-    are not touched; if not all of this fits there at once, inputs are made anew for every run and
-    nothing is held, so the whole model need not fit. The adding up of a call's gradients is timed
-    apart. Bodies that print the same, with inputs alike, are measured once; with a `cache` folder
-    once for all programs, of this device, torch, `compiler` and number of threads. `compiler` has
-    the signature of a Dynamo backend; without it bodies run as they are.
+    take a tenth longer. Inputs are made for the bodies (zeros for integers, ones for floats and
+    booleans; where data decide a size, such that it is the most that it can be) on `device` (where
+    they were captured unless given), so the user's state and random generators are not touched; if
+    not all of this fits there at once, inputs are made anew for every run and nothing is held, so
+    the whole model need not fit. The adding up of a call's gradients is timed apart. Bodies that
+    print the same, with inputs alike, are measured once; with a `cache` folder once for all
+    programs, of this device, torch, `compiler` and number of threads. `compiler` has the signature
+    of a Dynamo backend; without it bodies run as they are.
     `progress` is called with how many of how many runs are done.
     """
     bodies = {call.node: _measured_body(program, call, device, compiler) for call in program.calls}
@@ -98,7 +109,14 @@ class _Body:
         return sum(map(node_bytes, inputs(self.module))) + self.held * made
 
     def arguments(self) -> list[torch.Tensor]:
-        return [example(node.meta["val"], self.device) for node in inputs(self.module)]
+        return [self._argument(node) for node in inputs(self.module)]
+
+    def _argument(self, node: fx.Node) -> torch.Tensor:
+        """What stands for an input: for a tensor that has a number, that number, for sizes go by
+        it."""
+        made = example(node.meta["val"], self.device)
+        number = next((user.meta["val"] for user in node.users if is_number(user)), None)
+        return made if number is None else made.fill_(number)
 
 
 def _measured_body(
@@ -139,10 +157,26 @@ def _run_in_turn(
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()
-                times[index].append(_timed(runs[index], arguments, body, held[index]))
+                times[index].append(_checked(runs[index], arguments, body, held[index]))
                 if progress:
                     progress(turn * len(bodies) + index + 1, (repeats + 1) * len(bodies))
     return [_summary(body, found[1:], repeats) for body, found in zip(bodies, times, strict=True)]
+
+
+def _checked(
+    run: Callable, arguments: list[torch.Tensor], body: _Body, held: deque[Sequence[torch.Tensor]]
+) -> tuple[float, float]:
+    """As `_timed`. Raises ValueError where made-up data do not lead to sizes that fit."""
+    try:
+        return _timed(run, arguments, body, held)
+    except (RuntimeError, IndexError) as error:
+        found = next((n for n in body.module.graph.nodes if is_sized_by_data(n)), None)
+        if found is None:
+            raise
+        raise ValueError(
+            f'costs="measure": {source_line(found)} computes a value whose size data decide, and '
+            f'made-up data give another one: {error}; take costs="estimate"'
+        ) from error
 
 
 def _timed(

@@ -139,7 +139,7 @@ class _Describer:
         self.roots = {base: _torch.source_words(base)[-1] for base in known}
         self.order = _torch.frame_arguments()
         self.device, self.given = device, given
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _torch.symbolic_mode()
         self.taken: set[str] = set()
         self.known: dict[str, int] = {}  # tensors by the names that they have
 

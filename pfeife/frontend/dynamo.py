@@ -30,7 +30,8 @@ def dynamo_graph(
         raise _Enough
 
     try:
-        _torch.whole_graph(step, backend)(*args, **kwargs)
+        with _torch.willing():
+            _torch.whole_graph(step, backend)(*args, **kwargs)
     except Exception as error:
         if not found:
             raise plain_error(error) from error

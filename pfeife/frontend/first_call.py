@@ -44,10 +44,10 @@ class _Expected(_torch.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> None:
-    """Raises ValueError if the order of the rows matters, or if the program computes something
-    else than the `step`, both beyond rounding, or if rows depend on one another where
-    nobody is `sure` that they are the batch.
+def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
+    """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the
+    program computes something else than the `step`, both beyond rounding, or if rows depend on one
+    another where nobody is `sure` that they are the batch.
 
     `args` are those of a call with the whole batch, two microbatches or more. What cannot be
     compared is left: draws without an expected value, results that are not finite, rows of which
@@ -57,14 +57,16 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
     try:
         found = runs.first()
         if found is None or not all(_finite(value) for value in found):
-            return
+            return False
         runs.check_program(found)
         if runs.rows > 1:
             runs.check_order(found)
         if runs.rows > 1 and not sure:
             runs.check_mixing(found)
+        return runs.rows > 1
     except _Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
+        return False
 
 
 class _Runs:
@@ -88,7 +90,7 @@ class _Runs:
             value.clone() if port and port.role == Role.BUFFER else value
             for port, value in zip(self.ports, values, strict=True)
         ]
-        with torch.no_grad(), _Expected():
+        with _Expected():  # gradients inside of the step are asked for as ever
             return list(self.step.run(*copies))
 
     def first(self) -> list[torch.Tensor] | None:

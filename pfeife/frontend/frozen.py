@@ -82,7 +82,12 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     return "".join(found)
 
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), random.__file__, __file__, "<")
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    random.__file__,
+    "<",
+)
 
 
 def _generators() -> list[Any]:

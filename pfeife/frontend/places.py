@@ -7,6 +7,7 @@ lies in modules, lists, dicts, cells and plain objects is a `Slot` of its contai
                                               cell `scale` -> a tensor
 """
 
+import collections
 import functools
 import inspect
 import sys
@@ -18,7 +19,8 @@ import attrs
 import torch
 from torch import nn
 
-Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType
+# What has entries; any other object has those that its class has slots for.
+Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType | Any
 MOST = 10_000  # entries of a list or dict that are looked at
 SIMPLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _UNSAID = ("_parameters", "_buffers", "_modules", "__self__", "__func__")
@@ -51,17 +53,21 @@ class Slot:
                 return self.container.cell_contents
             if isinstance(self.container, dict):  # perhaps of a class that makes what it gives
                 return dict.__getitem__(self.container, self.key)
-            return self.container[self.key]
-        except (LookupError, ValueError):
+            if isinstance(self.container, list | tuple):
+                return self.container[self.key]
+            return getattr(self.container, self.key)
+        except (LookupError, ValueError, AttributeError):
             return NOTHING
 
     def put(self, value: Any) -> None:
         if isinstance(self.container, types.CellType):
             self.container.cell_contents = value
+        elif not isinstance(self.container, dict | list):
+            setattr(self.container, self.key, value)
         elif value is NOTHING:
-            del self.container[self.key]  # type: ignore[union-attr]
+            del self.container[self.key]
         else:
-            self.container[self.key] = value  # type: ignore[index]
+            self.container[self.key] = value
 
 
 class Places:
@@ -70,6 +76,7 @@ class Places:
 
     def __init__(self, step: Callable[..., Any], arguments: Mapping[str, Any]):
         self.slots: list[Slot] = []
+        self.counted: list[tuple[Any, tuple[str, ...]]] = []  # what has more than slots
         self.roots: dict[str, nn.Module] = {}
         self._containers: dict[int, tuple[Container, tuple[str, ...]]] = {}
         self._parts: set[int] = set()  # containers of which only the slots count
@@ -92,7 +99,7 @@ class Places:
         """What is in every slot, and in new ones of the same containers."""
         found = {slot: slot.get() for slot in self.slots}
         for at, (container, words) in self._containers.items():
-            if at in self._parts or isinstance(container, tuple | types.CellType):
+            if at in self._parts or not isinstance(container, dict | list):
                 continue
             pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
             for key, value in list(pairs):
@@ -102,19 +109,45 @@ class Places:
     def lists(self) -> list[list[Any]]:
         return [one for one, _ in self._containers.values() if isinstance(one, list)]
 
+    def contents(self) -> list[tuple[Any, Any, tuple[str, ...]]]:
+        """Dicts, lists, sets and the like with what tells whether they have other entries, and the
+        words for them."""
+        return [(one, contents_of(one), words) for one, words in self.counted]
+
     def _walk(self, value: Any, words: tuple[str, ...], root: nn.Module | None) -> None:
-        if isinstance(value, _ENDS) or id(value) in self._known or _is_foreign(value):
+        if isinstance(value, _ENDS) or id(value) in self._known:
             return
         self._known[id(value)] = value  # kept alive, as long as its identity counts
+        if contents_of(value) is not None:
+            self.counted.append((value, words))
+        if _is_foreign(value):
+            return
         if isinstance(value, nn.Module) and root is None:
             root = self.roots[".".join(words)] = value
         for container, key, one, whole in _inside(value):
             said = words if key in _UNSAID or not isinstance(key, str | int) else (*words, str(key))
-            self._containers.setdefault(id(container), (container, words))
+            if id(container) not in self._containers:
+                self._containers[id(container)] = container, words
+                if container is not value and whole and isinstance(container, dict):
+                    self.counted.append((container, words))
             if not whole:
                 self._parts.add(id(container))
             self.slots.append(Slot(container, key, said))
             self._walk(one, said, root)
+
+
+def contents_of(value: Any) -> Any:
+    """What tells whether something has other entries than before, None for what has none: the keys
+    of a dict, how many a list has, all of a set, a queue or an array."""
+    if isinstance(value, dict):
+        return tuple(dict.keys(value)) if len(value) <= MOST else len(value)
+    if isinstance(value, list):
+        return len(value)
+    if isinstance(value, set | collections.deque) and len(value) <= MOST:
+        return repr(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes() if value.size <= MOST else None
+    return None
 
 
 def _is_foreign(value: Any) -> bool:
@@ -157,6 +190,12 @@ def _inside(value: Any) -> Iterator[tuple[Container, Any, Any, bool]]:
     if hasattr(value, "__dict__"):
         yield from ((vars(value), key, one, True) for key, one in list(vars(value).items()))
         yield from _of_class(type(value))
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    yield from ((value, key, getattr(value, key), True) for key in slots if _is_there(value, key))
+
+
+def _is_there(value: Any, key: str) -> bool:
+    return not key.startswith("__") and hasattr(value, key)
 
 
 def _of_class(kind: type) -> Iterator[tuple[Container, Any, Any, bool]]:

@@ -9,8 +9,15 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below
 from pfeife.frontend.captured import Captured
-from pfeife.ir.program import Port, Program, Role, output_node
-from pfeife.ir.recurrent import TRAINING
+from pfeife.ir.program import (
+    Port,
+    Program,
+    Role,
+    is_number,
+    is_sized_by_data,
+    output_node,
+    size_tensor,
+)
 from pfeife.ir.seeding import is_random, seeded
 from pfeife.ir.verify import verify
 
@@ -45,9 +52,8 @@ class Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.seed: fx.Node | None = None
         self.draws = 0
-        self.trains = any(
-            isinstance(node.meta.get("desc"), _torch.TangentAOTInput) for node in joint.graph.nodes
-        )
+        shapes = [a.example.shape for a in arguments if isinstance(a.example, torch.Tensor)]
+        self.largest = max((size for shape in shapes for size in shape), default=1)
         self.carried: list[tuple[str, Argument]] = []
 
     def capture(self, values: Sequence[torch.Tensor], roots: Mapping[str, str]) -> Captured:
@@ -129,11 +135,38 @@ class Porter:
             copied.args = (operation, self.draws, self._seed(), *copied.args)
             copied.target = seeded
             self.draws += 1
-        if node.target in TRAINING and self.trains:
-            copied.target = TRAINING[node.target]
+        self._tell_sizes(copied)
+        if is_number(copied) and any(map(is_sized_by_data, copied.all_input_nodes)):
+            copied = self._by_tensor(copied)
         if node.target in _VIEWS:  # fake strides can be wrong (a batch norm of a transposed input)
             copied.target = torch.ops.aten.reshape.default
+        copied.target = _torch.as_captured(copied.target, copied.args)
         self.here[node] = copied
+
+    def _tell_sizes(self, node: fx.Node) -> None:
+        """Puts numbers in place of the symbols of what only data tell."""
+        value, symbolic = _torch.without_symbols(node.meta.get("val"), self.largest)
+        if "val" in node.meta:
+            node.meta["val"] = value
+        if symbolic:
+            node.meta["sized_by_data"] = True
+
+    def _by_tensor(self, number: fx.Node) -> fx.Node:
+        """The same number, read from a tensor: that can go where what it is computed of cannot.
+
+        before:  found = x.nonzero(), size = sym_size(found, 0)
+        after:   found = x.nonzero(), tensor = size_tensor(sym_size, found, 0), size = tensor.item()
+        """
+        value = number.meta["val"]
+        operation: Any = number.target
+        number.args = (operation, *number.args)
+        number.target = size_tensor
+        with _torch.FakeTensorMode():
+            dtype = torch.float64 if isinstance(value, float) else torch.int64
+            number.meta["val"] = torch.empty((), dtype=dtype)
+        item = self.graph.call_function(torch.ops.aten._local_scalar_dense.default, (number,))
+        item.meta = {**number.meta, "val": value}
+        return item
 
     def _outputs(self, joint: fx.Node) -> tuple[list[Port], dict[str, fx.Node]]:
         ports, results = [], {}

@@ -21,7 +21,7 @@ from pfeife.frontend.arguments import Argument, Inputs, Kept, fake_like, port_na
 from pfeife.frontend.batch import Arguments, Leaf, fields_of
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, refusal, watching
-from pfeife.frontend.places import SIMPLE, Change, Held, Places, Slot, is_equal
+from pfeife.frontend.places import SIMPLE, Change, Held, Places, Slot, contents_of, is_equal
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.user_lines import noted, user_line
 from pfeife.ir.program import Role
@@ -35,7 +35,7 @@ class Traced:
     """A step as it was traced for a call, and what must hold for another call to do the same.
 
     `reads` has for every argument of the `forward` where its value is. `assumed` has what is in
-    the other slots that the step reaches, `kind` the kind of the call (`kind_of`). `made` is what
+    the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind` the kind of the call (`kind_of`). `made` is what
     the step returned, with fake tensors in it, those of `forward.results`; `kept` are the slots
     that the step writes tensors to, by the indices of the results.
     """
@@ -44,6 +44,7 @@ class Traced:
     inputs: Inputs
     reads: tuple[Read, ...]
     assumed: Mapping[Slot, Any]
+    contents: Sequence[tuple[Any, Any, tuple[str, ...]]]
     kind: tuple
     made: Any
     kept: Mapping[int, Slot]
@@ -58,6 +59,9 @@ class Traced:
             both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
             if not both and not is_equal(now, value):
                 return f"{slot.name}, which was {_short(value)} and is {_short(now)}"
+        for one, contents, words in self.contents:
+            if contents_of(one) != contents:
+                return f"what is in {'.'.join(words) or 'the step'}"
         for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
             values = [one.get() for one in read if isinstance(one, Slot)]
             if any(value is not values[0] for value in values) or not all(
@@ -282,6 +286,7 @@ class _Tracer:
             self._inputs(arguments, reads, kept),
             tuple(reads),
             {slot: value for slot, value in self.places.now().items() if slot not in changing},
+            self.places.contents(),
             kind_of(self.call),
             second.result,
             kept,

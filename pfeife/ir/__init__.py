@@ -3,6 +3,5 @@
 `program` has the value (an fx graph with named ports), `verify` checks its form, `evaluate` runs
 it at every level, in one process. Read these three first; `settle` finishes what somebody has
 edited, `outline` turns groups of nodes into calls of bodies, `seeding` says how random numbers are
-drawn, `recurrent` is what oneDNN's layers need, `boundary` marks a cut in a user's model, `digest`
-tells programs apart by a text.
+drawn, `boundary` marks a cut in a user's model, `digest` tells programs apart by a text.
 """

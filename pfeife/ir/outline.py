@@ -18,6 +18,7 @@ from pfeife.ir.program import (
     Kind,
     Program,
     Role,
+    is_number,
     is_source,
     receive,
     returned,
@@ -127,8 +128,9 @@ def outline(
 
     A body's arguments are what its nodes read from elsewhere, its results what others read.
     `groups` names the group of every computing node. The nodes named in `duplicates` get no
-    group: every body that reads one computes it for itself. Raises ValueError when a group reads
-    what a later one computes (forwards run in ascending, backwards in descending order).
+    group, and neither do numbers: every body that reads one computes it for itself. Raises
+    ValueError when a group reads what a later one computes (forwards run in ascending, backwards in
+    descending order).
     """
     return _Outliner(flat, groups, duplicates, word).build()
 
@@ -145,7 +147,9 @@ class _Outliner:
         self.free = {
             node
             for node in self.nodes
-            if not is_source(node) and node.name in duplicates and node.name not in exported
+            if not is_source(node)
+            and (node.name in duplicates or is_number(node))
+            and node.name not in exported
         }
         self.free -= {  # parts of a tuple stay with their maker
             node

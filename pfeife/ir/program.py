@@ -263,6 +263,18 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_number(node: fx.Node) -> bool:
+    """Whether a node computes a number rather than tensors, such as `x.item()`. Numbers are no
+    messages: every body that reads one computes it for itself, of tensors."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), int | float | bool)
+
+
+def is_sized_by_data(node: fx.Node) -> bool:
+    """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
+    most that this can be. Such a value stays within the cluster that computes it."""
+    return bool(node.meta.get("sized_by_data"))
+
+
 def node_bytes(node: fx.Node) -> int:
     """Bytes of a node's value, without what it shares with others."""
     value = value_of(node)
@@ -274,6 +286,14 @@ def source_line(node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     places = [line.strip() for line in lines if line.strip().startswith("File ")]
     return places[-1] if places else f"node {node.name}"
+
+
+def size_tensor(operation: Any, *args: Any) -> torch.Tensor:
+    """A number that an operation tells of a tensor whose size data decide, as a tensor: that may
+    travel where the first one may not."""
+    value = operation(*args)
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.scalar_tensor(value, dtype=dtype, device=args[0].device)
 
 
 def send(values: tuple, source: int, destination: int) -> tuple:

@@ -8,7 +8,17 @@ from torch import fx
 
 from pfeife.data.plan import Plan
 from pfeife.ir.outline import Group, inline, outline, viewed
-from pfeife.ir.program import Call, Kind, Port, Program, Role, is_source, returned, source_line
+from pfeife.ir.program import (
+    Call,
+    Kind,
+    Port,
+    Program,
+    Role,
+    is_number,
+    is_source,
+    returned,
+    source_line,
+)
 from pfeife.passes.recompute import recomputed
 
 
@@ -52,7 +62,8 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
             for name, group in clusters.items()
         }
         exported = {node.name for node in returned(flat.module).values()}
-        free = {*plan.duplicated, *views_of_inputs(flat)} - exported
+        numbers = {node.name for node in flat.module.graph.nodes if is_number(node)}
+        free = {*plan.duplicated, *views_of_inputs(flat), *numbers} - exported
         _check_buffers(flat, groups, free)
         flat, groups = _separate_sums(flat, groups)
         flat, groups = recomputed(flat, groups, plan)

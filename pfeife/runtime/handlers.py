@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from pfeife.data.schedule import SENDS, Action, Do
-from pfeife.ir.program import Call, Kind, Port, Role
+from pfeife.ir.program import Call, Kind, Port, Role, returned
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
@@ -114,10 +114,13 @@ class Handlers:
         gradients = self.program.ports(Role.GRADIENT)
         summed = {one.name: [p.name for p in gradients if p.fqn == one.name] for one, _ in mine}
 
+        results = returned(self.program.module)
+        made = {one.name: results[summed[one.name][0]].meta["val"] for one, _ in mine}
+
         def part(step: Step, parameter: Port) -> torch.Tensor:
             found = local_gradient(self.program, parameter.fqn, step)
             if found is None:  # read here, but without influence on the loss
-                return step.values[0][parameter.name].new_zeros(parameter.shape)
+                return _nothing(step.values[0][parameter.name], made[parameter.fqn])
             return found
 
         def reduce(step: Step, _: int) -> None:
@@ -144,6 +147,16 @@ class Handlers:
             step.values[microbatch].update(zip(copies, arrived, strict=True))
 
         return send if action.do in SENDS else receive
+
+
+def _nothing(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter without influence, of the form that others have made."""
+    if gradient.layout == torch.strided:
+        return parameter.new_zeros(parameter.shape)
+    dims = gradient.sparse_dim()
+    where = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
+    rows = parameter.new_empty((0, *parameter.shape[dims:]))
+    return torch.sparse_coo_tensor(where, rows, parameter.shape)
 
 
 def _in_turn(handlers: list[Handler]) -> Handler:

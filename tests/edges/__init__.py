@@ -8,13 +8,16 @@ TOPICS = (
     "autocast",
     "autograd",
     "batch",
+    "breaks",
     "draws",
     "dynamo",
     "hang",
     "memory",
     "ranks",
+    "recurrent",
     "reductions",
     "state",
+    "values",
     "words",
 )
 ABOUT_RANKS = ("hang", "ranks", "state")

@@ -64,20 +64,6 @@ def batch_norm(one: Operation) -> tuple[Rows, ...]:
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)
 
 
-_HX = {"recurrent_layer": "hx", "mkldnn_rnn_layer": "hx_"}
-
-
-def recurrent(one: Operation) -> tuple[Rows, ...]:
-    """oneDNN's layers: each row by itself, behind the dimension of time; what they keep for the
-    backward counts as well."""
-    (_, rows), *others = one.operands()
-    last = [(r.dim, r.before) == (len(shape_of(n)) - 2, 1) for n, r in others if moves(r)]
-    if (rows.dim, rows.before, rows.power) != (1, 1, 0) or not all(last):
-        raise Stuck
-    state = Rows(True, len(shape_of(one.arguments[_HX[one.name]])) - 2)
-    return Rows(True, 1), state, state, Rows(True, 1)
-
-
 def batchwise(one: Operation) -> Rows:
     """Convolutions, pooling, resizing, normalisation: each row by itself, by weights that are no
     function of the batch."""
@@ -93,6 +79,16 @@ def attended(one: Operation) -> Rows:
     if any(rows.dim != 0 or rows.before != 1 or rows.power for rows in operands):
         raise Stuck
     return Rows(True, 0)
+
+
+def recurrent(one: Operation) -> tuple[Rows, ...]:
+    """A layer of an LSTM: every row by itself, in the dimension behind that of the sequence."""
+    inputs = [one.arguments[name] for name in ("input", "hx_", "cx_")]
+    for node, rows in one.operands():
+        rest = (rows.dim, rows.before, rows.power) != (1, 1, 0)
+        if moves(rows) and (rest or node not in inputs):
+            raise Stuck
+    return (*[Rows(True, 1)] * 3, Rows(True))
 
 
 def loss(one: Operation) -> Any:

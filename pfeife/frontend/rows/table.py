@@ -56,8 +56,6 @@ RULES: dict[str, Rule] = ARITHMETIC | {
         "_native_batch_norm_legit_no_training _batch_norm_no_update",
         layers.batch_norm,
     ),
-    "recurrent_layer": layers.recurrent,
-    "mkldnn_rnn_layer": layers.recurrent,
     **_table("clone alias detach _to_copy lift_fresh_copy lift_fresh neg", elements.same),
     **_table("where masked_fill", elements.chosen),
     **_table("clamp clamp_min maximum", elements.clamped),
@@ -108,4 +106,5 @@ RULES: dict[str, Rule] = ARITHMETIC | {
         "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math",
         layers.attended,
     ),
+    **_table("mkldnn_rnn_layer", layers.recurrent),
 }

@@ -77,6 +77,14 @@ class Ownership:
         """Whether some rank trains any of these."""
         return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
 
+    def least(self, ranks: int) -> int:
+        """The rank of a pipeline of so many that trains the fewest bytes."""
+        bytes_of = [0] * ranks
+        for tensor, owned in self.known.items():
+            for rank in owned.ranks:
+                bytes_of[rank % ranks] += tensor.nbytes
+        return bytes_of.index(min(bytes_of))
+
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
         """The owners of a program's state by canonical names. Raises Refusal for those in another
         mesh."""

@@ -126,9 +126,11 @@ class DistributedTransport(Buffered):
             raise self.world.lost(self.offset + peer, error) from error
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
-        """Sums by all-reduce (its order of additions is the backend's), then averages."""
+        """Sums by all-reduce (its order of additions is the backend's), then averages. Of sparse
+        gradients Gloo sends the rows that they have; other backends refuse them."""
         connection = self.groups.get(self._members(reduction, self.replica))
-        total = part.clone(memory_format=torch.contiguous_format)
+        dense = part.layout == torch.strided
+        total = part.clone(memory_format=torch.contiguous_format) if dense else part.coalesce()
         if connection is not None:
             self.world.wait(connection.group.allreduce(total))
         return total.div_(reduction.replicas) if reduction.average else total

@@ -83,8 +83,7 @@ def balanced(
     clusters = clusters_of(work)
     if stages > work.units:
         raise ValueError(
-            f"{stages} stages, but the program has only {work.units} clusters to cut between "
-            "(if Dynamo broke the step into several graphs, TORCH_LOGS=graph_breaks says where)"
+            f"{stages} stages, but the program has only {work.units} clusters to cut between"
         )
     edges = [0, *open_borders(work.units, work.blocked), work.units]
     if stages > len(edges) - 1:

@@ -1,0 +1,281 @@
+"""A step that Dynamo breaks into several graphs: what eager computes, and what is said of it."""
+
+import copy
+import logging
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from rows import row
+from torch import nn
+
+import pfeife
+
+OPTIONS = {"microbatches": 2, "stages": 2}
+
+
+def layers(count: int = 3, width: int = 8) -> nn.Sequential:
+    pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+def rows(seed: int, count: int = 4, width: int = 8) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def logged():
+    """The lines of pfeife's log meanwhile, also those of ranks that log at DEBUG."""
+    log, found = logging.getLogger("pfeife"), []
+    handler, level = logging.Handler(logging.DEBUG), log.level
+    handler.emit = lambda record: found.append((record.levelno, record.getMessage()))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def trains_as_eager(make, step, batches=(1, 2, 3), **options):
+    """Some steps of a loop: the losses and the state of eager on the whole batch, on every rank.
+    `step` takes the model and a batch."""
+    torch.manual_seed(0)
+    model = make()
+    other = copy.deepcopy(model)
+    backend = pfeife.backend(**OPTIONS | options)
+    compiled = torch.compile(lambda x: step(model, x), backend=backend, dynamic=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other)]
+    with logged() as lines:
+        for seed in batches:
+            loss, expected = compiled(rows(seed)), step(other, rows(seed))
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+            expected.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for name, value in pfeife.full_state_dict(model).items():
+        torch.testing.assert_close(value, other.state_dict()[name], msg=name)
+    return [text for _, text in lines if "compiled " in text]
+
+
+@row(ranks=(1, 2))
+def two_graphs_that_are_both_pipelined():
+    def step(model, x):
+        h = model[:6](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[6:](h), x)
+
+    said = trains_as_eager(lambda: layers(6), step)
+    assert "2 stages on 2 ranks, 2 microbatches of 2 rows; of the step's 1 graphs" in said[0], said
+    assert "of the step's 2 graphs so far 2 are pipelined, 100 % of" in said[1], said
+    assert len(said) == 2, "every graph is built once"
+
+
+@row(ranks=(1,))
+def graphs_in_microbatches_have_the_numbers_of_accumulation():
+    """Bit for bit: each graph is accumulated over its own microbatches."""
+    model = layers(6)
+
+    def step(x):
+        h = model[:6](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[6:](h), x)
+
+    loss = torch.compile(step, backend="pfeife", options=OPTIONS, dynamic=True)(rows(1))
+    loss.backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    h = torch.cat([model[:6](part) for part in rows(1).chunk(2)])
+    pairs = zip(h.chunk(2), rows(1).chunk(2), strict=True)
+    parts = [F.mse_loss(model[6:](one), part) / 2 for one, part in pairs]
+    expected = parts[0] + parts[1]
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+
+
+@row(ranks=(1, 2))
+def a_loss_after_all_graphs():
+    @torch.compiler.disable
+    def loss(y, x):
+        return (y - x).square().mean()
+
+    said = trains_as_eager(lambda: layers(4), lambda model, x: loss(model(x), x))
+    assert len(said) == 1, said
+
+
+@row(ranks=(1, 2))
+def a_value_that_python_asks_for():
+    """Two branches on values, a size and a number that go from graph to graph."""
+
+    def step(model, x):
+        h = model[:4](x)
+        rows, scale = h.shape[0], h.detach().abs().max().item()
+        if scale > 0.5:
+            h = h / scale
+        torch._dynamo.graph_break()
+        h = model[4:](h).reshape(rows, -1)
+        return h.square().sum() / rows + h.abs().mean()
+
+    trains_as_eager(lambda: layers(5), step)
+
+
+@row(ranks=(1, 2))
+def a_weight_that_two_graphs_share():
+    def make():
+        model = layers(4)
+        model[6].weight = model[0].weight
+        return model
+
+    def step(model, x):
+        h = model[:4](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[4:](h), x)
+
+    trains_as_eager(make, step)
+
+
+@row(ranks=(1, 2))
+def parameters_that_no_graph_has():
+    """Every rank trains alike what runs between the graphs."""
+    run = torch.compiler.disable(lambda layer, h: layer(h))
+
+    def step(model, x):
+        h = run(model[4], model[:4](x))
+        return F.mse_loss(model[5:](h), x)
+
+    trains_as_eager(lambda: layers(5), step)
+
+
+@row(ranks=(1, 2))
+def rows_that_depend_on_one_another():
+    """The second graph runs with one microbatch: cut, it would be another function."""
+
+    def step(model, x):
+        h = model[:4](x)
+        torch._dynamo.graph_break()
+        h = model[4:]((h - h.mean(0)) / (1 + h.var(0)))
+        torch._dynamo.graph_break()
+        return h.square().mean()
+
+    said = trains_as_eager(lambda: layers(7), step)
+    assert "rows of ['h'] (dimension 0) depend on one another" in said[1], said
+
+
+@row(ranks=(1, 2))
+def negatives_from_the_batch():
+    def step(model, x):
+        h = F.normalize(model(x), dim=1)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(h @ h.t() / 0.1, torch.arange(h.shape[0]))
+
+    trains_as_eager(lambda: layers(4), step)
+
+
+@row(ranks=(1, 2))
+def two_results_that_are_both_differentiated():
+    """A scalar among the results of a graph is not its loss."""
+
+    def step(model, x):
+        h = model[:4](x)
+        penalty = h.square().mean()
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[4:](h), x) + 0.1 * penalty
+
+    trains_as_eager(lambda: layers(5), step)
+
+
+class Block(nn.Module):
+    """A break inside, and parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.net = nn.Parameter(torch.ones(8)), layers(2)
+
+    def forward(self, x):
+        h = self.net[:2](x * self.scale)
+        torch._dynamo.graph_break()
+        return x + self.net[2:](h) * self.scale
+
+
+@row(ranks=(1, 2))
+def breaks_inside_of_modules():
+    make = lambda: nn.Sequential(Block(), Block(), nn.Linear(8, 8))  # noqa: E731
+    trains_as_eager(make, lambda model, x: F.mse_loss(model(x), x))
+
+
+@row(ranks=(1, 2))
+def a_graph_that_trains_nothing():
+    """On ranks all of them compute it: its numbers are there, and nothing is sent."""
+
+    def step(model, x):
+        h = model(x)
+        torch._dynamo.graph_break()
+        return F.log_softmax(h.float(), -1).gather(1, x[:, :1].sign().long().abs()).neg().mean()
+
+    said = trains_as_eager(lambda: layers(4), step)
+    assert "runs whole" in said[1], said
+
+
+@row("between two graphs of the step a tensor that step has returned or was given was changed")
+def a_write_between_graphs_that_another_result_sees():
+    model = layers(6)
+
+    @torch.compiler.disable
+    def write(h):
+        h.add_(1)
+
+    def step(x):
+        h = model[:6](x)
+        looks = h.view(-1)
+        write(h)
+        return model[6:](looks.view_as(x)).square().mean()
+
+    with torch.no_grad():
+        torch.compile(step, backend="pfeife", options=OPTIONS, dynamic=True)(rows(1))
+
+
+@row(ranks=(1, 2))
+def an_evaluation_before_and_after():
+    torch.manual_seed(0)
+    model = layers(6)
+    other = copy.deepcopy(model)
+
+    def step(model, x):
+        h = model[:6](x)
+        torch._dynamo.graph_break()
+        return F.mse_loss(model[6:](h), x)
+
+    compiled = torch.compile(
+        lambda x: step(model, x), backend=pfeife.backend(**OPTIONS), dynamic=True
+    )
+    for seed in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(rows(seed)), step(other, rows(seed)))
+        for one, run in ((model, compiled), (other, lambda x: step(other, x))):
+            run(rows(seed, 6)).backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+
+
+@row(ranks=(1, 2))
+def a_break_that_costs_most_of_the_time_is_named():
+    model = layers(3)
+
+    def step(x):
+        h = model[:2](x)
+        torch._dynamo.graph_break()
+        h = h - h.mean(0)
+        for _ in range(20):
+            h = model[2](h) - h.mean(0)
+        return h.square().mean()
+
+    compiled = torch.compile(step, backend="pfeife", options=OPTIONS, dynamic=True)
+    with logged() as lines:
+        for _ in range(2):
+            compiled(rows(1)).backward()
+    warned = [text for level, text in lines if level == logging.WARNING and "the break" in text]
+    assert len(warned) == 1 and f'File "{__file__}", line' in warned[0], warned

@@ -1,0 +1,389 @@
+"""Values of every kind from stage to stage: numbers and sizes that only data tell, numbers of
+torch's own types, what other people's operators and functions make."""
+
+import copy
+import os
+
+import torch
+from rows import row
+from torch import nn
+
+import pfeife
+from pfeife.testing import eager_accumulation
+
+WIDTH = 8
+ALONE = "RANK" not in os.environ
+STAGES = {"stages": 3} if ALONE else {}
+BY_DATA = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+
+class Net(nn.Module):
+    """Three layers, and whatever a row puts between them."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if between:
+            self.between = between
+
+    def between(self, x):
+        return x
+
+    def forward(self, x):
+        x = self.between(torch.relu(self.first(x)))
+        return self.last(torch.tanh(self.middle(x))).square().mean()
+
+
+def same(model, close=(), **options):
+    """Two calls with other data give what eager accumulation gives: the same bits, but for
+    gradients that several stages add to. Returns what was compiled."""
+    plain = copy.deepcopy(model)
+    with torch._dynamo.config.patch(**BY_DATA):
+        step = pfeife.compile(model, microbatches=2, **STAGES, **options)
+        for seed in (3, 4):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+            eager = eager_accumulation(plain, plain, [(one,) for one in x.chunk(2)])
+            plain.load_state_dict(eager.buffers, strict=False)
+            model.zero_grad()
+            loss = step(x)
+            loss.backward()
+            assert torch.equal(loss, eager.loss), (loss, eager.loss)
+            _compare(model, eager, close)
+    (compiled,) = step.backend.compiled
+    return compiled
+
+
+def _compare(model, eager, close):
+    mine = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert mine if not ALONE else mine.keys() == eager.gradients.keys()
+    for name, gradient in mine.items():
+        wanted = eager.gradients[name]
+        assert gradient.layout == wanted.layout, name
+        one, other = (g.to_dense() if g.is_sparse else g for g in (gradient, wanted))
+        if name in close:
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other), name
+    for name, value in eager.buffers.items() if ALONE else ():
+        assert torch.equal(model.get_buffer(name), value), name
+
+
+# Numbers and sizes that only data tell.
+
+
+@row(ranks=(1, 2))
+def a_number():
+    same(Net(lambda x: x * x.abs().max().item()))
+
+
+class Early(Net):
+    def forward(self, x):
+        scale = x.sum().item()
+        x = torch.tanh(self.middle(torch.relu(self.first(x))))
+        return (self.last(x) * scale).square().mean() * scale
+
+
+@row(ranks=(1, 2))
+def a_number_for_all_stages():
+    """It is read from its tensor on every rank, which is what travels."""
+    found = same(Early())
+    assert found.program.units == (3 if ALONE else 2)
+
+
+class Counting(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def between(self, x):
+        scale = self.calls.item()
+        self.calls.mul_(1.5)
+        return x * scale
+
+
+@row(ranks=(1, 2))
+def a_number_of_a_buffer():
+    """The backward of a microbatch reads it as its forward did, though others have changed it."""
+    same(Counting())
+
+
+def some_rows(x):
+    (chosen,) = (x.sum(1) > 0.5).nonzero(as_tuple=True)
+    return x.index_add(0, chosen, x[chosen] * 2)
+
+
+@row(ranks=(1, 2))
+def rows_of_an_expert():
+    same(Net(some_rows))
+
+
+@row(whole=(1,))
+def rows_of_an_expert_in_parts():
+    same(Net(some_rows), schedule="zb-h1", recompute="always")
+
+
+@row()
+def rows_of_an_expert_measured():
+    same(Net(some_rows), costs="measure")
+
+
+class Masked(Net):
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(self.middle(x))[x > 0].square().mean()
+
+
+@row(ranks=(1, 2))
+def what_a_mask_selects():
+    same(Masked())
+
+
+@row()
+def what_a_mask_selects_measured():
+    same(Masked(), costs="measure")
+
+
+class Experts(Net):
+    """A router, and two experts of which each has the rows that are sent to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+
+    def between(self, x):
+        weights = self.router(x).softmax(1)
+        found = torch.zeros_like(x)
+        for index, expert in enumerate((self.first, self.middle)):
+            (chosen,) = torch.where(weights.argmax(1) == index)
+            found = found.index_add(0, chosen, expert(x[chosen]) * weights[chosen, index, None])
+        return found
+
+
+@row(ranks=(1, 2))
+def a_mixture_of_experts():
+    shared = [f"{layer}.{name}" for layer in ("first", "middle") for name in ("weight", "bias")]
+    same(Experts(), close=shared)
+
+
+@row()
+def a_size_that_nobody_bounds():
+    def repeated(x):
+        index = torch.repeat_interleave(torch.arange(2), (x[:, 0] > 0).long() + 1)
+        return torch.zeros_like(x).index_add(0, index, x[index])
+
+    same(Net(repeated))
+
+
+class Throughout(Net):
+    """What a mask selects goes through all layers."""
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        (chosen,) = (x.sum(1) > 0).nonzero(as_tuple=True)
+        x = self.last(torch.tanh(self.middle(x[chosen])))
+        return x.square().sum()
+
+
+@row(refused="split before")
+def a_cut_through_values_of_such_a_size():
+    same(Throughout(), split_at={"last": "begin"})
+
+
+@row()
+def an_assertion_names_microbatch_and_line():
+    def checked(x):
+        torch._check(x.abs().max().item() < 1.0)
+        return x
+
+    model = Net(checked)
+    with torch._dynamo.config.patch(**BY_DATA):
+        step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+        x = torch.full((4, WIDTH), 0.01)
+        step(x)
+        try:
+            step(torch.cat([x[:2], 1e6 * x[2:]]))
+        except RuntimeError as error:
+            notes = " ".join(error.__notes__)
+            assert "microbatch 1" in notes and "values.py" in notes, notes
+            return
+    raise AssertionError("the assertion is lost")
+
+
+# Gradients of rows, and numbers of other types.
+
+
+class Looking(Net):
+    """A table whose gradient is sparse, read by one stage or by two."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.table, self.again = nn.Embedding(5, WIDTH, sparse=True), again
+
+    def between(self, x):
+        x = x + self.table((x[:, 0] > 0.3).long())
+        if self.again:
+            x = torch.tanh(self.middle(x))
+            x = x + self.table((x[:, 0] > 0).long() + 1)
+        return x
+
+
+@row(ranks=(1, 2))
+def a_sparse_gradient():
+    same(Looking())
+
+
+@row(ranks=(1, 2))
+def a_sparse_gradient_of_two_stages():
+    same(Looking(again=True), close=["table.weight", "middle.weight", "middle.bias"])
+
+
+class Waves(Net):
+    """Complex values and a complex parameter, conjugates and views of them between stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        wave = torch.fft.rfft(self.first(x)) * self.filter
+        turned, opposite = wave.conj(), wave.conj().imag  # views that say so by a bit of theirs
+        x = self.middle(torch.fft.irfft(wave))
+        wave = torch.fft.rfft(torch.tanh(x)) * turned
+        x = torch.cat([torch.view_as_real(wave).flatten(1)[:, :6], opposite[:, :2]], 1)
+        return self.last(x).square().mean() + wave.abs().mean()
+
+
+@row(ranks=(1, 2))
+def complex_values():
+    same(Waves())
+
+
+class Assorted(Net):
+    """Booleans, integers, nothing at all, one element, elements that share memory: all of these are
+    made by the first stage and read by the last."""
+
+    def forward(self, x):
+        x = self.first(x)
+        mask, order, nothing, one = x > 0, x.argsort(1), x[:, :0], x.mean()
+        spread, turned, left = x[:, :1].expand(-1, WIDTH), x.t(), x[:, 1:4]
+        x = self.last(torch.relu(self.middle(x)))
+        x = torch.where(mask, x.gather(1, order), -x) * one + spread
+        x = torch.cat([x @ turned, nothing, left], 1)
+        return x.square().mean() + nothing.sum()
+
+
+@row(ranks=(1, 2))
+def tensors_of_every_form():
+    same(Assorted())
+
+
+class Returning(Net):
+    """Results that are inputs, parameters, views of one another, or nothing."""
+
+    def forward(self, x):
+        middle = self.first(x).detach()
+        results = {"input": x, "weight": self.last.weight, "none": None, "text": "no tensor"}
+        parts = [middle[:, :2], middle[:, 2:], middle > 0]
+        return {"loss": super().forward(x), "parts": parts, **results}
+
+
+@row(ranks=(1, 2))
+def results_of_every_kind():
+    model = Returning()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    expected = model(x)
+    found = pfeife.compile(model, microbatches=2, **STAGES)(x)
+    assert found.keys() == expected.keys()
+    assert found["none"] is None and found["text"] == "no tensor"
+    assert found["input"] is x and found["weight"] is model.last.weight
+    for one, other in zip(found["parts"], expected["parts"], strict=True):
+        assert torch.equal(one, other)
+
+
+# Operators and functions of other people, and operators that hold graphs.
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds, and hands gradients on as they are, scaled."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return (x * scale).round() / scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+@row(ranks=(1, 2))
+def a_function_with_a_gradient_of_its_own():
+    same(Net(lambda x: _Rounded.apply(x, 4.0)))
+
+
+@torch.library.custom_op("pfeife_tests::scaled", mutates_args=())
+def _scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@torch.library.custom_op("pfeife_tests::positive", mutates_args=())
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x.gt(0).nonzero()
+
+
+@torch.library.custom_op("pfeife_tests::halve_", mutates_args=("x",))
+def _halve_(x: torch.Tensor) -> None:
+    x.mul_(0.5)
+
+
+def _remember(ctx, inputs, output):
+    ctx.by = inputs[1]
+
+
+_scaled.register_fake(lambda x, by: torch.empty_like(x))
+_scaled.register_autograd(lambda ctx, gradient: (gradient * ctx.by, None), setup_context=_remember)
+_positive.register_fake(
+    lambda x: x.new_empty((torch.library.get_ctx().new_dynamic_size(), 2), dtype=torch.int64)
+)
+
+
+@row(ranks=(1, 2))
+def operators_of_torch_library():
+    def between(x):
+        half = x.detach().clone()
+        _halve_(half)
+        index = _positive(x)[:, 0]
+        return (_scaled(x, 3.0) + half).index_add(0, index, x[index])
+
+    same(Net(between))
+
+
+@row(ranks=(1, 2))
+def branches_and_loops():
+    def between(x):
+        x = torch.cond(x.sum() > 3, lambda x: x.sin(), lambda x: x.cos() * 2, (x,))
+        return torch.vmap(lambda one: one * one.sum())(x)
+
+    same(Net(between))
+
+
+@row()
+def gradients_inside_of_a_step():
+    same(Net(lambda x: torch.func.grad(lambda y: (y**3).sum())(x)))
+
+
+class Autocast(Net):
+    """A region that ends between two stages, and another one inside of it."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.middle(torch.relu(self.first(x)))
+            with torch.autocast("cpu", enabled=False):
+                x = torch.tanh(x.float())
+        return self.last(x).square().mean()
+
+
+@row(ranks=(1, 2))
+def an_autocast_region_across_a_cut():
+    same(Autocast())
