@@ -35,9 +35,10 @@ class Traced:
     """A step as it was traced for a call, and what must hold for another call to do the same.
 
     `reads` has for every argument of the `forward` where its value is. `assumed` has what is in
-    the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind` the kind of the call (`kind_of`). `made` is what
-    the step returned, with fake tensors in it, those of `forward.results`; `kept` are the slots
-    that the step writes tensors to, by the indices of the results.
+    the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind`
+    the kind of the call (`kind_of`). `made` is what the step returned, with the fake tensors of
+    `forward.results` in it; `kept` are the slots that the step writes tensors to, by the indices of
+    the results.
     """
 
     forward: Forward
