@@ -20,6 +20,7 @@ from pfeife._torch.aot import (
     no_autocast,
 )
 from pfeife._torch.dynamo import (
+    assumed_values,
     broken_guard,
     draws_by_numpy,
     frame,
@@ -68,6 +69,7 @@ __all__ = [
     "as_eager",
     "assigned",
     "assigned_constants",
+    "assumed_values",
     "broken_guard",
     "compilation",
     "draws_by_numpy",

@@ -20,7 +20,8 @@ class Captured:
     detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
     are the results that the step assigns to attributes, `carried` has those by the input ports
     whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
+    and of the values of those that are `assumed` something is assumed.
     """
 
     program: Program
@@ -34,6 +35,7 @@ class Captured:
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
     moved: Mapping[str, str] = attrs.field(factory=dict)
+    assumed: tuple[str, ...] = ()
 
     def label(self, result: str) -> Key:
         """How options call a result."""
