@@ -236,7 +236,7 @@ def weights_that_follow_others():
     same_training(Following)
 
 
-@row("rank 0: the step changes the parameter first.bias in place, which would be another", (2,))
+@row("the step changes the parameter first.bias in place, which would be another", (2,))
 def a_clipped_weight_in_replicas():
     model, _ = pair(Clipped)
     pfeife.compile(lambda x: model(x), microbatches=2, replicas=2)(rows(0))
