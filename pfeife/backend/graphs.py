@@ -278,14 +278,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        try:
-            return trace(self.step, inputs, loss, dims)
-        except _torch.DataDependentOutputException as error:
-            raise ValueError(
-                "the step asks for the value of a tensor while it is captured; with dynamic=True "
-                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
-                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
-            ) from error
+        return trace(self.step, inputs, loss, dims)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
