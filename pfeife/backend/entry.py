@@ -215,9 +215,8 @@ class Steps:
 class PieceSteps(Steps):
     """What a backend has built of one graph of a step that Dynamo has broken.
 
-    In one process a graph that cannot be cut runs as it is. On ranks one that trains nothing runs
-    as it is on all of them; another one that cannot be cut runs with one microbatch, on its stages
-    or on one rank.
+    One without parameters runs as it is, on ranks on all of them, and so does in one process what
+    cannot be cut. On ranks that runs with one microbatch, on its stages or on one rank.
     """
 
     def __init__(self, backend: Backend, piece: Piece, name: str, broken: tuple[str, str]):
@@ -267,23 +266,21 @@ class PieceSteps(Steps):
                 return found
         if refused and world and (_owned(world, args) or self._differs(args, world)):
             raise refused[0]
-        why = _first_line(refused[0]) if refused else "it trains nothing"
+        why = _first_line(refused[0]) if refused else "it has no parameters"
         raise _RunsWhole(why)
 
     def _ways(
         self, builder: Builder, args: Sequence[Any], world: World | None
     ) -> Iterator[Builder]:
         """How the graph may be built, the best way first."""
-        if world is None:
-            yield self._unless_ever_new(builder)
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        owned = _owned(world, args)
+        if not (owned or any(argument.role == Role.PARAMETER for argument, _ in pairs)):
             return
-        pairs = zip(self.graph.inputs.arguments, args, strict=True)
-        trains = any(_is_trained(argument, value) for argument, value in pairs)
-        if not (trains or _owned(world, args)):
-            return
-        yield builder
-        if builder.options.replicas > 1:
-            return  # of which each has rows of its own
+        yield builder if world else self._unless_ever_new(builder)
+        trains = owned or any(_is_trained(argument, value) for argument, value in pairs)
+        if world is None or builder.options.replicas > 1 or not trains:
+            return  # every replica has rows of its own
         one = attrs.evolve(builder, options=_one_microbatch(builder.options))
         yield one
         ranks = builder.mesh(world).ranks
