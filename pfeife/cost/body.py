@@ -137,7 +137,7 @@ def _parts(
     parts: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
-        if owners[node] is node and not isinstance(_value(node), torch.Tensor):
+        if owners[node] is node and isinstance(_value(node), tuple | list):
             parts[node] = []
         elif owners[node] is node and source in parts:
             parts[source].append(node)

@@ -151,8 +151,8 @@ class Handlers:
 
 def _nothing(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter without influence, of the form that others have made."""
-    if gradient.layout == torch.strided:
-        return parameter.new_zeros(parameter.shape)
+    if gradient.layout == torch.strided or not isinstance(parameter, torch.Tensor):
+        return parameter.new_zeros(gradient.shape)  # what stands for a tensor has no shape
     dims = gradient.sparse_dim()
     where = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
     rows = parameter.new_empty((0, *parameter.shape[dims:]))
