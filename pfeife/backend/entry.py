@@ -49,6 +49,7 @@ class Backend:
         # Of a step that Dynamo has broken: with gradients, and without.
         self.parts = {True: Parts(), False: Parts()}
         self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
+        self.broken: tuple[str, str] | None = None  # the last break, as `graph_break` has it
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
@@ -67,8 +68,10 @@ class Backend:
                 raise compiled_too_often()
             name, broken = _torch.frame_name(), _torch.graph_break()
             if broken:
+                if broken[0] or self.broken is None:
+                    self.broken = broken[0] or "it goes on after another graph", broken[1]
                 piece = Piece(module, examples, self.rows)
-                steps: Steps = PieceSteps(self, piece, name, broken)
+                steps: Steps = PieceSteps(self, piece, name, self.broken)
             else:
                 steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
         except Exception as error:
@@ -233,7 +236,9 @@ class PieceSteps(Steps):
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
         """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
         world = world_so_far()
-        self.parts.begin(self, stages=bool(world) or (self.backend.options.stages or 1) > 1)
+        ranks = self.backend.builder.mesh(world).ranks if world else 1
+        stages = self.backend.options.stages or ranks
+        self.parts.begin(self, warn=stages > 1 and not (world and world.rank))
         key = self.piece.key(args)
         if key not in self.whole or _owned(world, args):
             try:
