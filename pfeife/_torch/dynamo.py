@@ -5,7 +5,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,25 @@ def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callab
     assert STEP in whole.__code__.co_freevars
     whole.__code__ = whole.__code__.replace()
     return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
+
+
+@contextlib.contextmanager
+def said_to_compile() -> Iterator[None]:
+    """While `torch.compiler.is_compiling()` says so, as it does for Dynamo and torch.export: models
+    ask it before they branch on values. If the flag moves: torch.export's tracing sets it."""
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
+def eager_stance() -> contextlib.AbstractContextManager[None]:
+    """While functions that are compiled run as they are. The setter is public; that it is a
+    context as well is not in its type."""
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def is_drawn(placeholder: torch.fx.Node) -> bool:

@@ -162,7 +162,7 @@ class _Describer:
         at = self.order.index(root) if root in self.order else 0
         inside = root in self.order and not _split_source(source)[1]
         return Argument(
-            _unique(re.sub(r"\W", "_", names[0]), self.taken),
+            port_name(names[0], self.taken),
             role,
             names,
             fake_like(self.mode, example, device=self.device),
@@ -256,6 +256,11 @@ def _aliases(root: Any) -> dict[int, list[str]]:
 
 # Names of our own ports; fx gives other names to nodes that are called like builtins.
 _RESERVED = re.compile(r"(self|seed|loss)$|(output|tangent|grad|new)_")
+
+
+def port_name(name: str, taken: set[str]) -> str:
+    """What the port is called of an argument with a name, which may have dots; no two have one."""
+    return _unique(re.sub(r"\W", "_", name), taken)
 
 
 def _unique(name: str, taken: set[str]) -> str:

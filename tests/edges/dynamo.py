@@ -116,7 +116,7 @@ def a_loss_that_is_disabled():
     def loss(y):
         return y.square().mean()
 
-    pfeife.compile(lambda x: loss(model(x)), microbatches=2)(rows())
+    pfeife.compile(lambda x: loss(model(x)), microbatches=2, capture="dynamo")(rows())
 
 
 @row()
@@ -146,7 +146,7 @@ def a_step_that_is_disabled():
     def step(x):
         return model(x).square().mean()
 
-    pfeife.compile(step, microbatches=2)(rows())
+    pfeife.compile(step, microbatches=2, capture="dynamo")(rows())
 
 
 @row("the step could not be captured as one graph: Unsupported Tensor.requires_grad_() call")

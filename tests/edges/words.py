@@ -63,7 +63,7 @@ class Scaled(nn.Module):
 
 @row()
 def a_float_in_a_checkpoint_with_dynamic():
-    """Refused where torch makes a tensor of it: 2.15 does not any more."""
+    """torch up to 2.13 makes a tensor of it, which the checkpointed part asks for its number."""
     model = Scaled()
 
     def step(x):
@@ -71,10 +71,7 @@ def a_float_in_a_checkpoint_with_dynamic():
 
     options = {"microbatches": 2}
     compiled = torch.compile(step, backend="pfeife", options=options, dynamic=True)
-    try:
-        same(compiled, step, model, (rows(6),), [(p,) for p in rows(6).chunk(2)])
-    except ValueError as error:
-        assert str(error).startswith("the step asks for the value of a tensor while"), error
+    same(compiled, step, model, (rows(6),), [(p,) for p in rows(6).chunk(2)])
 
 
 @row()
