@@ -142,9 +142,10 @@ def frame_arguments() -> list[str]:
 
 def graph_break() -> tuple[str, str] | None:
     """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
-    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
-    such a frame's code names the functions in which it goes on. If these names and fields move:
-    `fullgraph=True` makes Dynamo itself refuse a break."""
+    the user's code; without a reason where the break lies before it. None if it is the whole of a
+    frame, which nothing that Dynamo has broken calls: such a frame's code names the functions in
+    which it goes on. If these names and fields move: `fullgraph=True` makes Dynamo itself refuse a
+    break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -154,14 +155,14 @@ def graph_break() -> tuple[str, str] | None:
     code = now.f_code
     if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
-        return "this graph goes on after another one", line
+        return "", line
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         around = frame.f_code
         if any(name.startswith("__resume_at_") for name in around.co_names):
             line = f'File "{around.co_filename}", line {frame.f_lineno}'
-            return "this function is called between two graphs", line
+            return "", line
     return None
 
 
