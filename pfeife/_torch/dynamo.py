@@ -66,6 +66,23 @@ def is_drawn(placeholder: torch.fx.Node) -> bool:
     return type(getattr(argument, "source", None)).__name__ == "RandomValueSource"
 
 
+def assumed_values() -> set[str]:
+    """The sources of numbers in tensors of which the frame that Dynamo compiles right now assumes
+    something: `if self.calls.item() == 0`. Dynamo has symbols for the numbers in int64 and float64
+    scalars on the CPU, and guards what is asked of them. If these fields move: an empty set, and a
+    branch that one microbatch takes is taken by all of a call."""
+    environment: Any = translator().output.shape_env
+    asked = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
+    asked |= set(environment.replacements)
+    found = set()
+    for symbol, sources in environment.var_to_sources.items():
+        for source in sources if symbol in asked else ():
+            if type(source).__name__ == "CallMethodItemSource":
+                name = source.base.name
+                found.add(str(name() if callable(name) else name))
+    return found
+
+
 def draws_by_numpy(target: Any) -> bool:
     """Whether a function in Dynamo's graph stands for one of numpy.random. If the wrapper moves:
     False, and such numbers come from torch's generator."""
@@ -125,9 +142,10 @@ def frame_arguments() -> list[str]:
 
 def graph_break() -> tuple[str, str] | None:
     """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
-    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
-    such a frame's code names the functions in which it goes on. If these names and fields move:
-    `fullgraph=True` makes Dynamo itself refuse a break."""
+    the user's code; without a reason where the break lies before it. None if it is the whole of a
+    frame, which nothing that Dynamo has broken calls: such a frame's code names the functions in
+    which it goes on. If these names and fields move: `fullgraph=True` makes Dynamo itself refuse a
+    break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -137,14 +155,14 @@ def graph_break() -> tuple[str, str] | None:
     code = now.f_code
     if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
-        return "this graph goes on after another one", line
+        return "", line
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         around = frame.f_code
         if any(name.startswith("__resume_at_") for name in around.co_names):
             line = f'File "{around.co_filename}", line {frame.f_lineno}'
-            return "this function is called between two graphs", line
+            return "", line
     return None
 
 
