@@ -124,13 +124,15 @@ class Layer:
     second: int
 
 
-OPERATIONS = ("linear", "tied", "relu", "add", "mul", "norm", "batch_norm", "swap", "halves")
+STATIC = ("linear", "tied", "relu", "add", "mul", "norm", "batch_norm", "swap", "halves", "number")
+OPERATIONS = (*STATIC, "rows", "count")
 
 
 class RandomNet(nn.Module):
     """A net of drawn operations on values of one shape; the last ones are summed up.
 
-    "tied" uses the weight of the net's first "linear" again, transposed.
+    "tied" uses the weight of the net's first "linear" again, transposed. In "number", "rows" and
+    "count" data decide a number, how many rows are taken, and by how many is divided.
     """
 
     width = 4
@@ -168,26 +170,34 @@ class RandomNet(nn.Module):
             return one * other.tanh()
         if operation == "swap":
             return one.flip(1)
+        if operation == "number":
+            return one * other.mean().tanh().item()
+        if operation in ("rows", "count"):
+            (chosen,) = (other[:, 0] > 0).nonzero(as_tuple=True)
+            parts = one[chosen] if operation == "rows" else one[chosen] / (1 + len(chosen))
+            return one.index_add(0, chosen, parts)
         left, right = one.chunk(2, dim=1)
         return torch.cat([right, left + other[:, :2]], dim=1)
 
 
 @st.composite
-def nets(draw: st.DrawFn, largest: int = 8, linear: int = 0) -> RandomNet:
-    """Random nets, skip connections, tied weights and updated buffers included.
+def nets(
+    draw: st.DrawFn, largest: int = 8, linear: int = 0, operations: Sequence[str] = OPERATIONS
+) -> RandomNet:
+    """Random nets: with skip connections, tied weights, updated buffers, sizes that data decide.
 
     At least `linear` of the operations, of which there are at most `largest` more, are linear
-    layers, so that there is something to cut.
+    layers, so that there is something to cut. In nets of `STATIC` operations data decide no size.
     """
-    drawn = draw(st.lists(st.sampled_from(OPERATIONS), min_size=2, max_size=largest))
-    operations = draw(st.permutations(["linear"] * linear + drawn))
+    drawn = draw(st.lists(st.sampled_from(operations), min_size=2, max_size=largest))
+    names = draw(st.permutations(["linear"] * linear + drawn))
     layers = [
         Layer(
             operation,
             draw(st.integers(max(0, index - 2), index)),
             draw(st.integers(0, index)),
         )
-        for index, operation in enumerate(operations)
+        for index, operation in enumerate(names)
     ]
     torch.manual_seed(draw(st.integers(0, 1000)))
     return RandomNet(layers)

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-from pfeife._torch.recurrent import FLOPS, recurrent_as_eager
+from pfeife._torch.recurrent import FLOPS
 
 # Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
 # `aot_export_joint_with_descriptors` puts there.
@@ -43,12 +43,14 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def _whole_interpolation() -> Iterator[None]:
-    """While tracing leaves interpolation whole. Else it becomes indexing, which is slower than
-    PyTorch's kernels and rounds otherwise (it is meant for shapes that are not known). If
-    `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+def as_eager() -> Iterator[None]:
+    """While tracing takes interpolation and recurrent layers apart as eager does. Else the first
+    becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is meant for
+    shapes that are not known), and the second lose the dropout between layers (2.11 to 2.15) and
+    take other kernels. If `py_kernels` moves: torch._ops.OpOverload.py_impl."""
     aten = torch.ops.aten
-    packets = [getattr(aten, n) for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    names = [n for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
+    packets = [getattr(aten, n) for n in (*names, "lstm", "gru", "rnn_tanh", "rnn_relu")]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = [(operator, dict(operator.py_kernels)) for operator in operators]
     try:
@@ -67,13 +69,6 @@ def no_autocast() -> Any:
     """While captured operations run, which have their casts in the graph. torch's own compiled
     functions run so; if it moves: `torch.autocast(type, enabled=False)` for each device type."""
     return torch._C._DisableAutocast()
-
-
-@contextlib.contextmanager
-def as_eager() -> Iterator[None]:
-    """While torch traces a step into operations that compute what eager's do."""
-    with _whole_interpolation(), recurrent_as_eager():
-        yield
 
 
 def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:

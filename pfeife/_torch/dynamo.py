@@ -5,7 +5,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,47 @@ def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callab
     return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
 
 
+@contextlib.contextmanager
+def said_to_compile() -> Iterator[None]:
+    """While `torch.compiler.is_compiling()` says so, as it does for Dynamo and torch.export: models
+    ask it before they branch on values. If the flag moves: torch.export's tracing sets it."""
+    compiler: Any = torch.compiler
+    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
+def eager_stance() -> contextlib.AbstractContextManager[None]:
+    """While functions that are compiled run as they are. The setter is public; that it is a
+    context as well is not in its type."""
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def is_drawn(placeholder: torch.fx.Node) -> bool:
     """Whether a placeholder of Dynamo's graph is a number that Python draws at every call. Such a
     one has a source of its own. If it moves: False, and the microbatches of a call share it."""
     argument = placeholder.meta.get("grapharg")
     return type(getattr(argument, "source", None)).__name__ == "RandomValueSource"
+
+
+def assumed_values() -> set[str]:
+    """The sources of numbers in tensors of which the frame that Dynamo compiles right now assumes
+    something: `if self.calls.item() == 0`. Dynamo has symbols for the numbers in int64 and float64
+    scalars on the CPU, and guards what is asked of them. If these fields move: an empty set, and a
+    branch that one microbatch takes is taken by all of a call."""
+    environment: Any = translator().output.shape_env
+    asked = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
+    asked |= set(environment.replacements)
+    found = set()
+    for symbol, sources in environment.var_to_sources.items():
+        for source in sources if symbol in asked else ():
+            if type(source).__name__ == "CallMethodItemSource":
+                name = source.base.name
+                found.add(str(name() if callable(name) else name))
+    return found
 
 
 def draws_by_numpy(target: Any) -> bool:
@@ -106,9 +142,10 @@ def frame_arguments() -> list[str]:
 
 def graph_break() -> tuple[str, str] | None:
     """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
-    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
-    such a frame's code names the functions in which it goes on. If these names and fields move:
-    `fullgraph=True` makes Dynamo itself refuse a break."""
+    the user's code; without a reason where the break lies before it. None if it is the whole of a
+    frame, which nothing that Dynamo has broken calls: such a frame's code names the functions in
+    which it goes on. If these names and fields move: `fullgraph=True` makes Dynamo itself refuse a
+    break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -118,14 +155,14 @@ def graph_break() -> tuple[str, str] | None:
     code = now.f_code
     if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
-        return "this graph goes on after another one", line
+        return "", line
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         around = frame.f_code
         if any(name.startswith("__resume_at_") for name in around.co_names):
             line = f'File "{around.co_filename}", line {frame.f_lineno}'
-            return "this function is called between two graphs", line
+            return "", line
     return None
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "asks_for_values",
     "hooks_of",
     "is_shared",
     "leaf_dims",
@@ -59,3 +60,17 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
             "of them as that of the positional arguments (a tuple with an entry for each)"
         )
     return dims
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Whether tensors without storage were asked for their values. The classes have no public
+    names; if they move: the error is said in torch's own words."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
+    return isinstance(error, kinds)

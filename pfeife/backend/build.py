@@ -120,7 +120,8 @@ class _Build:
     def compiled(self) -> Compiled:
         captured, flat = self._capture()
         program = captured.program
-        if captured.warning() and not (self.world and self.world.rank):
+        several = self.options.microbatches > 1
+        if several and captured.warning() and not (self.world and self.world.rank):
             log.warning(captured.warning())
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)

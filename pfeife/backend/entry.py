@@ -49,6 +49,7 @@ class Backend:
         # Of a step that Dynamo has broken: with gradients, and without.
         self.parts = {True: Parts(), False: Parts()}
         self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
+        self.broken: tuple[str, str] | None = None  # the last break, as `graph_break` has it
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
@@ -67,8 +68,10 @@ class Backend:
                 raise compiled_too_often()
             name, broken = _torch.frame_name(), _torch.graph_break()
             if broken:
+                if broken[0] or self.broken is None:
+                    self.broken = broken[0] or "it goes on after another graph", broken[1]
                 piece = Piece(module, examples, self.rows)
-                steps: Steps = PieceSteps(self, piece, name, broken)
+                steps: Steps = PieceSteps(self, piece, name, self.broken)
             else:
                 steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
         except Exception as error:
@@ -215,9 +218,8 @@ class Steps:
 class PieceSteps(Steps):
     """What a backend has built of one graph of a step that Dynamo has broken.
 
-    In one process a graph that cannot be cut runs as it is. On ranks one that trains nothing runs
-    as it is on all of them; another one that cannot be cut runs with one microbatch, on its stages
-    or on one rank.
+    One without parameters runs as it is, on ranks on all of them, and so does in one process what
+    cannot be cut. On ranks that runs with one microbatch, on its stages or on one rank.
     """
 
     def __init__(self, backend: Backend, piece: Piece, name: str, broken: tuple[str, str]):
@@ -234,7 +236,9 @@ class PieceSteps(Steps):
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
         """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
         world = world_so_far()
-        self.parts.begin(self, stages=bool(world) or (self.backend.options.stages or 1) > 1)
+        ranks = self.backend.builder.mesh(world).ranks if world else 1
+        stages = self.backend.options.stages or ranks
+        self.parts.begin(self, warn=stages > 1 and not (world and world.rank))
         key = self.piece.key(args)
         if key not in self.whole or _owned(world, args):
             try:
@@ -267,23 +271,21 @@ class PieceSteps(Steps):
                 return found
         if refused and world and (_owned(world, args) or self._differs(args, world)):
             raise refused[0]
-        why = _first_line(refused[0]) if refused else "it trains nothing"
+        why = _first_line(refused[0]) if refused else "it has no parameters"
         raise _RunsWhole(why)
 
     def _ways(
         self, builder: Builder, args: Sequence[Any], world: World | None
     ) -> Iterator[Builder]:
         """How the graph may be built, the best way first."""
-        if world is None:
-            yield self._unless_ever_new(builder)
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        owned = _owned(world, args)
+        if not (owned or any(argument.role == Role.PARAMETER for argument, _ in pairs)):
             return
-        pairs = zip(self.graph.inputs.arguments, args, strict=True)
-        trains = any(_is_trained(argument, value) for argument, value in pairs)
-        if not (trains or _owned(world, args)):
-            return
-        yield builder
-        if builder.options.replicas > 1:
-            return  # of which each has rows of its own
+        yield builder if world else self._unless_ever_new(builder)
+        trains = owned or any(_is_trained(argument, value) for argument, value in pairs)
+        if world is None or builder.options.replicas > 1 or not trains:
+            return  # every replica has rows of its own
         one = attrs.evolve(builder, options=_one_microbatch(builder.options))
         yield one
         ranks = builder.mesh(world).ranks

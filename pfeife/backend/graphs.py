@@ -11,9 +11,9 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.backend.options import Options
-from pfeife.frontend.arguments import Argument, Given, Inputs, describe, fake_like
+from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
 from pfeife.frontend.capture import with_reductions
-from pfeife.frontend.captured import Captured
+from pfeife.frontend.captured import Captured, Door
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
@@ -46,9 +46,9 @@ class Graph(Protocol):
 class Losses:
     """Which result of a graph is the loss; what it was with gradients is known without them."""
 
-    def __init__(self, step: Forward, known: dict[Any, Key]):
+    def __init__(self, step: Forward, known: dict[Any, Key], frame: Any):
         self.leaves, self.results = step.leaves, step.results
-        self.frame, self.known = _torch.frame(), known
+        self.frame, self.known = frame, known
 
     def asked(self, options: Options) -> Loss:
         """What was asked for; without gradients also what the step's loss was with them."""
@@ -75,27 +75,23 @@ class Losses:
 
 
 class MicrobatchGraph:
-    """Dynamo's graph of a step at the shapes of a microbatch.
-
-    `given` has what the caller hands over, by the identity of what the first microbatch has of
-    it; `grown` gives the graph and its inputs for a microbatch with so many times as many rows.
-    """
+    """A step at the shapes of a microbatch; `grown` gives it and its inputs for a microbatch with
+    so many times as many rows. `door` is how it was captured."""
 
     def __init__(
         self,
-        module: fx.GraphModule,
-        examples: Sequence[Any],
-        given: Mapping[int, Given],
+        step: Forward,
+        inputs: Inputs,
         grown: Callable[[int], tuple[Forward, Inputs]],
-        losses: dict[Any, Key],
+        losses: Losses,
+        door: Door,
     ):
-        self.step, self.inputs = dynamo_forward(module), describe(module, examples, given=given)
-        self.grown, self.sure = grown, True
-        self.losses = Losses(self.step, losses)
+        self.step, self.inputs, self.grown, self.losses = step, inputs, grown, losses
+        self.sure, self.door = True, door
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
     def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for, beside the shapes and numbers that Dynamo guards."""
+        """What a program is built for, beside the shapes and numbers that are guarded."""
         return ()
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
@@ -114,6 +110,7 @@ class MicrobatchGraph:
             options.loss_reduction,
             lambda: trace(*larger(), loss).program,
         )
+        captured = attrs.evolve(captured, door=self.door)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger()[0])
@@ -181,7 +178,7 @@ class BatchedGraph:
             getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
         ]
         self.step = dynamo_forward(module)
-        self.losses = Losses(self.step, {} if losses is None else losses)
+        self.losses = Losses(self.step, {} if losses is None else losses, _torch.frame())
         # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
         self.numbers = [
             bool(n.users) and all((u.op, u.target) == ("call_method", "item") for u in n.users)
@@ -278,14 +275,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        try:
-            return trace(self.step, inputs, loss, dims)
-        except _torch.DataDependentOutputException as error:
-            raise ValueError(
-                "the step asks for the value of a tensor while it is captured; with dynamic=True "
-                "Python's floats are tensors too (attributes of a checkpointed module, say): use "
-                f"pfeife.compile, or dynamic=None ({str(error).splitlines()[0]})"
-            ) from error
+        return trace(self.step, inputs, loss, dims)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
@@ -40,6 +40,14 @@ def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     optional = attribute.default in (None, attrs.NOTHING)
     if not (value is None and optional) and (type(value) is not int or value < 1):
         raise ValueError(f"option {attribute.name}={value!r}: must be a positive integer")
+
+
+Capture = Literal["auto", "dynamo", "trace"]
+
+
+def _capture(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value not in get_args(Capture):
+        raise ValueError(f"option capture={value!r}: must be one of {list(get_args(Capture))}")
 
 
 def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -172,6 +180,9 @@ class Options:
         index: "mean" or "sum"} over microbatches.
     fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
         many microbatches, runs with as many as keep them from having more rows.
+    capture: how `pfeife.compile` captures the step: by "dynamo", whose guards make that sound, by
+        "trace", which runs it on tensors without storage, or "auto", the second where the first
+        does not find one graph.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch).
     compare_batches: whether ranks compare at every call the values of the batch that each of them
@@ -230,6 +241,7 @@ class Options:
     runtime: Runtime | None = attrs.field(default=None, validator=check_runtime, repr=described)
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
+    capture: Capture = attrs.field(default="auto", validator=_capture)
     check: bool = attrs.field(default=True, validator=_flag)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
     progress: bool = attrs.field(default=True, validator=_flag, repr=False)

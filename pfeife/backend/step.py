@@ -1,8 +1,9 @@
-"""`pfeife.compile`: cuts a call's batch first, and has Dynamo capture the step on a microbatch."""
+"""`pfeife.compile`: cuts a call's batch first, and captures the step on a microbatch."""
 
 import contextlib
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,16 +15,19 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.backend.entry import Backend, Steps, backend
-from pfeife.backend.graphs import MicrobatchGraph
+from pfeife.backend.graphs import Losses, MicrobatchGraph
+from pfeife.backend.options import Capture
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import PipelineError, Refusal
 
-PROGRAMS = 64  # that Dynamo may compile of one step
+log = logging.getLogger("pfeife")
+PROGRAMS = 64  # that may be captured of one step
 
 
 def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Callable[..., Any]:
@@ -74,6 +78,8 @@ class _Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
+        self.door: Capture = options.capture
+        self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
         self.name = self.cutter.name
         self.lock = threading.RLock()
         self.call: Arguments | None = None
@@ -96,15 +102,7 @@ class _Step:
         self.reached = False
         try:
             call = self.call = self.cutter(args, kwargs)
-            with _torch.willing(PROGRAMS):
-                result = self.dynamo(*call.args, **call.kwargs)
-            if not self.reached:
-                raise ValueError(
-                    f"the call of {self.name} has not reached Pfeife: it computes nothing with "
-                    "tensors, or torch.compile is turned off (TORCH_COMPILE_DISABLE, "
-                    "torch.compiler.set_stance)"
-                )
-            return self._checked(call, result), None
+            return self._checked(call, self._result(call)), None
         except Refusal as error:
             return None, error
         except PipelineError:
@@ -121,21 +119,96 @@ class _Step:
         finally:
             self.call = None
 
+    def _result(self, call: Arguments) -> Any:
+        """What the step returns, through the door that takes it."""
+        if self.door != "trace":
+            try:
+                return self._by_dynamo(call)
+            except (Refusal, PipelineError, _NotReached):
+                raise
+            except Exception as error:
+                if self.reached or self.door == "dynamo":
+                    raise
+                found = plain_error(error)
+            try:
+                result = self._by_trace(call)
+            except Exception as error:
+                if self.reached:
+                    raise
+                raise _neither(found, error) from error
+            log.info("%s is traced as it runs, since %s", self.name, found)
+            self.door = "trace"
+            return result
+        return self._by_trace(call)
+
+    def _by_dynamo(self, call: Arguments) -> Any:
+        with _torch.willing(PROGRAMS):
+            result = self.dynamo(*call.args, **call.kwargs)
+        if not self.reached:
+            raise _NotReached(
+                f"the call of {self.name} has not reached Pfeife: it computes nothing with "
+                "tensors, or torch.compile is turned off (TORCH_COMPILE_DISABLE, "
+                "torch.compiler.set_stance)"
+            )
+        return result
+
+    def _by_trace(self, call: Arguments) -> Any:
+        """Runs what was traced of the step for such a call, or traces it."""
+        broken = "nothing was traced"
+        for at in reversed(range(len(self.traced))):
+            broken = self.traced[at][0].broken(call)
+            if not broken:
+                self.traced.append(self.traced.pop(at))
+                break
+        else:
+            log.debug("%s is traced because of %s", self.name, broken)
+            if len(self.traced) == PROGRAMS:
+                raise ValueError(
+                    f"{self.name} has been traced {PROGRAMS} times, the last time because of "
+                    f"{broken}: keep what changes with every call in a tensor"
+                )
+            self.traced.append(self._traced(call))
+        traced, steps = self.traced[-1]
+        return traced.returned(self._run(steps, traced.values(call.leaves)))
+
+    def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
+        found = traced(self.step, call)
+
+        def grown(times: int) -> tuple[Forward, Inputs]:
+            assert self.call is not None
+            leaves = self.call.grown(times)
+            args, kwargs = self.call.made(leaf.first for leaf in leaves)
+            larger = traced(
+                self.step, attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
+            )
+            return larger.forward, larger.inputs
+
+        frame = getattr(function_of(self.step), "__code__", type(self.step))
+        losses = Losses(found.forward, self.backend.losses, frame)
+        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace")
+        return found, Steps(self.backend, graph, self.name)
+
+    def _run(self, steps: Steps, values: Sequence[Any]) -> list[torch.Tensor]:
+        """A call of what was built, with the whole batch."""
+        assert self.call is not None
+        self.reached = True
+        options = self.backend.options
+        if self.call.microbatches != options.microbatches:  # of a smaller batch
+            options = attrs.evolve(options, microbatches=self.call.microbatches)
+        return steps(values, options)
+
     def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
-        losses = self.backend.losses
-        graph = MicrobatchGraph(module, examples, _given(self.call.leaves), self._grown, losses)
+        forward = dynamo_forward(module)
+        inputs = describe(module, examples, given=_given(self.call.leaves))
+        losses = Losses(forward, self.backend.losses, _torch.frame())
+        graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
 
         def run(*args: Any) -> list[torch.Tensor]:
-            call = self.call
-            assert call is not None
-            self.reached = True
-            options = self.backend.options
-            if call.microbatches != options.microbatches:  # of a smaller batch
-                options = attrs.evolve(options, microbatches=call.microbatches)
-            return steps([call.whole(value) for value in args], options)
+            assert self.call is not None
+            return self._run(steps, [self.call.whole(value) for value in args])
 
         return run
 
@@ -170,6 +243,17 @@ class _Step:
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+class _NotReached(ValueError):
+    """Raised where torch.compile has not asked for anything to be compiled."""
+
+
+def _neither(dynamo: Exception, error: Exception) -> Exception:
+    """What to say of a step that neither door takes."""
+    if not isinstance(error, ValueError):
+        return error
+    return ValueError(f"{dynamo}; nor by running it without torch.compile: {error}")
 
 
 def _numbers(result: Any) -> Iterator[int | float]:

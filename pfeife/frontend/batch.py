@@ -31,9 +31,10 @@ class Leaf:
 @attrs.frozen(eq=False)
 class Arguments:
     """The arguments of one call: `args` and `kwargs` are those of the first microbatch, and `made`
-    makes such ones of other tensors."""
+    makes such ones of other tensors. `others` has what is no tensor, by its name."""
 
     leaves: tuple[Leaf, ...]
+    others: Mapping[str, Any]
     microbatches: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -114,7 +115,8 @@ class Cutter:
             rest = iter(tensors)
             return rebuild([next(rest) if _is_tensor(value) else value for _, value, _ in named])
 
-        call = Arguments(tuple(leaves), count, *made(leaf.first for leaf in leaves), made)
+        others = {name: value for name, value, _ in named if not _is_tensor(value)}
+        call = Arguments(tuple(leaves), others, count, *made(leaf.first for leaf in leaves), made)
         self.most = max(self.most, call.rows)
         return call
 

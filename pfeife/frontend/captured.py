@@ -1,13 +1,15 @@
 """What a captured step is: its program, and how calls and results belong to its ports."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
 from pfeife.ir.program import Program, Role
+
+Door = Literal["dynamo", "trace"]  # how a step was captured
 
 
 @attrs.frozen(eq=False)
@@ -20,7 +22,9 @@ class Captured:
     detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
     are the results that the step assigns to attributes, `carried` has those by the input ports
     whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
+    and of the values of those that are `assumed` something is assumed. `door` is how the step was
+    captured.
     """
 
     program: Program
@@ -34,6 +38,8 @@ class Captured:
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
     moved: Mapping[str, str] = attrs.field(factory=dict)
+    assumed: tuple[str, ...] = ()
+    door: Door = "dynamo"
 
     def label(self, result: str) -> Key:
         """How options call a result."""

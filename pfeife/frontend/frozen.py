@@ -63,8 +63,7 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     def looked(frame: FrameType, event: str, argument: Any) -> Any:
         if not found and _states(moved) != before:
             found.append(last[0])
-        code = frame.f_code
-        last[0] = f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'
+        last[0] = _place(frame.f_back if event == "return" else frame)
         return looked
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
@@ -82,7 +81,21 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     return "".join(found)
 
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), random.__file__, __file__, "<")
+def _place(frame: FrameType | None) -> str:
+    """The user's line that a frame belongs to."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+
+
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    random.__file__,
+    "<",
+)
 
 
 def _generators() -> list[Any]:

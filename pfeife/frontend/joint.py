@@ -77,7 +77,12 @@ def trace(
     for place in carried:  # as buffers they may change from microbatch to microbatch
         arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
     wrapper = _Joint(step, arguments, at)
-    joint = _torch.joint_graph(wrapper, tuple(a.example for a in stateless(arguments)))
+    try:
+        joint = _torch.joint_graph(wrapper, tuple(a.example for a in stateless(arguments)))
+    except ValueError:
+        raise
+    except Exception as error:  # of a kernel's rules for shapes, say
+        raise ValueError(_reason(error)) from error
     porter = Porter(joint, arguments, at, result_dims or [None] * len(step.results))
     # A buffer that is changed in place has its update from AOTAutograd already.
     in_place = [place for place, index in carried.items() if step.is_itself(place, index)]
@@ -97,7 +102,21 @@ def trace(
             for place, to in inputs.moved.items()
             if arguments[place].role is not None
         },
+        assumed=tuple(
+            arguments[place].name
+            for place in sorted(inputs.assumed)
+            if arguments[place].role is not None
+        ),
     )
+
+
+def _reason(error: Exception) -> str:
+    """Why a step has no joint graph, and the line: that of the operation which fx was running."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith('File "')]
+    what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    where = f" ({places[-1]})" if places else ""
+    return f"the step could not be captured with its gradients: {what}{where}"
 
 
 def _carried(

@@ -14,7 +14,6 @@ from pfeife.testing import eager_accumulation
 WIDTH = 8
 ALONE = "RANK" not in os.environ
 STAGES = {"stages": 3} if ALONE else {}
-BY_DATA = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 
 class Net(nn.Module):
@@ -39,17 +38,16 @@ def same(model, close=(), **options):
     """Two calls with other data give what eager accumulation gives: the same bits, but for
     gradients that several stages add to. Returns what was compiled."""
     plain = copy.deepcopy(model)
-    with torch._dynamo.config.patch(**BY_DATA):
-        step = pfeife.compile(model, microbatches=2, **STAGES, **options)
-        for seed in (3, 4):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
-            eager = eager_accumulation(plain, plain, [(one,) for one in x.chunk(2)])
-            plain.load_state_dict(eager.buffers, strict=False)
-            model.zero_grad()
-            loss = step(x)
-            loss.backward()
-            assert torch.equal(loss, eager.loss), (loss, eager.loss)
-            _compare(model, eager, close)
+    step = pfeife.compile(model, microbatches=2, **STAGES, **options)
+    for seed in (3, 4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        eager = eager_accumulation(plain, plain, [(one,) for one in x.chunk(2)])
+        plain.load_state_dict(eager.buffers, strict=False)
+        model.zero_grad()
+        loss = step(x)
+        loss.backward()
+        assert torch.equal(loss, eager.loss), (loss, eager.loss)
+        _compare(model, eager, close)
     (compiled,) = step.backend.compiled
     return compiled
 
@@ -197,16 +195,15 @@ def an_assertion_names_microbatch_and_line():
         return x
 
     model = Net(checked)
-    with torch._dynamo.config.patch(**BY_DATA):
-        step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
-        x = torch.full((4, WIDTH), 0.01)
-        step(x)
-        try:
-            step(torch.cat([x[:2], 1e6 * x[2:]]))
-        except RuntimeError as error:
-            notes = " ".join(error.__notes__)
-            assert "microbatch 1" in notes and "values.py" in notes, notes
-            return
+    step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+    x = torch.full((4, WIDTH), 0.01)
+    step(x)
+    try:
+        step(torch.cat([x[:2], 1e6 * x[2:]]))
+    except RuntimeError as error:
+        notes = " ".join(error.__notes__)
+        assert "microbatch 1" in notes and "values.py" in notes, notes
+        return
     raise AssertionError("the assertion is lost")
 
 
@@ -387,3 +384,24 @@ class Autocast(Net):
 @row(ranks=(1, 2))
 def an_autocast_region_across_a_cut():
     same(Autocast())
+
+
+def _scanned(x, step):
+    from torch._higher_order_ops.scan import scan
+
+    _, found = scan(step, torch.zeros_like(x[:, 0]), x.t().contiguous())
+    return found.t()
+
+
+@row()
+def a_scan():
+    same(Net(lambda x: _scanned(x, lambda total, one: (total + one, total.sin()))))
+
+
+@row(refused="the step could not be captured with its gradients: RuntimeError: scan might be")
+def a_scan_that_torch_cannot_differentiate():
+    def step(total, one):
+        total = total * 0.9 + one
+        return total, total.sin()
+
+    same(Net(lambda x: _scanned(x, step)))

@@ -1,0 +1,87 @@
+"""Which lines and modules of the user's a traced operation comes from."""
+
+import contextlib
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pfeife import _torch
+
+_OURS = tuple(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent))
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """The last line of a traceback that is neither torch's nor Pfeife's."""
+    found = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_OURS):
+            found = _place(code, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f'File "{code.co_filename}", line {line}, in {code.co_name}'
+
+
+class _Lines(torch.overrides.TorchFunctionMode):
+    """Notes for each operation of torch the user's line that calls it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        if frame is not None:
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            fx.traceback.get_current_meta()["stack_trace"] = (
+                f"  {_place(code, frame.f_lineno)}\n    {text}\n"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def noted(paths: Mapping[int, str]) -> Iterator[None]:
+    """While this thread traces, operations get the lines that they come from, and the modules:
+    `paths` has these by their identity. Nothing where it runs on values."""
+    if not fx.traceback.has_preserved_node_meta():
+        yield
+        return
+    mine, stack = threading.get_ident(), list[tuple[str, tuple[str, type]]]()
+
+    def note() -> None:
+        fx.traceback.get_current_meta()["nn_module_stack"] = dict(stack)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == mine and id(module) in paths:
+            path = paths[id(module)]
+            stack.append((path, (path, type(module))))
+            note()
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() == mine and id(module) in paths:
+            stack.pop()
+            note()
+
+    hooks: list[Callable[[], None]] = [
+        nn.modules.module.register_module_forward_pre_hook(enter).remove,
+        nn.modules.module.register_module_forward_hook(leave, always_call=True).remove,
+    ]
+    try:
+        with _Lines(), _torch.said_to_compile():
+            yield
+    finally:
+        for remove in hooks:
+            remove()
+        for name in ("stack_trace", "nn_module_stack"):  # not those of the backward
+            fx.traceback.get_current_meta().pop(name, None)
