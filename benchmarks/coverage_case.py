@@ -33,6 +33,7 @@ STEPS = 3
 RATE = 0.01
 ROUNDING = 1e-4  # of the largest value, beyond which numbers are wrong
 SMALL = 1e-3  # of the largest gradient: what is below is as exact as that one is
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Values = dict[str, torch.Tensor]
 
 
@@ -191,7 +192,8 @@ def _breaks(example: Example, args: tuple[Any, ...]) -> tuple[str, ...]:
 def _piped(row: Row, build: Callable[[], Example], way: Way, compiled: Values | None) -> None:
     """Some steps as a pipeline, each beside eager from the same state."""
     row.ways = (*row.ways, str(way))
-    example, reference = built(build), built(build)
+    example = built(build)
+    reference = built(example.reference or build)
     step = pfeife.compile(
         example.step,
         in_dims=example.in_dims,
@@ -237,6 +239,9 @@ def built(build: Callable[[], Example]) -> Example:
         warnings.simplefilter("ignore")
         example = build()
     example.model.train()
+    for module in example.model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
     return example
 
 
