@@ -20,6 +20,7 @@ from pfeife._torch.aot import (
     no_autocast,
 )
 from pfeife._torch.dynamo import (
+    assumed_values,
     broken_guard,
     draws_by_numpy,
     eager_stance,
@@ -72,6 +73,7 @@ __all__ = [
     "asks_for_values",
     "assigned",
     "assigned_constants",
+    "assumed_values",
     "broken_guard",
     "compilation",
     "draws_by_numpy",

@@ -66,6 +66,23 @@ def is_drawn(placeholder: torch.fx.Node) -> bool:
     return type(getattr(argument, "source", None)).__name__ == "RandomValueSource"
 
 
+def assumed_values() -> set[str]:
+    """The sources of numbers in tensors of which the frame that Dynamo compiles right now assumes
+    something: `if self.calls.item() == 0`. Dynamo has symbols for the numbers in int64 and float64
+    scalars on the CPU, and guards what is asked of them. If these fields move: an empty set, and a
+    branch that one microbatch takes is taken by all of a call."""
+    environment: Any = translator().output.shape_env
+    asked = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
+    asked |= set(environment.replacements)
+    found = set()
+    for symbol, sources in environment.var_to_sources.items():
+        for source in sources if symbol in asked else ():
+            if type(source).__name__ == "CallMethodItemSource":
+                name = source.base.name
+                found.add(str(name() if callable(name) else name))
+    return found
+
+
 def draws_by_numpy(target: Any) -> bool:
     """Whether a function in Dynamo's graph stands for one of numpy.random. If the wrapper moves:
     False, and such numbers come from torch's generator."""

@@ -185,6 +185,95 @@ def a_cache_with_rows():
     assert torch.equal(model.hidden, torch.cat(hidden))
 
 
+class Words(nn.Module):
+    """Looks up 12 words; the embedding keeps the norms of those that it hands out below 0.5."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH, max_norm=0.5).requires_grad_(trained)
+        self.rest = Two()
+
+    def forward(self, x):
+        return self.rest(self.table(x.abs().mul(3).long().clamp(max=8)).mean(1))
+
+
+@row(ranks=(1, 2))
+def an_embedding_with_max_norm():
+    for trained in (True, False):
+        same_training(lambda trained=trained: Words(trained))
+
+
+class Clipped(Two):
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        self.first.bias.data.mul_(0.9)
+        return super().forward(x)
+
+
+@row(ranks=(1, 2))
+def weights_that_are_clipped():
+    same_training(Clipped)
+
+
+class Following(Two):
+    """The second layer follows the first one, and is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, theirs in zip(self.second.parameters(), self.first.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+            wanted = self.second(x)
+        return (self.first(x) - wanted).square().mean()
+
+
+@row()
+def weights_that_follow_others():
+    same_training(Following)
+
+
+@row("the step changes the parameter first.bias in place, which would be another", (2,))
+def a_clipped_weight_in_replicas():
+    model, _ = pair(Clipped)
+    pfeife.compile(lambda x: model(x), microbatches=2, replicas=2)(rows(0))
+
+
+class Warming(Two):
+    """Counts its microbatches in a buffer, and does something else in the first three."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x):
+        self.n += 1
+        return super().forward(x)
+
+
+class WarmingEarly(Warming):
+    def forward(self, x):
+        scale = 2 if self.n.item() < 3 else 1
+        return super().forward(x) * scale
+
+
+@row("the step takes another way for other values of n, and changes it", ranks=(1, 2))
+def a_count_that_decides():
+    model, _ = pair(WarmingEarly)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row()
+def a_count_that_decides_in_one_microbatch():
+    model, other = pair(WarmingEarly)
+    step = pfeife.compile(lambda x: model(x))
+    for seed in range(5):
+        assert torch.equal(step(rows(seed)), other(rows(seed)))
+
+
 @row(ranks=(1, 2))
 def the_old_value_stays_what_it_was():
     """Who kept the tensor of a step before has its value."""

@@ -274,10 +274,10 @@ def a_step_that_logs_warns_and_prints():
         print("rows", x.sum())
         return model(x).square().mean()
 
-    before = torch._dynamo.config.get_config_copy()
+    other, before = copy.deepcopy(model), torch._dynamo.config.get_config_copy()
     loss = pfeife.compile(step, microbatches=2)(rows())
     assert torch._dynamo.config.get_config_copy() == before
     expected = eager_accumulation(
-        lambda x: model(x).square().mean(), model, [(p,) for p in rows().chunk(2)]
+        lambda x: other(x).square().mean(), other, [(p,) for p in rows().chunk(2)]
     )
     assert torch.equal(loss, expected.loss)
