@@ -40,7 +40,7 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.recurrent import as_captured
-from pfeife._torch.results import assigned, assigned_constants, result_paths
+from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
 from pfeife._torch.sizes import symbolic_mode, without_symbols
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
@@ -75,6 +75,7 @@ __all__ = [
     "assigned_constants",
     "assumed_values",
     "broken_guard",
+    "changed_attributes",
     "compilation",
     "draws_by_numpy",
     "eager_stance",

@@ -17,6 +17,7 @@ from pfeife import _torch
 from pfeife.backend.entry import Backend, Steps, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture
+from pfeife.frontend.again import check_again
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
@@ -205,12 +206,23 @@ class _Step:
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
+        unsure = bool(_torch.changed_attributes())
 
         def run(*args: Any) -> list[torch.Tensor]:
+            nonlocal unsure
             assert self.call is not None
+            if unsure and self.call.microbatches > 1:
+                self._check_again(self.call)
+            unsure = False
             return self._run(steps, [self.call.whole(value) for value in args])
 
         return run
+
+    def _check_again(self, call: Arguments) -> None:
+        try:
+            check_again(self.step, call)
+        except ValueError as error:
+            raise Refusal(str(error)) from error  # of all ranks, which run the same Python
 
     def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""
