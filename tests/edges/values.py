@@ -405,3 +405,35 @@ def a_scan_that_torch_cannot_differentiate():
         return total, total.sin()
 
     same(Net(lambda x: _scanned(x, step)))
+
+
+def _solved(x):
+    square = x.unflatten(1, (2, 4)).mT @ x.unflatten(1, (2, 4)) + torch.eye(4)
+    solved = torch.linalg.solve(square, x[:, :4]) * torch.logdet(square)[:, None]
+    return torch.cat([solved, torch.linalg.inv(square)[:, 0]], 1)
+
+
+@row(ranks=(1, 2))
+def linear_algebra_which_checks_what_it_is_given():
+    same(Net(_solved))
+
+
+@row()
+def a_matrix_without_an_inverse():
+    def between(x):
+        return x @ torch.linalg.inv(torch.diag(x.amax(0)))
+
+    model = Net(between)
+    step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(WIDTH))
+        model.first.bias.zero_()
+    x = torch.ones(4, WIDTH)
+    step(x)
+    x[2:, 3] = 0
+    try:
+        step(x)
+    except RuntimeError as error:
+        assert "singular" in str(error) and "microbatch 1" in " ".join(error.__notes__)
+        return
+    raise AssertionError("the check is lost")
