@@ -120,7 +120,7 @@ def a_counter():
     run(counted)
 
 
-@row("the step sets model.calls (to 1 in a first microbatch)")
+@row("the step assigns Sequential.calls and then computes something else")
 def a_counter_through_dynamo():
     run(counted, door="dynamo")
 
