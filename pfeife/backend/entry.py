@@ -1,6 +1,7 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ class Steps:
         self.known: dict[tuple, Compiled] = {}  # what was used last is the last
         self.warned = False
         self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
+        self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
 
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
         """One call with the whole batch: builds the program if it is not known, and runs it.
@@ -102,7 +104,7 @@ class Steps:
         builder = self.backend.builder
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
-        key = (options.microbatches, *self.graph.key(args))
+        key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
         compiled = self.known.get(key)
         if world and compiled and builder.outdated(compiled, args, world):
             compiled = None
@@ -132,11 +134,19 @@ class Steps:
     def _summary(self, compiled: Compiled) -> str:
         return compiled.summary
 
+    def _trained(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which parameters a call has, as numbers: Dynamo has one graph for all modules of a class,
+        and each of them is trained on ranks of its own."""
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        found = [one for argument, one in pairs if _is_trained(argument, one)]
+        return tuple(self.numbers.setdefault(one, next(self.count)) for one in found)
+
     def _keep(self, key: tuple, compiled: Compiled, world: World | None) -> None:
         """Keeps what was built, and drops what has not been used for longest beyond the limit."""
         self.known[key] = compiled
         self.backend.compiled.append(compiled)
-        if len(self.known) <= MOST_BUILDS:
+        modules = {trained for *_, trained in self.known}
+        if len(self.known) <= MOST_BUILDS * len(modules):
             return
         dropped = self.known.pop(next(iter(self.known)))
         listed = self.backend.compiled

@@ -222,6 +222,27 @@ def breaks_inside_of_modules():
 
 
 @row(ranks=(1, 2))
+def modules_of_one_class_that_share_a_graph():
+    """Dynamo does not break the loop's function, it leaves it to Python, and compiles the blocks
+    once: each has parameters of its own."""
+
+    class Plain(Block):
+        def forward(self, x):
+            return x + self.net(x * self.scale)
+
+    def step(model, x):
+        try:
+            for block in model:
+                x = block(x)
+                torch._dynamo.graph_break()
+        finally:
+            del model
+        return x.square().mean()
+
+    trains_as_eager(lambda: nn.ModuleList([Plain() for _ in range(3)]), step)
+
+
+@row(ranks=(1, 2))
 def a_graph_without_parameters():
     """On ranks all of them compute it: its inputs are there, and nothing is sent."""
 
