@@ -101,12 +101,8 @@ def with_assertions(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     # Every run of the step has made symbols of its own for the same numbers.
     deferred = environment.deferred_runtime_asserts.items()
     assumed = {_of_any(one.expr): one.expr for _, several in deferred for one in several}
-    kept = {
-        _of_any(o.expr)
-        for s, several in deferred
-        if s in made and s and s.is_integer
-        for o in several
-    }
+    asserted = [several for s, several in deferred if s is not None and s in made and s.is_integer]
+    kept = {_of_any(one.expr) for several in asserted for one in several}
     for expression in (assumed[one] for one in assumed if one not in kept):
         raise ValueError(
             f"the step takes it for granted of a number of data that {expression}, which a traced "
