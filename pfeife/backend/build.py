@@ -24,6 +24,7 @@ from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
+from pfeife.frontend.other_rows import check_traced
 from pfeife.ir.program import Program, Role
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
@@ -160,6 +161,8 @@ class _Build:
                     and check_first_call(self.graph.step, captured, self.args, self.graph.sure)
                 ):
                     self.graph.check_unseen(captured)
+                if options.check and not known and captured.door == "trace":
+                    check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")

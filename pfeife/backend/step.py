@@ -79,6 +79,7 @@ class _Step:
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
         self.door: Capture = options.capture
+        self.unsettled: tuple[str, Inputs] | None = None  # of a graph whose step sets numbers
         self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
         self.name = self.cutter.name
         self.lock = threading.RLock()
@@ -144,6 +145,8 @@ class _Step:
     def _by_dynamo(self, call: Arguments) -> Any:
         with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
+        if self.unsettled:
+            self._check_settled(call, *self.unsettled)
         if not self.reached:
             raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
@@ -151,6 +154,26 @@ class _Step:
                 "torch.compiler.set_stance)"
             )
         return result
+
+    def _check_settled(self, call: Arguments, graph: str, inputs: Inputs) -> None:
+        """Raises ValueError if the step, which has set numbers of Python's for the first time,
+        would set others or compute something else in its next microbatch: all have had the same."""
+        self.unsettled = None
+        names = list(inputs.numbers)
+
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
+            return str(module.graph), describe(module, examples, given=_given(call.leaves))
+
+        other, then = dynamo_graph(self.step, call.args, call.kwargs, read)
+        moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
+        if moving or other != graph:
+            name = (moving or names)[0]
+            raise ValueError(
+                f"the step sets {name} (to {inputs.numbers[name]!r} in a first microbatch), and "
+                "the next microbatch would see that, but all have computed with what was there "
+                "before: keep it in a tensor, such as a buffer, or set it outside of the step (for "
+                "what is set once, run the step once without pfeife)"
+            )
 
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it."""
@@ -202,6 +225,8 @@ class _Step:
         assert self.call is not None
         forward = dynamo_forward(module)
         inputs = describe(module, examples, given=_given(self.call.leaves))
+        if inputs.numbers and self.call.microbatches > 1:
+            self.unsettled = str(module.graph), inputs
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
