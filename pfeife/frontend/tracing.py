@@ -258,7 +258,8 @@ class _Tracer:
         finally:
             with torch.no_grad():
                 for one, value, version in before:
-                    if one._version != version:
+                    # Batch norm's kernel changes its statistics without a new version.
+                    if one._version != version or not torch.equal(one, value):
                         one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
