@@ -193,7 +193,7 @@ class _Tracer:
     def __init__(self, step: Step, call: Arguments):
         self.step, self.call = step, call
         self.places = Places(step, call.others)
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _torch.symbolic_mode()
         known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
         self.batch = [known[id(leaf.first)] for leaf in call.leaves]
         self.values = _stand_ins(self.places, self.mode)
@@ -228,7 +228,8 @@ class _Tracer:
 
     def _on_fakes(self) -> _Run:
         seen, held = _Seen(), Held(self.places, self.values)
-        with held, self.mode, seen, _torch.said_to_compile(), reading() as opened:
+        symbols, reads = _torch.forgetting_symbols(self.mode), reading()
+        with held, self.mode, symbols, seen, _torch.said_to_compile(), reads as opened:
             result = self._called(self.batch)
         changes = tuple(held.changes)
         return _Run(seen.real, seen.fake, seen.operations, result, changes, tuple(opened))
