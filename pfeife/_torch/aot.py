@@ -13,6 +13,7 @@ from torch._C import DispatchKey
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from pfeife._torch.recurrent import FLOPS
+from pfeife._torch.sizes import with_assertions
 
 # Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
 # `aot_export_joint_with_descriptors` puts there.
@@ -81,7 +82,7 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     with contextlib.ExitStack() as stack, as_eager(), outside:
         joint = aot_export_joint_with_descriptors(stack, module, args).graph_module
     _free_checks(joint.graph)
-    return joint
+    return with_assertions(joint)
 
 
 def _free_checks(graph: torch.fx.Graph) -> None:

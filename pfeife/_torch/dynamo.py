@@ -6,6 +6,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -145,9 +147,9 @@ def frame_arguments() -> list[str]:
 def graph_break() -> tuple[str, str] | None:
     """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
     the user's code; without a reason where the break lies before it. None if it is the whole of a
-    frame, which nothing that Dynamo has broken calls: such a frame's code names the functions in
-    which it goes on. If these names and fields move: `fullgraph=True` makes Dynamo itself refuse a
-    break."""
+    frame, which no function calls that Dynamo has broken (its code names the functions in which it
+    goes on) or left to Python. If these names and fields move: `fullgraph=True` makes Dynamo itself
+    refuse a break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -158,14 +160,39 @@ def graph_break() -> tuple[str, str] | None:
     if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
         return "", line
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    callers = list(_callers())
+    entry = next((at for at, one in enumerate(callers) if _is_entry(one.f_code)), 0)
+    for at, frame in enumerate(callers):
         around = frame.f_code
-        if any(name.startswith("__resume_at_") for name in around.co_names):
-            line = f'File "{around.co_filename}", line {frame.f_lineno}'
-            return "", line
+        goes_on = any(name.startswith("__resume_at_") for name in around.co_names)
+        if goes_on or (at < entry and _is_users(around)):
+            return "", f'File "{around.co_filename}", line {frame.f_lineno}'
     return None
+
+
+def _callers() -> Iterator[FrameType]:
+    """The frames that call what Dynamo compiles right now, the innermost first, after its own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_entry(code: Any) -> bool:
+    """Whether a frame is that of torch.compile. If its name moves: nobody knows of functions that
+    Dynamo has left to Python."""
+    return code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a frame is not of those that Dynamo leaves to Python in any case: torch's, Python's
+    library's and ours."""
+    path = Path(code.co_filename)
+    own = Path(__file__).parent.parent
+    if any(root in path.parents for root in (Path(torch.__file__).parent, own)):
+        return False
+    library = Path(inspect.__file__).parent
+    return library not in path.parents or "site-packages" in path.parts
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # what Dynamo calls the rest of a function after a break

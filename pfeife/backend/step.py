@@ -17,6 +17,7 @@ from pfeife import _torch
 from pfeife.backend.entry import Backend, Steps, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture
+from pfeife.frontend.again import check_again
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
@@ -156,8 +157,9 @@ class _Step:
         return result
 
     def _check_settled(self, call: Arguments, graph: str, inputs: Inputs) -> None:
-        """Raises ValueError if the step, which has set numbers of Python's for the first time,
-        would set others or compute something else in its next microbatch: all have had the same."""
+        """Raises ValueError if the step, which has set numbers in lists, dicts or cells for the
+        first time, would set others or compute something else in its next microbatch: all have had
+        the same."""
         self.unsettled = None
         names = list(inputs.numbers)
 
@@ -225,17 +227,31 @@ class _Step:
         assert self.call is not None
         forward = dynamo_forward(module)
         inputs = describe(module, examples, given=_given(self.call.leaves))
-        if inputs.numbers and self.call.microbatches > 1:
+        changed = {name for _, name, *_ in _torch.changed_attributes()}
+        others = {name for name in inputs.numbers if name.rpartition(".")[2] not in changed}
+        if others and self.call.microbatches > 1:
             self.unsettled = str(module.graph), inputs
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
+        unsure = bool(changed)
 
         def run(*args: Any) -> list[torch.Tensor]:
+            nonlocal unsure
             assert self.call is not None
+            if unsure and self.call.microbatches > 1:
+                self._check_again(self.call)
+            unsure = False
             return self._run(steps, [self.call.whole(value) for value in args])
 
         return run
+
+    def _check_again(self, call: Arguments) -> None:
+        """Raises Refusal for attributes that the step sets and that make a difference."""
+        try:
+            check_again(self.step, call)
+        except ValueError as error:
+            raise Refusal(str(error)) from error  # of all ranks, which run the same Python
 
     def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""

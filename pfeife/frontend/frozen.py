@@ -152,7 +152,9 @@ def _generators() -> list[Any]:
     numpy = sys.modules.get("numpy")  # else nobody draws from it
     if numpy is not None:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    torchs = _torch.order_of_facts()
+    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return [one for one in found if one is not torchs]
 
 
 def _states(generators: Sequence[Any]) -> list[str]:

@@ -9,7 +9,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import attrs
@@ -210,7 +210,7 @@ class _Tracer:
     def __init__(self, step: Step, call: Arguments, answers: Sequence[Answer] = ()):
         self.step, self.call, self.answers = step, call, answers
         self.places = Places(step, call.others)
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _torch.symbolic_mode()
         known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
         self.batch = [known[id(leaf.first)] for leaf in call.leaves]
         self.values = _stand_ins(self.places, self.mode)
@@ -245,8 +245,11 @@ class _Tracer:
 
     def _on_fakes(self) -> _Run:
         seen, held = _Seen(), Held(self.places, self.values)
-        told = Answering(self.answers)
-        with held, self.mode, seen, _torch.said_to_compile(), reading() as opened, told:
+        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.answers)
+        run = (held, self.mode, symbols, seen, _torch.said_to_compile(), told)
+        with ExitStack() as stack, reading() as opened:
+            for one in run:
+                stack.enter_context(one)
             result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations

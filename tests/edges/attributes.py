@@ -274,6 +274,85 @@ def a_count_that_decides_in_one_microbatch():
         assert torch.equal(step(rows(seed)), other(rows(seed)))
 
 
+class Centred(Two):
+    """What its first microbatch sets up is said by a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready = False
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if not self.ready:
+            self.centre.copy_(x.mean(0))
+            self.ready = True
+        return super().forward(x - self.centre)
+
+
+class Smoothed(Two):
+    """The first microbatch has no mean from before."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = None
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        mean = hidden.detach().mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return self.second(hidden - self.mean).square().mean()
+
+
+FIRST = "the step assigns {} and then computes something else, but all microbatches of a call"
+
+
+@row(FIRST.format("Centred.ready"), ranks=(1, 2))
+def a_flag_that_the_first_microbatch_sets():
+    model, _ = pair(Centred)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row(FIRST.format("Smoothed.mean"))
+def a_mean_that_the_first_microbatch_begins():
+    model, _ = pair(Smoothed)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row()
+def a_model_that_was_made_ready_before():
+    for make in (Centred, Smoothed):
+        model, other = pair(make)
+        for one in (model, other):
+            one(rows(5))
+        loss = pfeife.compile(lambda x, model=model: model(x), microbatches=2)(rows(0))
+        parts = [other(part) / 2 for part in rows(0).chunk(2)]
+        assert torch.equal(loss, parts[0] + parts[1]), make
+
+
+class Table(Two):
+    """Makes its table at its first call, and again for longer inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.table, self.calls = 0, None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.length < x.shape[1]:
+            self.length, self.table = x.shape[1], torch.arange(float(x.shape[1])).cos()
+        return super().forward(x * self.table)
+
+
+@row(ranks=(1, 2))
+def a_table_that_is_made_at_the_first_call():
+    model, other = pair(Table)
+    step = pfeife.compile(lambda x: model(x), microbatches=2)
+    for seed in range(2):
+        parts = [other(part) / 2 for part in rows(seed).chunk(2)]
+        assert torch.equal(step(rows(seed)), parts[0] + parts[1])
+    assert model.calls == 2  # of the step: its Python runs once a call
+
+
 @row(ranks=(1, 2))
 def the_old_value_stays_what_it_was():
     """Who kept the tensor of a step before has its value."""

@@ -243,6 +243,28 @@ def modules_of_one_class_that_share_a_graph():
 
 
 @row(ranks=(1, 2))
+def a_small_module_in_a_function_that_is_left_to_python():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.net(x)
+
+    def step(model, x):
+        try:
+            h = model[0](x)
+            torch._dynamo.graph_break()
+        finally:
+            x = x + 1
+        return F.mse_loss(model[1](h), x)
+
+    said = trains_as_eager(lambda: nn.ModuleList([Small(), Small()]), step)
+    assert "only 1 clusters" in said[0], said
+
+
+@row(ranks=(1, 2))
 def a_graph_without_parameters():
     """On ranks all of them compute it: its inputs are there, and nothing is sent."""
 

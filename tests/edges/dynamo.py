@@ -33,12 +33,11 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return self.net(x).square().mean() * (1.0 if self.calls % 2 else 2.0)
+        return self.net(x).square().mean()
 
 
-def _expected(model, count, seed):
-    parts = rows(seed=seed).chunk(2)
-    losses = [model.net(p).square().mean() * (1.0 if count % 2 else 2.0) / 2 for p in parts]
+def _expected(model, seed):
+    losses = [model.net(p).square().mean() / 2 for p in rows(seed=seed).chunk(2)]
     return losses[0] + losses[1]
 
 
@@ -51,7 +50,7 @@ def more_programs_than_dynamos_limit():
     for call in range(1, 13):
         loss = step(rows(seed=call))
         loss.backward()
-        expected = _expected(reference, call, call)
+        expected = _expected(reference, call)
         expected.backward()
         assert torch.equal(loss, expected), f"call {call}"
         for optimizer in optimizers:

@@ -126,6 +126,11 @@ def rows_of_an_expert_measured():
     same(Net(some_rows), costs="measure")
 
 
+@row(ranks=(1, 2))
+def rows_of_an_expert_traced():
+    same(Net(some_rows), capture="trace")
+
+
 class Masked(Net):
     def forward(self, x):
         x = torch.relu(self.first(x))
@@ -194,8 +199,32 @@ def an_assertion_names_microbatch_and_line():
         torch._check(x.abs().max().item() < 1.0)
         return x
 
+    _asserts(checked)
+
+
+def counted(x):
+    count = (x > 1).sum().item()
+    torch._check(count < 2)
+    return x * count + x
+
+
+@row()
+def an_assertion_that_is_traced():
+    _asserts(counted, capture="trace")
+
+
+@row(refused="the step takes it for granted of a number of data that ")
+def an_assertion_of_floats_that_is_traced():
+    def checked(x):
+        torch._check(x.abs().max().item() < 1.0)
+        return x
+
+    same(Net(checked), capture="trace")
+
+
+def _asserts(checked, **options):
     model = Net(checked)
-    step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+    step = pfeife.compile(model, microbatches=2, check=False, **STAGES, **options)
     x = torch.full((4, WIDTH), 0.01)
     step(x)
     try:
