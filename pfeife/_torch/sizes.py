@@ -73,9 +73,10 @@ def _number(value: Any, largest: int) -> tuple[Any, bool]:
 
 def _most(environment: Any, symbol: Any, largest: int) -> Any:
     """The most that a symbol can be."""
-    hint = environment.backed_var_to_val.get(symbol)
-    if hint is not None:
-        return hint
+    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
+    hints = getattr(environment, name)
+    if symbol in hints:
+        return hints[symbol]
     if not symbol.is_integer:
         return 1.0
     limits = environment.var_to_range[symbol]

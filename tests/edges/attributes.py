@@ -8,6 +8,7 @@ import torch
 from rows import row
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import pfeife
 from pfeife.backend import step
@@ -272,6 +273,34 @@ def a_count_that_decides_in_one_microbatch():
     step = pfeife.compile(lambda x: model(x))
     for seed in range(5):
         assert torch.equal(step(rows(seed)), other(rows(seed)))
+
+
+class Normed(Two):
+    """A batch norm in a part that is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.checkpointed = nn.BatchNorm1d(WIDTH), True
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = (
+            checkpoint(self.norm, hidden, use_reentrant=False)
+            if self.checkpointed
+            else (self.norm(hidden))
+        )
+        return self.second(hidden.tanh()).square().mean()
+
+
+@row()
+def a_checkpointed_batch_norm():
+    """Its statistics are updated once a microbatch, in eager twice."""
+    model, other = pair(Normed)
+    other.checkpointed = False
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0)).backward()
+    for part in rows(0).chunk(2):
+        (other(part) / 2).backward()
+    same_state(model, other, (), torch.equal)
 
 
 class Centred(Two):
