@@ -47,6 +47,11 @@ class Slot:
     def name(self) -> str:
         return ".".join(self.words) or "step"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something else can be put there for a while, whatever it belongs to."""
+        return isinstance(self.container, dict | list | types.CellType)
+
     def get(self) -> Any:
         try:
             if isinstance(self.container, types.CellType):

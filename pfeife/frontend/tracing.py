@@ -273,7 +273,7 @@ class _Tracer:
         before = [(one, one.detach().clone()) for one in tensors]
         held, asking = Held(self.places, {}), Asking()
         try:
-            with held, torch.random.fork_rng(devices=[]), _torch.said_to_compile(), asking:
+            with held, torch.random.fork_rng(devices=_devices()), _torch.said_to_compile(), asking:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
@@ -435,6 +435,11 @@ class _Tracer:
         return run
 
 
+def _devices() -> list[int]:
+    """The devices whose generators a step may draw from."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
     norm writes its statistics without a new one.)"""
@@ -448,7 +453,7 @@ def _stand_ins(places: Places, mode: _torch.FakeTensorMode) -> dict[Slot, torch.
     for slot in places.slots:
         one = slot.get()
         plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer)
-        if plain and one.layout == torch.strided and not isinstance(slot.container, tuple):
+        if plain and one.layout == torch.strided and slot.is_open:
             if id(one) not in found:
                 found[id(one)] = fake_like(mode, one)
             values[slot] = found[id(one)]
