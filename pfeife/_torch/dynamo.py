@@ -95,13 +95,11 @@ def willing(programs: int | None = None) -> contextlib.AbstractContextManager[No
     """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
     on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out. Of
     numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
-    And it guards the hooks of modules.
     It compiles a step up to `programs` times before it refuses to. The settings have no public
     form; if one moves, leave it out."""
     config = torch._dynamo.config
     wanted: dict[str, Any] = {
         "allow_rnn": True,
-        "skip_nnmodule_hook_guards": False,  # else a hook that is added later is not seen
         "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
     }
     if programs is not None:

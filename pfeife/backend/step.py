@@ -5,7 +5,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,7 @@ from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.places import contents_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
@@ -79,6 +80,7 @@ class _Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
+        self.hooks: list[tuple[Any, Any]] = []  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.unsettled: tuple[str, Inputs] | None = None  # of a graph whose step sets numbers
         self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
@@ -144,6 +146,8 @@ class _Step:
         return self._by_trace(call)
 
     def _by_dynamo(self, call: Arguments) -> Any:
+        if any(contents_of(hooks) != before for hooks, before in self.hooks):
+            self.dynamo, self.hooks = _torch.whole_graph(self.step, self._graph), []
         with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
         if self.unsettled:
@@ -231,6 +235,7 @@ class _Step:
         others = {name for name in inputs.numbers if name.rpartition(".")[2] not in changed}
         if others and self.call.microbatches > 1:
             self.unsettled = str(module.graph), inputs
+        self.hooks += _hooks(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
@@ -304,6 +309,14 @@ def _numbers(result: Any) -> Iterator[int | float]:
             yield from _numbers(fields)
         elif type(leaf) in (int, float):
             yield leaf
+
+
+def _hooks(roots: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """The dicts of hooks of all modules under some roots, with what is in them."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    found = [getattr(module, name) for module in modules for name in names]
+    return [(hooks, contents_of(hooks)) for hooks in found]
 
 
 def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:

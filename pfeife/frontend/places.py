@@ -145,15 +145,21 @@ def contents_of(value: Any) -> Any:
     """What tells whether something has other entries than before, None for what has none: the keys
     of a dict, how many a list has, all of a set, a queue or an array."""
     if isinstance(value, dict):  # the guards of state that other ranks own come and go
-        pairs = dict.items(value) if len(value) <= MOST else ()
-        return tuple(key for key, one in pairs if not _is_pfeifes(one)) or len(value) > MOST
+        pairs = dict.items(value) if _count(value) <= MOST else ()
+        return tuple(key for key, one in pairs if not _is_pfeifes(one)) or _count(value) > MOST
     if isinstance(value, list):
-        return len(value)
+        return _count(value)
     if isinstance(value, set | collections.deque) and len(value) <= MOST:
         return repr(value)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return value.tobytes() if value.size <= MOST else None
     return None
+
+
+def _count(value: Any) -> int:
+    """How many entries there are, whatever the value's own class says of them."""
+    kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
+    return int(kind.__len__(value))
 
 
 def _is_pfeifes(value: Any) -> bool:
@@ -193,10 +199,11 @@ def _inside(value: Any) -> Iterator[tuple[Container, Any, Any, bool]]:
         yield {"__func__": value.func}, "__func__", value.func, True
         yield from ((value.args, key, one, True) for key, one in enumerate(value.args))
         yield from ((value.keywords, key, one, True) for key, one in value.keywords.items())
-    elif isinstance(value, dict) and len(value) <= MOST:
+    elif isinstance(value, dict) and _count(value) <= MOST:
         yield from ((value, key, one, True) for key, one in list(dict.items(value)))
-    elif isinstance(value, list | tuple) and len(value) <= MOST:
-        yield from ((value, key, one, True) for key, one in enumerate(value))
+    elif isinstance(value, list | tuple) and _count(value) <= MOST:
+        kind: Any = list if isinstance(value, list) else tuple
+        yield from ((value, key, one, True) for key, one in enumerate(kind.__iter__(value)))
     if hasattr(value, "__dict__"):
         yield from ((vars(value), key, one, True) for key, one in list(vars(value).items()))
         yield from _of_class(type(value))
