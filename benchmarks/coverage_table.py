@@ -27,6 +27,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f"**{right} of {len(fit)} right ({100 * right / max(1, len(fit)):.0f} %)**: "
         + ", ".join(f"{counts[name]} {name}" for name in KINDS)
         + ".",
+        "Tried on " + "; ".join(_ways(fit)) + ".",
         _times(fit),
         "## By family",
         table(("family", "models", *KINDS), _families(fit)),
@@ -34,7 +35,10 @@ def markdown(rows: Sequence[Row]) -> str:
         table(("models", "verdict", "cause", "such as"), _causes(rows)),
         "## All models",
         table(
-            ("model", "verdict", "relative error", "door", "graphs", "balance", "s", "aot_eager s"),
+            (
+                *("model", "verdict", "error to eager", "to aot_eager", "door", "graphs"),
+                *("balance", "s", "aot_eager s"),
+            ),
             map(_line, rows),
         ),
     ]
@@ -89,15 +93,20 @@ def _causes(rows: Sequence[Row]) -> list[list[Any]]:
 
 
 def _line(row: Row) -> list[Any]:
-    error = row.get("error")
+    errors = [row.get(key) for key in ("error", "compiled_error")]
     return [
         f"{row['family']}/{row['name']}",
         row["verdict"],
-        "" if error is None else f"{error:.0e}" if error else "0",
+        *("" if one is None else f"{one:.0e}" if one else "0" for one in errors),
         row.get("door", ""),
         *("" if row.get(key) is None else row[key] for key in ("graphs", "balance")),
         *(f"{row[key]:.1f}" if row.get(key) else "" for key in ("seconds", "aot_seconds")),
     ]
+
+
+def _ways(rows: Sequence[Row]) -> list[str]:
+    counts = Counter(way for row in rows for way in row.get("ways", ()))
+    return [f"{way}: {count} models" for way, count in counts.items()]
 
 
 def _times(rows: Sequence[Row]) -> str:

@@ -15,6 +15,8 @@ class Example:
     `draw(rows, size)` gives the step's arguments, fresh at each call; `sizes` are the usual size
     and another one (the length of a sequence, the side of an image; twice the same where a model
     takes but one). A batch has `rows` rows for a microbatch. `in_dims` are as in `pfeife.compile`.
+    `reference` builds what it is compared with, where that is not the same: eager updates the
+    statistics of what is checkpointed twice, torch.compile and we do once.
     """
 
     model: nn.Module
@@ -23,3 +25,4 @@ class Example:
     sizes: tuple[int, int] = (8, 8)
     rows: int = 2
     in_dims: Any = 0
+    reference: "Callable[[], Example] | None" = None

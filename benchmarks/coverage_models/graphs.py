@@ -147,16 +147,18 @@ def recommender() -> Example:
     net = LightGCN(users + items, 16, 3)
     ends = torch.stack([torch.arange(24) % users, users + (torch.arange(24) * 5) % items])
     edges = torch.cat([ends, ends.flip(0)], 1)
+    head = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def step(pairs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.softplus(-net(edges, pairs.T)).mean()
+        found = net.get_embedding(edges)[pairs].flatten(1)
+        return nn.functional.softplus(-head(found)).mean()
 
     def draw(rows: int, size: int) -> tuple[torch.Tensor, ...]:
         return (
             torch.stack([torch.randint(users, (rows,)), users + torch.randint(items, (rows,))], 1),
         )
 
-    return Example(net, step, draw)
+    return Example(nn.ModuleList([net, head]), step, draw)
 
 
 def point_net() -> Example:

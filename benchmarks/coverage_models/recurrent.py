@@ -132,7 +132,9 @@ class Carrying(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 16)
         self.layers = nn.GRU(16, 16, batch_first=True)
-        self.head = nn.Linear(16, WORDS)
+        self.head = nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, WORDS)
+        )
         self.register_buffer("mean_state", torch.zeros(1, 1, 16))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

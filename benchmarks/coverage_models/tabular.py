@@ -241,7 +241,6 @@ def informer() -> Example:
 
 fm, MLP = torchfm.model, (16, 16)
 MODELS = {
-    "fm": clicks(lambda: fm.fm.FactorizationMachineModel(FIELDS, 8)),
     "fnn": clicks(lambda: fm.fnn.FactorizationSupportedNeuralNetworkModel(FIELDS, 8, MLP, 0.0)),
     "wide_and_deep": clicks(lambda: fm.wd.WideAndDeepModel(FIELDS, 8, MLP, 0.0)),
     "deep_fm": clicks(lambda: fm.dfm.DeepFactorizationMachineModel(FIELDS, 8, MLP, 0.0)),

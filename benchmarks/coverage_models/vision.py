@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import timm
 import torch
 import torchvision
@@ -24,6 +25,16 @@ def by_class(make: Callable[..., torch.nn.Module], side: int, *given: Any, **siz
     def build() -> Example:
         model = make(*given, num_classes=5, **sizes)
         return classified(without_dropout(model), image(), sizes=(side, side))
+
+    return build
+
+
+def checkpointed(make: Callable[..., torch.nn.Module], **sizes: Any) -> Callable[[], Example]:
+    """A net that recomputes its insides, batch norms too, beside one that does not."""
+
+    def build() -> Example:
+        example = by_class(make, 32, memory_efficient=True, **sizes)()
+        return attrs.evolve(example, reference=by_class(make, 32, **sizes))
 
     return build
 
@@ -116,8 +127,8 @@ MODELS = {
                            num_blocks=3),
     "timm_convmixer": by_class(timm.models.ConvMixer, 16, 8, 3, kernel_size=3, patch_size=4),
     "timm_efficientnet": by_timm("efficientnet_lite0", 32),
-    "timm_densenet_checkpointed": by_class(timm.models.DenseNet, 32, growth_rate=4,
-                                           block_config=(2, 2, 2), memory_efficient=True),
+    "timm_densenet_checkpointed": checkpointed(
+        timm.models.DenseNet, growth_rate=4, block_config=(2, 2, 2)),
     "timm_resnet": by_timm("resnet10t", 32),
     "timm_resnetv2": by_timm("resnetv2_50", 32, layers=(1, 1, 1, 1), channels=(16, 16, 32, 32),
                              stem_chs=8),
@@ -140,8 +151,8 @@ MODELS = {
                         num_heads=2),
     "tv_resnet18": by_torchvision("resnet18"),
     "tv_vgg": by_class(small_vgg, 32),
-    "tv_densenet_checkpointed": by_class(
-        torchvision.models.DenseNet, 32, 4, (2, 2, 2), 8, memory_efficient=True),
+    "tv_densenet_checkpointed": checkpointed(
+        torchvision.models.DenseNet, growth_rate=4, block_config=(2, 2, 2), num_init_features=8),
     "tv_squeezenet": by_torchvision("squeezenet1_1", 48),
     "tv_googlenet": by_torchvision("googlenet", 32, aux_logits=False, init_weights=False),
     "tv_shufflenet": by_torchvision("shufflenet_v2_x0_5"),

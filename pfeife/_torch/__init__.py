@@ -20,6 +20,7 @@ from pfeife._torch.aot import (
     no_autocast,
 )
 from pfeife._torch.dynamo import (
+    assumed_values,
     broken_guard,
     draws_by_numpy,
     eager_stance,
@@ -39,8 +40,13 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.recurrent import as_captured
-from pfeife._torch.results import assigned, assigned_constants, result_paths
-from pfeife._torch.sizes import symbolic_mode, without_symbols
+from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
+from pfeife._torch.sizes import (
+    forgetting_symbols,
+    order_of_facts,
+    symbolic_mode,
+    without_symbols,
+)
 from pfeife._torch.sources import placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -72,11 +78,14 @@ __all__ = [
     "asks_for_values",
     "assigned",
     "assigned_constants",
+    "assumed_values",
     "broken_guard",
+    "changed_attributes",
     "compilation",
     "draws_by_numpy",
     "eager_stance",
     "flop_formulas",
+    "forgetting_symbols",
     "frame",
     "frame_arguments",
     "frame_name",
@@ -95,6 +104,7 @@ __all__ = [
     "marked_dims",
     "no_autocast",
     "numbers_of",
+    "order_of_facts",
     "placeholder_source",
     "result_paths",
     "said_to_compile",

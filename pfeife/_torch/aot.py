@@ -13,6 +13,7 @@ from torch._C import DispatchKey
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from pfeife._torch.recurrent import FLOPS
+from pfeife._torch.sizes import with_assertions
 
 # Roles of the joint graph's inputs and outputs, in node.meta["desc"]. If they move: follow what
 # `aot_export_joint_with_descriptors` puts there.
@@ -79,7 +80,44 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     """
     outside = torch._functorch.config.patch(backward_pass_autocast="off")
     with contextlib.ExitStack() as stack, as_eager(), outside:
-        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+        joint = aot_export_joint_with_descriptors(stack, module, args).graph_module
+    _free_checks(joint.graph)
+    return with_assertions(joint)
+
+
+def _free_checks(graph: torch.fx.Graph) -> None:
+    """Takes checks of linear algebra (whether a matrix could be inverted) out of the order in which
+    AOTAutograd keeps all that has an effect, by a token from one to the next: they need none.
+
+    before:  done = with_effects(token, check, info), returned with the results
+    after:   check(info)
+
+    If the tokens move: leave this out, and a step with linalg.solve is refused.
+    """
+    for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.with_effects and node.args[1] is _CHECK:
+            with graph.inserting_before(node):
+                check = graph.call_function(_CHECK, node.args[2:], node.kwargs)
+            check.meta = {**node.meta, "val": None}
+            for part in list(node.users):
+                part.replace_all_uses_with(node.args[0])
+                graph.erase_node(part)
+            graph.erase_node(node)
+    output: Any = graph.output_node()
+    pairs = list(zip(output.args[0], output.meta["desc"], strict=True))
+    kept = [pair for pair in pairs if not (_is_token(pair[1]) and pair[0].op == "placeholder")]
+    output.args = ([node for node, _ in kept],)
+    output.meta["desc"] = [desc for _, desc in kept]
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and _is_token(node.meta["desc"]) and not node.users:
+            graph.erase_node(node)
+
+
+def _is_token(desc: Any) -> bool:
+    return "Token" in type(desc).__name__
+
+
+_CHECK = torch.ops.aten._linalg_check_errors.default
 
 
 def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable:

@@ -6,6 +6,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,6 +68,23 @@ def is_drawn(placeholder: torch.fx.Node) -> bool:
     return type(getattr(argument, "source", None)).__name__ == "RandomValueSource"
 
 
+def assumed_values() -> set[str]:
+    """The sources of numbers in tensors of which the frame that Dynamo compiles right now assumes
+    something: `if self.calls.item() == 0`. Dynamo has symbols for the numbers in int64 and float64
+    scalars on the CPU, and guards what is asked of them. If these fields move: an empty set, and a
+    branch that one microbatch takes is taken by all of a call."""
+    environment: Any = translator().output.shape_env
+    asked = {symbol for guard in environment.guards for symbol in guard.expr.free_symbols}
+    asked |= set(environment.replacements)
+    found = set()
+    for symbol, sources in environment.var_to_sources.items():
+        for source in sources if symbol in asked else ():
+            if type(source).__name__ == "CallMethodItemSource":
+                name = source.base.name
+                found.add(str(name() if callable(name) else name))
+    return found
+
+
 def draws_by_numpy(target: Any) -> bool:
     """Whether a function in Dynamo's graph stands for one of numpy.random. If the wrapper moves:
     False, and such numbers come from torch's generator."""
@@ -76,11 +95,13 @@ def willing(programs: int | None = None) -> contextlib.AbstractContextManager[No
     """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
     on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out. Of
     numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
+    And it guards the hooks of modules.
     It compiles a step up to `programs` times before it refuses to. The settings have no public
     form; if one moves, leave it out."""
     config = torch._dynamo.config
     wanted: dict[str, Any] = {
         "allow_rnn": True,
+        "skip_nnmodule_hook_guards": False,  # else a hook that is added later is not seen
         "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
     }
     if programs is not None:
@@ -125,9 +146,10 @@ def frame_arguments() -> list[str]:
 
 def graph_break() -> tuple[str, str] | None:
     """Why the graph that Dynamo compiles right now is one of several: the reason and the line of
-    the user's code. None if it is the whole of a frame, which nothing that Dynamo has broken calls:
-    such a frame's code names the functions in which it goes on. If these names and fields move:
-    `fullgraph=True` makes Dynamo itself refuse a break."""
+    the user's code; without a reason where the break lies before it. None if it is the whole of a
+    frame, which no function calls that Dynamo has broken (its code names the functions in which it
+    goes on) or left to Python. If these names and fields move: `fullgraph=True` makes Dynamo itself
+    refuse a break."""
     now = translator()
     reason = now.output.compile_subgraph_reason
     if reason is not None and reason.graph_break:
@@ -137,15 +159,40 @@ def graph_break() -> tuple[str, str] | None:
     code = now.f_code
     if code.co_name.startswith(_RESUMED):
         line = f'File "{code.co_filename}", line {code.co_firstlineno}'
-        return "this graph goes on after another one", line
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+        return "", line
+    callers = list(_callers())
+    entry = next((at for at, one in enumerate(callers) if _is_entry(one.f_code)), 0)
+    for at, frame in enumerate(callers):
         around = frame.f_code
-        if any(name.startswith("__resume_at_") for name in around.co_names):
-            line = f'File "{around.co_filename}", line {frame.f_lineno}'
-            return "this function is called between two graphs", line
+        goes_on = any(name.startswith("__resume_at_") for name in around.co_names)
+        if goes_on or (at < entry and _is_users(around)):
+            return "", f'File "{around.co_filename}", line {frame.f_lineno}'
     return None
+
+
+def _callers() -> Iterator[FrameType]:
+    """The frames that call what Dynamo compiles right now, the innermost first, after its own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_entry(code: Any) -> bool:
+    """Whether a frame is that of torch.compile. If its name moves: nobody knows of functions that
+    Dynamo has left to Python."""
+    return code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py")
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a frame is not of those that Dynamo leaves to Python in any case: torch's, Python's
+    library's and ours."""
+    path = Path(code.co_filename)
+    own = Path(__file__).parent.parent
+    if any(root in path.parents for root in (Path(torch.__file__).parent, own)):
+        return False
+    library = Path(inspect.__file__).parent
+    return library not in path.parents or "site-packages" in path.parts
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # what Dynamo calls the rest of a function after a break

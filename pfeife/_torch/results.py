@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pfeife._torch.dynamo import translator
+from pfeife._torch.sources import source_value
 
 
 def result_paths() -> list[tuple[tuple[int | str, ...], torch.fx.Node]] | None:
@@ -42,6 +43,28 @@ def assigned() -> dict[torch.fx.Node, list[str]]:
     for source, value in _written(dict):
         if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
             found.setdefault(value.proxy.node, []).append(source)
+    return found
+
+
+def changed_attributes() -> list[tuple[Any, str, Any, Any]]:
+    """Attributes that the frame that Dynamo compiles right now sets to another number, text or
+    flag, or to a tensor where there was none: the holder, the name, the value that it has, and what
+    it will have, a tensor by its node. If it moves: return [], and nobody sees that a later
+    microbatch would take another way."""
+    found = []
+    for holder, written in translator().output.side_effects.store_attr_mutations.items():
+        source = getattr(holder, "source", None)
+        with contextlib.suppress(NotImplementedError):
+            name = getattr(source, "name", "")
+            known = source_value(str(name() if callable(name) else name)) if source else None
+            for attribute, variable in written.items() if known is not None else ():
+                old, new = getattr(known, attribute, None), variable.unwrap()
+                if isinstance(old, torch.Tensor) or not new.is_realized():
+                    continue
+                if isinstance(getattr(new, "proxy", None), torch.fx.Proxy):
+                    found.append((known, attribute, old, new.proxy.node))
+                elif new.is_python_constant() and new.as_python_constant() != old:
+                    found.append((known, attribute, old, new.as_python_constant()))
     return found
 
 

@@ -24,6 +24,7 @@ from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
+from pfeife.frontend.other_rows import check_traced
 from pfeife.ir.program import Program, Role
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
@@ -120,7 +121,8 @@ class _Build:
     def compiled(self) -> Compiled:
         captured, flat = self._capture()
         program = captured.program
-        if captured.warning() and not (self.world and self.world.rank):
+        several = self.options.microbatches > 1
+        if several and captured.warning() and not (self.world and self.world.rank):
             log.warning(captured.warning())
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
@@ -159,6 +161,8 @@ class _Build:
                     and check_first_call(self.graph.step, captured, self.args, self.graph.sure)
                 ):
                     self.graph.check_unseen(captured)
+                if options.check and not known and captured.door == "trace":
+                    check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")

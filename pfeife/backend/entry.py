@@ -1,6 +1,7 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ class Backend:
         # Of a step that Dynamo has broken: with gradients, and without.
         self.parts = {True: Parts(), False: Parts()}
         self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
+        self.broken: tuple[str, str] | None = None  # the last break, as `graph_break` has it
         given = options.machine
         target = given if isinstance(given, Machine | None) else machine(given)
         links = options.network
@@ -67,8 +69,10 @@ class Backend:
                 raise compiled_too_often()
             name, broken = _torch.frame_name(), _torch.graph_break()
             if broken:
+                if broken[0] or self.broken is None:
+                    self.broken = broken[0] or "it goes on after another graph", broken[1]
                 piece = Piece(module, examples, self.rows)
-                steps: Steps = PieceSteps(self, piece, name, broken)
+                steps: Steps = PieceSteps(self, piece, name, self.broken)
             else:
                 steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
         except Exception as error:
@@ -87,6 +91,7 @@ class Steps:
         self.known: dict[tuple, Compiled] = {}  # what was used last is the last
         self.warned = False
         self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
+        self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
 
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
         """One call with the whole batch: builds the program if it is not known, and runs it.
@@ -99,7 +104,7 @@ class Steps:
         builder = self.backend.builder
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
-        key = (options.microbatches, *self.graph.key(args))
+        key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
         compiled = self.known.get(key)
         if world and compiled and builder.outdated(compiled, args, world):
             compiled = None
@@ -129,11 +134,19 @@ class Steps:
     def _summary(self, compiled: Compiled) -> str:
         return compiled.summary
 
+    def _trained(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which parameters a call has, as numbers: Dynamo has one graph for all modules of a class,
+        and each of them is trained on ranks of its own."""
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        found = [one for argument, one in pairs if _is_trained(argument, one)]
+        return tuple(self.numbers.setdefault(one, next(self.count)) for one in found)
+
     def _keep(self, key: tuple, compiled: Compiled, world: World | None) -> None:
         """Keeps what was built, and drops what has not been used for longest beyond the limit."""
         self.known[key] = compiled
         self.backend.compiled.append(compiled)
-        if len(self.known) <= MOST_BUILDS:
+        modules = {trained for *_, trained in self.known}
+        if len(self.known) <= MOST_BUILDS * len(modules):
             return
         dropped = self.known.pop(next(iter(self.known)))
         listed = self.backend.compiled
@@ -215,9 +228,8 @@ class Steps:
 class PieceSteps(Steps):
     """What a backend has built of one graph of a step that Dynamo has broken.
 
-    In one process a graph that cannot be cut runs as it is. On ranks one that trains nothing runs
-    as it is on all of them; another one that cannot be cut runs with one microbatch, on its stages
-    or on one rank.
+    One without parameters runs as it is, on ranks on all of them, and so does in one process what
+    cannot be cut. On ranks that runs with one microbatch, on its stages or on one rank.
     """
 
     def __init__(self, backend: Backend, piece: Piece, name: str, broken: tuple[str, str]):
@@ -234,7 +246,9 @@ class PieceSteps(Steps):
     def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
         """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
         world = world_so_far()
-        self.parts.begin(self, stages=bool(world) or (self.backend.options.stages or 1) > 1)
+        ranks = self.backend.builder.mesh(world).ranks if world else 1
+        stages = self.backend.options.stages or ranks
+        self.parts.begin(self, warn=stages > 1 and not (world and world.rank))
         key = self.piece.key(args)
         if key not in self.whole or _owned(world, args):
             try:
@@ -267,23 +281,21 @@ class PieceSteps(Steps):
                 return found
         if refused and world and (_owned(world, args) or self._differs(args, world)):
             raise refused[0]
-        why = _first_line(refused[0]) if refused else "it trains nothing"
+        why = _first_line(refused[0]) if refused else "it has no parameters"
         raise _RunsWhole(why)
 
     def _ways(
         self, builder: Builder, args: Sequence[Any], world: World | None
     ) -> Iterator[Builder]:
         """How the graph may be built, the best way first."""
-        if world is None:
-            yield self._unless_ever_new(builder)
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        owned = _owned(world, args)
+        if not (owned or any(argument.role == Role.PARAMETER for argument, _ in pairs)):
             return
-        pairs = zip(self.graph.inputs.arguments, args, strict=True)
-        trains = any(_is_trained(argument, value) for argument, value in pairs)
-        if not (trains or _owned(world, args)):
-            return
-        yield builder
-        if builder.options.replicas > 1:
-            return  # of which each has rows of its own
+        yield builder if world else self._unless_ever_new(builder)
+        trains = owned or any(_is_trained(argument, value) for argument, value in pairs)
+        if world is None or builder.options.replicas > 1 or not trains:
+            return  # every replica has rows of its own
         one = attrs.evolve(builder, options=_one_microbatch(builder.options))
         yield one
         ranks = builder.mesh(world).ranks

@@ -184,7 +184,8 @@ class Options:
         "trace", which runs it on tensors without storage, or "auto", the second where the first
         does not find one graph.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
-        the captured program computes what the step does (some forwards of a microbatch).
+        the captured program computes what the step does (some forwards of a microbatch; and a
+        backward where the step was traced).
     compare_batches: whether ranks compare at every call the values of the batch that each of them
         was given, and the gradients that arrive where the loss is outside.
     progress: whether rank 0 shows its progress on standard error, if that is a terminal.

@@ -55,6 +55,10 @@ class Piece(BatchedGraph):
         self.marked = True
         return [size for size in known if not isinstance(size, int)]
 
+    def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
+        """Where the batch is, if it can be in one place."""
+        return self._result_dim(shape)
+
     def results(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
         """All results of the graph, sizes too, from those that are tensors."""
         given = dict(zip(self.tensors, tensors, strict=True))
@@ -103,10 +107,13 @@ class Piece(BatchedGraph):
     def _cut(self, args: Sequence[Any], options: Options) -> Captured:
         """The program of a microbatch. Raises ValueError unless all microbatches together are
         known to compute what the whole batch gives."""
-        for argument, dim, value in zip(self.inputs.arguments, self.dims, args, strict=True):
-            if dim is None and _is_tensor(value) and value.grad_fn is not None:
+        inputs = zip(self.inputs.arguments, self.shapes, self.dims, args, strict=True)
+        for argument, shape, dim, value in inputs:
+            several = sum(self._is_batch(size) for size in shape) > 1
+            if dim is None and _is_tensor(value) and (several or value.grad_fn is not None):
+                found = "several dimensions that may be" if several else "no dimension that is"
                 raise ValueError(
-                    f"{argument.names[0]}, which the step has computed, has no rows of the batch"
+                    f"{argument.names[0]} {list(value.shape)} has {found} that of the batch"
                 )
         own = attrs.evolve(options, loss=self._loss(), reduce={}, loss_reduction="auto")
         captured = super().capture(args, own)
@@ -222,15 +229,15 @@ class Parts:
         self.first: Any = None
         self.told = False
 
-    def begin(self, who: Any, *, stages: bool) -> None:
+    def begin(self, who: Any, *, warn: bool) -> None:
         """Someone's graph is about to run. If that is the first graph of another step, all are
-        known: warns once if less than half of the time is pipelined, where `stages` were asked
-        for. Raises RuntimeError as `Shared` does."""
+        known: says once, if it shall `warn`, that less than half of the time is pipelined. Raises
+        RuntimeError as `Shared` does."""
         again, self.first = self.first is who, self.first or who
         if again:
             self.shared.forget()
         self.shared.check()
-        if not again or not stages or self.told or self.share() >= 0.5:
+        if not again or not warn or self.told or self.share() >= 0.5:
             return
         whole = [one for one in self.found.values() if one.instead]
         if not whole:

@@ -17,6 +17,7 @@ from pfeife import _torch
 from pfeife.backend.entry import Backend, Steps, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture
+from pfeife.frontend.again import check_again
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
@@ -79,6 +80,7 @@ class _Step:
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
         self.door: Capture = options.capture
+        self.unsettled: tuple[str, Inputs] | None = None  # of a graph whose step sets numbers
         self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
         self.name = self.cutter.name
         self.lock = threading.RLock()
@@ -144,6 +146,8 @@ class _Step:
     def _by_dynamo(self, call: Arguments) -> Any:
         with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
+        if self.unsettled:
+            self._check_settled(call, *self.unsettled)
         if not self.reached:
             raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
@@ -151,6 +155,27 @@ class _Step:
                 "torch.compiler.set_stance)"
             )
         return result
+
+    def _check_settled(self, call: Arguments, graph: str, inputs: Inputs) -> None:
+        """Raises ValueError if the step, which has set numbers in lists, dicts or cells for the
+        first time, would set others or compute something else in its next microbatch: all have had
+        the same."""
+        self.unsettled = None
+        names = list(inputs.numbers)
+
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
+            return str(module.graph), describe(module, examples, given=_given(call.leaves))
+
+        other, then = dynamo_graph(self.step, call.args, call.kwargs, read)
+        moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
+        if moving or other != graph:
+            name = (moving or names)[0]
+            raise ValueError(
+                f"the step sets {name} (to {inputs.numbers[name]!r} in a first microbatch), and "
+                "the next microbatch would see that, but all have computed with what was there "
+                "before: keep it in a tensor, such as a buffer, or set it outside of the step (for "
+                "what is set once, run the step once without pfeife)"
+            )
 
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it."""
@@ -202,15 +227,31 @@ class _Step:
         assert self.call is not None
         forward = dynamo_forward(module)
         inputs = describe(module, examples, given=_given(self.call.leaves))
+        changed = {name for _, name, *_ in _torch.changed_attributes()}
+        others = {name for name in inputs.numbers if name.rpartition(".")[2] not in changed}
+        if others and self.call.microbatches > 1:
+            self.unsettled = str(module.graph), inputs
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
+        unsure = bool(changed)
 
         def run(*args: Any) -> list[torch.Tensor]:
+            nonlocal unsure
             assert self.call is not None
+            if unsure and self.call.microbatches > 1:
+                self._check_again(self.call)
+            unsure = False
             return self._run(steps, [self.call.whole(value) for value in args])
 
         return run
+
+    def _check_again(self, call: Arguments) -> None:
+        """Raises Refusal for attributes that the step sets and that make a difference."""
+        try:
+            check_again(self.step, call)
+        except ValueError as error:
+            raise Refusal(str(error)) from error  # of all ranks, which run the same Python
 
     def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""

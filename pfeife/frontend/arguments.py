@@ -59,7 +59,8 @@ class Inputs:
     step finds by itself, by Dynamo's name for it; `modules` are those whose state it takes.
     `kept` has by their indices the results that the step assigns to attributes, `moved` the places
     of the arguments that it assigns to others than their own. `numbers` has what Python alone has
-    computed of what the step assigns."""
+    computed of what the step assigns, `assumed` the places of the arguments of whose values
+    something is assumed, such as which branch they lead to."""
 
     arguments: list[Argument]
     roots: dict[str, str]
@@ -67,6 +68,7 @@ class Inputs:
     kept: Mapping[int, Kept]
     moved: Mapping[int, str]
     numbers: Mapping[str, Any]
+    assumed: frozenset[int] = frozenset()
 
     @property
     def mode(self) -> str:
@@ -113,7 +115,9 @@ def describe(
         if place != source and not _hidden(place, describer.order)
     }
     numbers = {_assigned_name(place): one for place, one in _torch.assigned_constants().items()}
-    return Inputs(arguments, describer.roots, found, kept, moved, numbers)
+    asked = _torch.assumed_values()
+    assumed = frozenset(at for at, source in enumerate(sources) if source in asked)
+    return Inputs(arguments, describer.roots, found, kept, moved, numbers, assumed)
 
 
 class _Describer:

@@ -22,8 +22,9 @@ class Captured:
     detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
     are the results that the step assigns to attributes, `carried` has those by the input ports
     whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes.
-    `door` is how the step was captured.
+    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
+    and of the values of those that are `assumed` something is assumed. `door` is how the step was
+    captured.
     """
 
     program: Program
@@ -37,6 +38,7 @@ class Captured:
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
     moved: Mapping[str, str] = attrs.field(factory=dict)
+    assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
 
     def label(self, result: str) -> Key:

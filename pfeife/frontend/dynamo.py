@@ -78,9 +78,11 @@ def plain_error(error: Exception) -> Exception:
     """Our own ValueError from inside Dynamo's wrapping, or one that names Dynamo's reason and
     the line of the user's code."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: list[BaseException] = []
+    while cause is not None and cause not in seen:  # Dynamo's may be causes of one another
         if isinstance(cause, ValueError):
             return cause
+        seen.append(cause)
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     if _torch.is_limit_of_compilations(error):
         return compiled_too_often()

@@ -21,11 +21,11 @@ _ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes
 _STATISTICS = ("batch_norm", "instance_norm")
 
 
-class _Draws(Exception):
+class Draws(Exception):
     """The step draws numbers that have no expected value to put in their place."""
 
 
-class _Expected(_torch.TorchDispatchMode):
+class Expected(_torch.TorchDispatchMode):
     """Runs operations with the expected values of what they draw: dropout keeps everything. The
     generators are left alone."""
 
@@ -40,7 +40,7 @@ class _Expected(_torch.TorchDispatchMode):
         if func is aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if is_random(func, args, kwargs):
-            raise _Draws(str(func))
+            raise Draws(str(func))
         return func(*args, **kwargs)
 
 
@@ -53,7 +53,7 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
     compared is left: draws without an expected value, results that are not finite, rows of which
     a microbatch has one only.
     """
-    runs = _Runs(step, captured, args)
+    runs = Runs(step, captured, args)
     try:
         found = runs.first()
         if found is None or not all(_finite(value) for value in found):
@@ -64,12 +64,12 @@ def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sur
         if runs.rows > 1 and not sure:
             runs.check_mixing(found)
         return runs.rows > 1
-    except _Draws as draws:
+    except Draws as draws:
         log.debug("the first call is not checked, since the step draws by %s", draws)
         return False
 
 
-class _Runs:
+class Runs:
     """Runs of a step's forward on parts of a batch."""
 
     def __init__(self, step: Forward, captured: Captured, args: Sequence[Any]):
@@ -90,14 +90,14 @@ class _Runs:
             value.clone() if port and port.role == Role.BUFFER else value
             for port, value in zip(self.ports, values, strict=True)
         ]
-        with _Expected():  # gradients inside of the step are asked for as ever
+        with Expected():  # gradients inside of the step are asked for as ever
             return list(self.step.run(*copies))
 
     def first(self) -> list[torch.Tensor] | None:
         """The results of the first microbatch; None if it fails: the step will say where."""
         try:
             return self(self.part(0))
-        except _Draws:
+        except Draws:
             raise
         except Exception as error:
             log.debug("the first call is not checked, since the step fails: %s", error)
@@ -132,7 +132,7 @@ class _Runs:
         slots = {port.name: v for port, v in zip(self.ports, self.part(0), strict=True) if port}
         results = forward_of(program)(slots)
         for name, value in zip(self.captured.results, found, strict=True):
-            if not _close(results[name], value):
+            if not close(results[name], value):
                 raise ValueError(
                     f"the captured program computes another {name} than the step on the first "
                     f"microbatch: {_short(results[name])} for {_short(value)}; please report it "
@@ -194,14 +194,14 @@ class _Runs:
         if port.batch_dim is None:
             return True
         size = self.rows // 2
-        return _close(self._rows(port, one)[:size], self._rows(port, other)[:size])
+        return close(self._rows(port, one)[:size], self._rows(port, other)[:size])
 
     def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
         """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
         return all(
-            _close(one, value)
+            close(one, value)
             if port.batch_dim is None
-            else _close(self._rows(port, one), self._rows(port, value).flip(0))
+            else close(self._rows(port, one), self._rows(port, value).flip(0))
             for port, one, value in self._returned(found, other)
         )
 
@@ -259,7 +259,7 @@ def _finite(value: torch.Tensor) -> bool:
     return not value.is_floating_point() or bool(value.isfinite().all())
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether floating values agree to within rounding, as a share of their size."""
     if one.shape != other.shape or not one.is_floating_point():
         return True

@@ -2,9 +2,11 @@
 number that is drawn while it is captured would be that of every later microbatch."""
 
 import contextlib
+import functools
 import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -49,6 +51,44 @@ def watching() -> Iterator[list[Any]]:
     moved += [one for one, state in before if _state(one) != state]
 
 
+class _Reading(threading.local):
+    """The lines in which this thread opens files, while it is asked for them."""
+
+    lines: list[str] | None = None
+
+
+_READING = _Reading()
+
+
+@functools.cache
+def _listen() -> None:
+    """Listens to Python's audit events from now on; a listener cannot be taken away again."""
+
+    def hear(event: str, _: Any) -> None:
+        if _READING.lines is not None and event in ("open", "socket.connect", "subprocess.Popen"):
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and _is_standard(frame.f_code.co_filename):
+                if frame.f_globals.get("__name__", "").startswith(_LOADERS):
+                    return
+                frame = frame.f_back
+            if frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+                _READING.lines.append(_place(frame))
+
+    sys.addaudithook(hear)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[list[str]]:
+    """Gives a list that has, afterwards, the lines of the user in which this thread has opened
+    files or connections meanwhile; not what Python opens to import modules or to show lines."""
+    _listen()
+    before, _READING.lines = _READING.lines, []
+    try:
+        yield _READING.lines
+    finally:
+        _READING.lines = before
+
+
 def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     """The line in which `run` first moves one of these generators, "" if it does not. It is run
     with Python's tracing, which takes several times as long.
@@ -90,6 +130,13 @@ def _place(frame: FrameType | None) -> str:
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
 
+def _is_standard(path: str) -> bool:
+    """Whether a file is Python's own."""
+    return path.startswith(_STANDARD) and "-packages" not in path
+
+
+_STANDARD = (str(Path(random.__file__).parent), "<")
+_LOADERS = ("importlib", "_frozen_importlib", "linecache", "tokenize", "inspect", "traceback")
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent),
@@ -105,7 +152,9 @@ def _generators() -> list[Any]:
     numpy = sys.modules.get("numpy")  # else nobody draws from it
     if numpy is not None:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    torchs = _torch.order_of_facts()
+    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return [one for one in found if one is not torchs]
 
 
 def _states(generators: Sequence[Any]) -> list[str]:

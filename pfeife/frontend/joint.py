@@ -102,6 +102,11 @@ def trace(
             for place, to in inputs.moved.items()
             if arguments[place].role is not None
         },
+        assumed=tuple(
+            arguments[place].name
+            for place in sorted(inputs.assumed)
+            if arguments[place].role is not None
+        ),
     )
 
 

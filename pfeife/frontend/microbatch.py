@@ -46,10 +46,19 @@ def _only_kept(captured: Captured, port: Port) -> bool:
 
 
 def _check_kept(captured: Captured) -> None:
-    """Raises ValueError for an attribute that the step reads and assigns anew, if microbatches
-    cannot carry it on."""
+    """Raises ValueError for state that the step reads and assigns anew, if microbatches cannot
+    carry it on."""
     inputs = {port.name: port for port in captured.program.inputs}
     outputs = {port.name: port for port in captured.program.outputs}
+    updated = {port.fqn for port in captured.program.ports(Role.BUFFER_UPDATE)}
+    for decides in captured.assumed:
+        if inputs[decides].fqn in updated:
+            raise ValueError(
+                f"the step takes another way for other values of {inputs[decides].fqn}, and "
+                "changes it: what the first microbatch does may be wrong for the next. Where this "
+                "makes something ready for the first step, call the model once before it is "
+                "compiled; else choose with torch.where"
+            )
     for moved, to in captured.moved.items():
         if moved in captured.carried:
             raise ValueError(

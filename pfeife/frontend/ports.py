@@ -31,7 +31,9 @@ class Porter:
         PlainAOTInput    ->  batch        GradAOTOutput of state  ->  gradient
         TangentAOTInput  ->  tangent                of the batch  ->  batch_gradient
 
-    `carried` adds updates of what the step assigns anew. The first random operation adds a seed.
+    `carried` adds updates of what the step assigns anew. A parameter that the step changes in place
+    is read and updated like a buffer, and may have a gradient: in eager, that is the gradient of
+    its new value. The first random operation adds a seed.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Porter:
         result_dims: Sequence[int | None],
     ):
         _simplify(joint.graph)
+        _take_changes_apart(joint.graph)
         joint.graph.eliminate_dead_code()
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
         self.by_name = {registered(argument): argument for argument in arguments}
@@ -55,6 +58,12 @@ class Porter:
         shapes = [a.example.shape for a in arguments if isinstance(a.example, torch.Tensor)]
         self.largest = max((size for shape in shapes for size in shape), default=1)
         self.carried: list[tuple[str, Argument]] = []
+        self.changed = {
+            desc.mutated_input.target
+            for desc in output_node(joint).meta["desc"]
+            if isinstance(desc, _torch.InputMutationAOTOutput)
+            and isinstance(desc.mutated_input, _torch.ParamAOTInput)
+        }
 
     def capture(self, values: Sequence[torch.Tensor], roots: Mapping[str, str]) -> Captured:
         """What was captured; `values` are examples of the results, `roots` as in `Inputs`."""
@@ -87,14 +96,17 @@ class Porter:
         value = node.meta["val"]
         tangent = isinstance(desc, _torch.TangentAOTInput)
         if tangent and isinstance(desc.output, _torch.InputMutationAOTOutput):
-            raise ValueError(self._changed(desc.output.mutated_input))
+            if node.users or not isinstance(desc.output.mutated_input, _torch.ParamAOTInput):
+                raise ValueError(self._changed(desc.output.mutated_input))
+            return  # nobody reads it
         if tangent:
             result = result_name(getattr(desc.output, "idx", -1), self.loss)
             port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
         else:
             argument = self._argument(desc)
             assert argument.role is not None
-            port = _port(argument.name, argument.role, argument.names, value, argument.batch_dim)
+            role = Role.BUFFER if getattr(desc, "target", "") in self.changed else argument.role
+            port = _port(argument.name, role, argument.names, value, argument.batch_dim)
         self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
         self.here[node].meta = dict(node.meta)
         assert self.here[node].name == port.name
@@ -213,9 +225,9 @@ class Porter:
         """Why an input that the step changes in place is refused."""
         if isinstance(source, _torch.ParamAOTInput):
             return (
-                f"the step changes the parameter {self.by_name[source.target].names[0]} in place "
-                "(max_norm of an embedding, weights that are clipped), and autograd would have to "
-                "follow it: do that after optimizer.step() instead"
+                f"the step changes the parameter {self.by_name[source.target].names[0]} in place, "
+                "and autograd would have to follow it: do that under torch.no_grad(), or after "
+                "optimizer.step()"
             )
         where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
         return (
@@ -230,7 +242,7 @@ class Porter:
             return _port(name, role, (name,), value, self.result_dims[desc.idx])
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
-            if not isinstance(source, _torch.BufferAOTInput):
+            if not isinstance(source, _torch.BufferAOTInput | _torch.ParamAOTInput):
                 raise ValueError(self._changed(source))
             names = self.by_name[source.target].names
             name = self.by_name[source.target].name
@@ -256,6 +268,27 @@ def _simplify(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0].args[0])
         elif node.target is detach and node.args[0].op != "placeholder":
             node.replace_all_uses_with(node.args[0])
+
+
+def _take_changes_apart(graph: fx.Graph) -> None:
+    """Takes out the gradients that would arrive at the new values of parameters that the step
+    changes in place, to which AOTAutograd adds those of the parameters: the step is where they are
+    read last."""
+    tangents = [
+        node
+        for node in graph.nodes
+        if isinstance(node.meta.get("desc"), _torch.TangentAOTInput)
+        and isinstance(node.meta["desc"].output, _torch.InputMutationAOTOutput)
+    ]
+    for tangent in tangents:
+        for user in list(tangent.users):
+            if user.target is torch.ops.aten.add.Tensor and user.args[0] is tangent:
+                user.replace_all_uses_with(user.args[1])
+                graph.erase_node(user)
+        results = next(iter(reversed(graph.nodes)))
+        assert results.op == "output"
+        # Of what the step does not read there is no gradient.
+        results.args = ([None if one is tangent else one for one in results.args[0]],)
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

@@ -20,7 +20,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf, fields_of
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.frozen import drawing_line, refusal, watching
+from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
 from pfeife.frontend.places import SIMPLE, Change, Held, Places, Slot, contents_of, is_equal
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.user_lines import noted, user_line
@@ -145,13 +145,15 @@ def traced(step: Step, call: Arguments) -> Traced:
 @attrs.frozen(eq=False)
 class _Run:
     """What a run on tensors without storage has shown: the tensors with storage that it met, the
-    fake ones that it read, by identity, its operations, its result, and what it left behind."""
+    fake ones that it read, by identity, its operations, its result, what it left behind, and the
+    lines in which it opened files."""
 
     real: Mapping[int, torch.Tensor]
     fake: Mapping[int, torch.Tensor]
     operations: Sequence[tuple]
     result: Any
     changes: Sequence[Change]
+    opened: Sequence[str]
 
 
 class _Seen(_torch.TorchDispatchMode):
@@ -191,7 +193,7 @@ class _Tracer:
     def __init__(self, step: Step, call: Arguments):
         self.step, self.call = step, call
         self.places = Places(step, call.others)
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _torch.symbolic_mode()
         known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
         self.batch = [known[id(leaf.first)] for leaf in call.leaves]
         self.values = _stand_ins(self.places, self.mode)
@@ -226,9 +228,11 @@ class _Tracer:
 
     def _on_fakes(self) -> _Run:
         seen, held = _Seen(), Held(self.places, self.values)
-        with held, self.mode, seen, _torch.said_to_compile():
+        symbols, reads = _torch.forgetting_symbols(self.mode), reading()
+        with held, self.mode, symbols, seen, _torch.said_to_compile(), reads as opened:
             result = self._called(self.batch)
-        return _Run(seen.real, seen.fake, seen.operations, result, tuple(held.changes))
+        changes = tuple(held.changes)
+        return _Run(seen.real, seen.fake, seen.operations, result, changes, tuple(opened))
 
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
@@ -254,7 +258,8 @@ class _Tracer:
         finally:
             with torch.no_grad():
                 for one, value, version in before:
-                    if one._version != version:
+                    # Batch norm's kernel changes its statistics without a new version.
+                    if one._version != version or not torch.equal(one, value):
                         one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
@@ -266,6 +271,11 @@ class _Tracer:
         something."""
         second = self.run()
         _check_alike(first, second)
+        if second.opened:
+            raise ValueError(
+                f"{second.opened[0]} opens a file or a connection whenever the step runs: what is "
+                "read there would be frozen; read it outside of the step"
+            )
         # Other changes come from what stood in the slots, as where a module checks its weights.
         kept_slots = _kept([change for change in second.changes if change.slot in left])
         after = {change.slot: change.after for change in second.changes}

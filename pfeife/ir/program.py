@@ -315,9 +315,9 @@ def call_of(value: fx.Node) -> fx.Node:
 
 def holders(program: Program, *roles: Role) -> dict[str, set[Call]]:
     """For every parameter (or state of other `roles`) the calls that read it, or make a part of
-    its gradient or its update."""
-    kinds = {*(roles or (Role.PARAMETER,)), Role.GRADIENT, Role.BUFFER_UPDATE}
-    wanted = {port.fqn for port in program.ports(*(roles or (Role.PARAMETER,)))}
+    its gradient or its update; a parameter that the step updates has the role of a buffer."""
+    kinds = {*(roles or (Role.PARAMETER, Role.BUFFER)), Role.GRADIENT, Role.BUFFER_UPDATE}
+    wanted = {port.fqn for port in program.ports(*(roles or (Role.PARAMETER, Role.GRADIENT)))}
     names = {p.name: p.fqn for p in program.ports(*kinds) if p.fqn in wanted}
     calls = {call.node: call for call in program.calls}
     found: dict[str, set[Call]] = {}

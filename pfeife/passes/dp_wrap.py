@@ -15,7 +15,8 @@ def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
     Where the loss is a sum or outside the step, gradients are added rather than averaged.
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
     schedule runs after the last weight gradient. This re-associates the sum over microbatches.
-    Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already.
+    Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already,
+    and for trained parameters that the step changes in place.
     """
 
     def run(program: Program) -> Program:
@@ -28,6 +29,12 @@ def dp_wrap(mesh: Mesh) -> Callable[[Program], Program]:
         if mesh.replicas == 1:
             return program
         trained = dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
+        changed = trained.keys() & {port.fqn for port in program.ports(Role.BUFFER_UPDATE)}
+        if changed:
+            raise ValueError(
+                f"the step changes the parameter {min(changed)} in place, which would be another "
+                "one in every replica: train it without replicas, or change it outside of the step"
+            )
         found = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
         within = {one.name: frozenset(one.ranks) for one in program.reductions}

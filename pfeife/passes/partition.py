@@ -108,15 +108,17 @@ def _check_buffers(flat: Program, groups: Mapping[str, Group], free: Collection[
     slots = {port.name: port for port in flat.ports(Role.BUFFER) if port.fqn in updated}
     results = returned(flat.module)
     made = {p.fqn: results[p.name] for p in flat.ports(Role.BUFFER_UPDATE)}
+    gradients = flat.ports(Role.GRADIENT)  # of parameters that the step changes in place
     for node in flat.module.graph.nodes:
         if node.name not in slots:
             continue
-        involved = [made[slots[node.name].fqn], *_readers(node, free)]
+        trained = [results[p.name] for p in gradients if p.fqn == slots[node.name].fqn]
+        involved = [made[slots[node.name].fqn], *trained, *_readers(node, free)]
         stages = {groups[one.name].unit: one for one in involved if one.name in groups}
         if len(stages) > 1:
             places = ", ".join(f"stage {s} ({source_line(n)})" for s, n in sorted(stages.items()))
             raise ValueError(
-                f"buffer {slots[node.name].fqn} is updated and used by several stages: {places}; "
+                f"{slots[node.name].fqn} is updated and used by several stages: {places}; "
                 "move the cut so that one stage has them all"
             )
 

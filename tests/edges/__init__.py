@@ -11,6 +11,7 @@ TOPICS = (
     "breaks",
     "draws",
     "dynamo",
+    "frozen",
     "hang",
     "memory",
     "ranks",

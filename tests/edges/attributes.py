@@ -8,6 +8,7 @@ import torch
 from rows import row
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import pfeife
 from pfeife.backend import step
@@ -183,6 +184,202 @@ def a_cache_with_rows():
         other(part)
         hidden.append(other.hidden)
     assert torch.equal(model.hidden, torch.cat(hidden))
+
+
+class Words(nn.Module):
+    """Looks up 12 words; the embedding keeps the norms of those that it hands out below 0.5."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH, max_norm=0.5).requires_grad_(trained)
+        self.rest = Two()
+
+    def forward(self, x):
+        return self.rest(self.table(x.abs().mul(3).long().clamp(max=8)).mean(1))
+
+
+@row(ranks=(1, 2))
+def an_embedding_with_max_norm():
+    for trained in (True, False):
+        same_training(lambda trained=trained: Words(trained))
+
+
+class Clipped(Two):
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        self.first.bias.data.mul_(0.9)
+        return super().forward(x)
+
+
+@row(ranks=(1, 2))
+def weights_that_are_clipped():
+    same_training(Clipped)
+
+
+class Following(Two):
+    """The second layer follows the first one, and is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, theirs in zip(self.second.parameters(), self.first.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+            wanted = self.second(x)
+        return (self.first(x) - wanted).square().mean()
+
+
+@row()
+def weights_that_follow_others():
+    same_training(Following)
+
+
+@row("the step changes the parameter first.bias in place, which would be another", (2,))
+def a_clipped_weight_in_replicas():
+    model, _ = pair(Clipped)
+    pfeife.compile(lambda x: model(x), microbatches=2, replicas=2)(rows(0))
+
+
+class Warming(Two):
+    """Counts its microbatches in a buffer, and does something else in the first three."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.tensor(0))
+
+    def forward(self, x):
+        self.n += 1
+        return super().forward(x)
+
+
+class WarmingEarly(Warming):
+    def forward(self, x):
+        scale = 2 if self.n.item() < 3 else 1
+        return super().forward(x) * scale
+
+
+@row("the step takes another way for other values of n, and changes it", ranks=(1, 2))
+def a_count_that_decides():
+    model, _ = pair(WarmingEarly)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row()
+def a_count_that_decides_in_one_microbatch():
+    model, other = pair(WarmingEarly)
+    step = pfeife.compile(lambda x: model(x))
+    for seed in range(5):
+        assert torch.equal(step(rows(seed)), other(rows(seed)))
+
+
+class Normed(Two):
+    """A batch norm in a part that is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.checkpointed = nn.BatchNorm1d(WIDTH), True
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = (
+            checkpoint(self.norm, hidden, use_reentrant=False)
+            if self.checkpointed
+            else (self.norm(hidden))
+        )
+        return self.second(hidden.tanh()).square().mean()
+
+
+@row()
+def a_checkpointed_batch_norm():
+    """Its statistics are updated once a microbatch, in eager twice."""
+    model, other = pair(Normed)
+    other.checkpointed = False
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0)).backward()
+    for part in rows(0).chunk(2):
+        (other(part) / 2).backward()
+    same_state(model, other, (), torch.equal)
+
+
+class Centred(Two):
+    """What its first microbatch sets up is said by a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready = False
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if not self.ready:
+            self.centre.copy_(x.mean(0))
+            self.ready = True
+        return super().forward(x - self.centre)
+
+
+class Smoothed(Two):
+    """The first microbatch has no mean from before."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = None
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        mean = hidden.detach().mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return self.second(hidden - self.mean).square().mean()
+
+
+FIRST = "the step assigns {} and then computes something else, but all microbatches of a call"
+
+
+@row(FIRST.format("Centred.ready"), ranks=(1, 2))
+def a_flag_that_the_first_microbatch_sets():
+    model, _ = pair(Centred)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row(FIRST.format("Smoothed.mean"))
+def a_mean_that_the_first_microbatch_begins():
+    model, _ = pair(Smoothed)
+    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0))
+
+
+@row()
+def a_model_that_was_made_ready_before():
+    for make in (Centred, Smoothed):
+        model, other = pair(make)
+        for one in (model, other):
+            one(rows(5))
+        loss = pfeife.compile(lambda x, model=model: model(x), microbatches=2)(rows(0))
+        parts = [other(part) / 2 for part in rows(0).chunk(2)]
+        assert torch.equal(loss, parts[0] + parts[1]), make
+
+
+class Table(Two):
+    """Makes its table at its first call, and again for longer inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.table, self.calls = 0, None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.length < x.shape[1]:
+            self.length, self.table = x.shape[1], torch.arange(float(x.shape[1])).cos()
+        return super().forward(x * self.table)
+
+
+@row(ranks=(1, 2))
+def a_table_that_is_made_at_the_first_call():
+    model, other = pair(Table)
+    step = pfeife.compile(lambda x: model(x), microbatches=2)
+    for seed in range(2):
+        parts = [other(part) / 2 for part in rows(seed).chunk(2)]
+        assert torch.equal(step(rows(seed)), parts[0] + parts[1])
+    assert model.calls == 2  # of the step: its Python runs once a call
 
 
 @row(ranks=(1, 2))

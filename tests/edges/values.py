@@ -126,6 +126,11 @@ def rows_of_an_expert_measured():
     same(Net(some_rows), costs="measure")
 
 
+@row(ranks=(1, 2))
+def rows_of_an_expert_traced():
+    same(Net(some_rows), capture="trace")
+
+
 class Masked(Net):
     def forward(self, x):
         x = torch.relu(self.first(x))
@@ -194,8 +199,32 @@ def an_assertion_names_microbatch_and_line():
         torch._check(x.abs().max().item() < 1.0)
         return x
 
+    _asserts(checked)
+
+
+def counted(x):
+    count = (x > 1).sum().item()
+    torch._check(count < 2)
+    return x * count + x
+
+
+@row()
+def an_assertion_that_is_traced():
+    _asserts(counted, capture="trace")
+
+
+@row(refused="the step takes it for granted of a number of data that ")
+def an_assertion_of_floats_that_is_traced():
+    def checked(x):
+        torch._check(x.abs().max().item() < 1.0)
+        return x
+
+    same(Net(checked), capture="trace")
+
+
+def _asserts(checked, **options):
     model = Net(checked)
-    step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+    step = pfeife.compile(model, microbatches=2, check=False, **STAGES, **options)
     x = torch.full((4, WIDTH), 0.01)
     step(x)
     try:
@@ -405,3 +434,35 @@ def a_scan_that_torch_cannot_differentiate():
         return total, total.sin()
 
     same(Net(lambda x: _scanned(x, step)))
+
+
+def _solved(x):
+    square = x.unflatten(1, (2, 4)).mT @ x.unflatten(1, (2, 4)) + torch.eye(4)
+    solved = torch.linalg.solve(square, x[:, :4]) * torch.logdet(square)[:, None]
+    return torch.cat([solved, torch.linalg.inv(square)[:, 0]], 1)
+
+
+@row(ranks=(1, 2))
+def linear_algebra_which_checks_what_it_is_given():
+    same(Net(_solved))
+
+
+@row()
+def a_matrix_without_an_inverse():
+    def between(x):
+        return x @ torch.linalg.inv(torch.diag(x.amax(0)))
+
+    model = Net(between)
+    step = pfeife.compile(model, microbatches=2, check=False, **STAGES)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(WIDTH))
+        model.first.bias.zero_()
+    x = torch.ones(4, WIDTH)
+    step(x)
+    x[2:, 3] = 0
+    try:
+        step(x)
+    except RuntimeError as error:
+        assert "singular" in str(error) and "microbatch 1" in " ".join(error.__notes__)
+        return
+    raise AssertionError("the check is lost")

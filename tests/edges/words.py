@@ -9,24 +9,6 @@ import pfeife
 from edges.batch import net, rows, same
 
 
-@row("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
-def an_embedding_with_max_norm():
-    model = nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 8))
-    pfeife.compile(lambda t: model(t).square().mean(), microbatches=2)(torch.tensor([1, 2, 3, 4]))
-
-
-@row("the step changes the parameter 0.weight in place (max_norm of an embedding, weights that")
-def weights_that_are_clipped_in_the_step():
-    model = net()
-
-    def step(x):
-        with torch.no_grad():
-            model[0].weight.clamp_(-1, 1)
-        return model(x).square().mean()
-
-    pfeife.compile(step, microbatches=2)(rows())
-
-
 @row("the step does more than to compute its results (it prints, asserts or calls out:")
 def an_effect_in_the_step():
     model = net()

@@ -230,5 +230,5 @@ def test_what_reads_an_updated_buffer_is_not_duplicated():
     fused = clusters(pfeife.capture(lambda x: model(x).square().mean(), x))
     plan = Plan((0,) * (fused.units - 1) + (1,), sched.families.gpipe(2, 3))
     pfeife.partition(plan)(fused)
-    with pytest.raises(ValueError, match="buffer scale is updated and used by several stages"):
+    with pytest.raises(ValueError, match="scale is updated and used by several stages"):
         pfeife.partition(attrs.evolve(plan, duplicated=("add",)))(fused)

@@ -82,13 +82,14 @@ def attended(one: Operation) -> Rows:
 
 
 def recurrent(one: Operation) -> tuple[Rows, ...]:
-    """A layer of an LSTM: every row by itself, in the dimension behind that of the sequence."""
+    """A layer of an LSTM: every row by itself, in the last dimension but one."""
     inputs = [one.arguments[name] for name in ("input", "hx_", "cx_")]
     for node, rows in one.operands():
-        rest = (rows.dim, rows.before, rows.power) != (1, 1, 0)
+        rest = (rows.dim, rows.before, rows.power) != (len(shape_of(node)) - 2, 1, 0)
         if moves(rows) and (rest or node not in inputs):
             raise Stuck
-    return (*[Rows(True, 1)] * 3, Rows(True))
+    state = Rows(True, len(shape_of(inputs[1])) - 2)
+    return Rows(True, 1), state, state, Rows(True)
 
 
 def loss(one: Operation) -> Any:

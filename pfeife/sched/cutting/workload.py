@@ -208,10 +208,12 @@ def blocked_borders(program: Program) -> frozenset[int]:
     names = {p.name: p.fqn for p in program.ports(Role.BUFFER) if p.fqn in updated}
     results = returned(program.module)
     made = {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE)}
+    gradients = program.ports(Role.GRADIENT)  # of parameters that the step changes in place
     blocked: set[int] = set()
     for node in program.module.graph.nodes:
         if node.name in names:
-            involved = [call_of(made[names[node.name]]), *node.users]
+            trained = [call_of(results[p.name]) for p in gradients if p.fqn == names[node.name]]
+            involved = [call_of(made[names[node.name]]), *trained, *node.users]
             units = [calls[one.name].unit for one in involved if one.name in calls]
             blocked |= set(range(min(units, default=0) + 1, max(units, default=0) + 1))
     return frozenset(blocked)

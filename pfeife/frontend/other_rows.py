@@ -1,0 +1,123 @@
+"""A traced step beside eager, on other rows than those that it was traced with.
+
+What a trace froze (a length that was read from data, a choice among kernels) shows in other rows. A
+whole microbatch is computed twice on this rank, with its gradients.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.captured import Captured
+from pfeife.frontend.first_call import Draws, Expected, Runs, Values, close
+from pfeife.frontend.forward import Forward
+from pfeife.ir.program import Program, Role
+from pfeife.ir.seeding import seeded
+
+log = logging.getLogger("pfeife")
+Named = Mapping[str, torch.Tensor]  # by the names of ports
+
+
+def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None:
+    """Raises ValueError if the program gives other results, gradients or buffers than the step
+    itself, beyond rounding, on the last microbatch of a call with these arguments.
+
+    Left out is a step that draws what has no expected value.
+    """
+    runs = Runs(step, captured, args)
+    values = runs.part(_count(runs) - 1)
+    try:
+        expected = _by_eager(runs, values)
+        found = _by_program(captured.program, runs, values)
+    except Draws as draws:
+        log.debug("a traced step is not checked, since it draws by %s", draws)
+        return
+    for name, value in expected.items():
+        if not _same(found[name], value):
+            raise ValueError(
+                "the step was traced on the first microbatch of a call, and what was traced gives "
+                f"another {name} on the last one than the step itself: it depends on the values "
+                "of its arguments in a way that no trace has (a length, a branch, a number that "
+                "is read from a tensor)"
+            )
+
+
+def _count(runs: Runs) -> int:
+    """How many microbatches a call has."""
+    sizes = [
+        value.shape[port.batch_dim] // port.shape[port.batch_dim]
+        for value, port in zip(runs.args, runs.ports, strict=True)
+        if port is not None and port.batch_dim is not None
+    ]
+    return min(sizes, default=1)
+
+
+def _copies(runs: Runs, values: Values) -> Values:
+    """The arguments as leaves of autograd; what the step changes in place are copies."""
+    program = runs.captured.program
+    trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
+    return [
+        value
+        if port is None
+        else value.detach().clone()
+        if port.role == Role.BUFFER
+        else value.detach().requires_grad_(port.fqn in trained)
+        for value, port in zip(values, runs.ports, strict=True)
+    ]
+
+
+def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
+    """Results, gradients and buffers by the step itself; the gradients are of the loss, or of the
+    sum of all results."""
+    captured, program = runs.captured, runs.captured.program
+    given = _copies(runs, values)
+    trains = bool(program.ports(Role.TANGENT))
+    with Expected(), torch.set_grad_enabled(trains):
+        results = dict(zip(captured.results, runs.step.run(*given), strict=True))
+        found = {name: value.detach() for name, value in results.items()}
+        slots = {port.name: v for port, v in zip(runs.ports, given, strict=True) if port}
+        named = {port.fqn: slots[port.name] for port in program.inputs if port.name in slots}
+        wanted = program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)
+        ends = [results[port.fqn] for port in program.ports(Role.TANGENT)]
+        if ends and wanted:
+            inputs = [named[port.fqn] for port in wanted]
+            ones = [torch.ones_like(end) for end in ends]
+            gradients = torch.autograd.grad(ends, inputs, ones, allow_unused=True)
+            pairs = zip(wanted, gradients, strict=True)
+            found |= {port.name: g for port, g in pairs if g is not None}
+    carried = {f"new_{name}" for name in captured.carried}
+    updates = [port for port in program.ports(Role.BUFFER_UPDATE) if port.name not in carried]
+    return found | {port.name: named[port.fqn] for port in updates}
+
+
+def _by_program(program: Program, runs: Runs, values: Values) -> Named:
+    """All results of a program, with the tangents of `_by_eager`."""
+    given = {port.name: v for port, v in zip(runs.ports, values, strict=True) if port}
+    for port in program.ports(Role.TANGENT):
+        given[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in program.module.graph.nodes:
+        copied = here[node] = graph.node_copy(node, here.__getitem__)
+        if node.target is seeded:  # as eager calls it, so that it is expected likewise
+            operation: Any = copied.args[0]
+            copied.target, copied.args = operation, copied.args[3:]
+    module = fx.GraphModule(program.module, graph)
+    ordered = [given.get(port.name) for port in program.inputs]
+    with torch.no_grad(), _torch.no_autocast(), Expected():
+        found: Named = fx.Interpreter(module).run(*ordered)
+    return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values agree, whole numbers exactly; what is not finite says nothing."""
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other)) if not one.is_complex() else True
+    finite = one.isfinite() & other.isfinite()
+    return close(one[finite], other[finite])

@@ -1,0 +1,302 @@
+"""What would be frozen where a step is traced: each is right, or refused, through both doors."""
+
+import collections
+import copy
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rows import row
+from torch import nn
+
+import pfeife
+
+SCALE = torch.tensor(1.0)
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def run(make, change=lambda call: None, door="trace", calls=3):
+    """A step of `make` beside its eager twin, which `change` changes between the calls."""
+    step, model = make()
+    twin, other = make()
+    compiled = pfeife.compile(step, microbatches=2, stages=2, capture=door)
+    for call in range(calls):
+        change(call)
+        x = torch.randn(4, 4)
+        loss = compiled(x)
+        loss.backward()
+        expected = sum(twin(x[2 * at : 2 * at + 2]) for at in range(2)) / 2
+        expected.backward()
+        assert torch.equal(loss, expected.detach()), call
+        for one, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one.grad, theirs.grad), call
+            one.grad = theirs.grad = None
+    assert {one.captured.door for one in compiled.backend.compiled} == {door}
+    return compiled
+
+
+def scaled(factor):
+    """Makes steps that multiply the loss."""
+
+    def make():
+        model = net()
+        return (lambda x: model(x).mean() * factor(model, x)), model
+
+    return make
+
+
+@row(f'File "{__file__}", line')
+def pythons_random():
+    run(scaled(lambda model, x: random.random()))
+
+
+@row(f'File "{__file__}", line')
+def numpys_random():
+    run(scaled(lambda model, x: float(np.random.rand())))
+
+
+@row("the step could not be traced: the step draws from a generator of its own")
+def a_generator_of_ones_own():
+    mine = torch.Generator().manual_seed(0)
+    run(scaled(lambda model, x: torch.rand((), generator=mine)))
+
+
+@row("the step seeds torch's default generator")
+def the_default_generator_is_seeded():
+    def factor(model, x):
+        torch.manual_seed(3)
+        return torch.rand(())
+
+    run(scaled(factor))
+
+
+@row("the step could not be traced: it asks for the value of a tensor")
+def a_branch_on_a_value():
+    run(scaled(lambda model, x: 1.0 if x.sum() > 0 else -1.0))
+
+
+@row("the step does something else when it runs a second time on the same data")
+def the_time():
+    run(scaled(lambda model, x: time.time() % 10))
+
+
+@row(f'File "{__file__}", line')
+def a_file():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "factor"
+        path.write_text("1")
+        run(scaled(lambda model, x: float(path.read_text())))
+
+
+@row()
+def the_environment():
+    def change(call):
+        os.environ["PFEIFE_TEST_FACTOR"] = str(call)
+
+    run(scaled(lambda model, x: float(os.environ["PFEIFE_TEST_FACTOR"])), change)
+
+
+def counted():
+    model = net()
+    model.calls = 0
+
+    def step(x):
+        model.calls += 1
+        return model(x).mean() * model.calls
+
+    return step, model
+
+
+@row("the step sets model.calls from 1 to 2 whenever it runs")
+def a_counter():
+    run(counted)
+
+
+@row("the step assigns Sequential.calls and then computes something else")
+def a_counter_through_dynamo():
+    run(counted, door="dynamo")
+
+
+def lengthened():
+    model, seen = net(), []
+
+    def step(x):
+        seen.append(1)
+        return model(x).mean() * len(seen)
+
+    return step, model
+
+
+@row("the step does something else when it runs a second time on the same data")
+def a_list_that_grows():
+    run(lengthened)
+
+
+@row("the step sets seen.0 (to 1 in a first microbatch)")
+def a_list_that_grows_through_dynamo():
+    run(lengthened, door="dynamo")
+
+
+def attribute(door):
+    models = []
+
+    def make():
+        model = net()
+        model.factor = 1.0
+        models.append(model)
+        return (lambda x: model(x).mean() * model.factor), model
+
+    def change(call):
+        for model in models:
+            model.factor = float(call)
+
+    assert len(run(make, change, door).backend.compiled) == 3
+
+
+@row()
+def an_attribute():
+    attribute("trace")
+
+
+@row()
+def an_attribute_through_dynamo():
+    attribute("dynamo")
+
+
+def hooked(door):
+    models = []
+
+    def make():
+        models.append(net())
+        model = models[-1]
+        return (lambda x: model(x).mean()), model
+
+    def change(call):
+        for model in models if call == 1 else ():
+            model[0].register_forward_hook(lambda module, args, out: out * 2)
+
+    assert len(run(make, change, door).backend.compiled) == 2
+
+
+@row()
+def a_hook():
+    hooked("trace")
+
+
+@row()
+def a_hook_through_dynamo():
+    hooked("dynamo")
+
+
+@row()
+def modes_of_modules():
+    models = []
+
+    def make():
+        model = nn.Sequential(net(), nn.Dropout(0.0))
+        models.append(model)
+        return (lambda x: model(x).mean() * (2 if model.training else 1)), model
+
+    def change(call):
+        for model in models:
+            model.train(call % 2 == 0)
+
+    assert len(run(make, change, calls=4).backend.compiled) == 2
+
+
+@row()
+def a_closure_over_another_tensor():
+    scale = torch.tensor(1.0)
+
+    def make():
+        model = net()
+        return (lambda x: model(x).mean() * scale), model
+
+    def change(call):
+        nonlocal scale
+        scale = torch.tensor(float(call))
+
+    assert len(run(make, change).backend.compiled) == 1
+
+
+@row()
+def a_global_tensor():
+    def change(call):
+        global SCALE
+        SCALE = torch.tensor(float(call))
+
+    assert len(run(scaled(lambda model, x: SCALE), change).backend.compiled) == 1
+
+
+@row()
+def a_tensor_that_is_changed_in_place():
+    scale = torch.ones(())
+    assert len(run(scaled(lambda model, x: scale), scale.fill_).backend.compiled) == 1
+
+
+@row("the step reads a tensor [] that is in no module, list, dict or variable")
+def a_tensor_in_a_tuple():
+    both = (torch.ones(()), torch.ones(()) * 2)
+    run(scaled(lambda model, x: both[1]))
+
+
+class Plan:
+    """An object of a user's."""
+
+    __slots__ = ("factor", "more")
+
+    def __init__(self):
+        self.factor, self.more = 0.0, {"factor": 1.0}
+
+    def value(self):
+        return self.factor + self.more["factor"]
+
+
+@row()
+def what_objects_hold():
+    plan, queue, seen = Plan(), collections.deque([1.0]), set()
+    array, defaults = np.ones(1), [1.0]
+
+    def factor(model, x, given=defaults):
+        return plan.value() * queue[0] * (len(seen) + 1) * float(array[0]) * given[0]
+
+    def change(call):
+        [
+            lambda: None,
+            lambda: setattr(plan, "factor", 2.0),
+            lambda: plan.more.update(factor=3.0),
+            lambda: queue.append(queue.pop() + 1),
+            lambda: seen.add(1),
+            lambda: array.fill(2.0),
+            lambda: defaults.append(defaults.pop() + 1),
+        ][call]()
+
+    assert len(run(scaled(factor), change, calls=7).backend.compiled) == 7
+
+
+@row("the step sets requires_grad of model.0.weight")
+def a_part_that_is_frozen():
+    def factor(model, x):
+        model[0].weight.requires_grad_(False)
+        return 1.0
+
+    run(scaled(factor))
+
+
+@row()
+def the_step_is_left_as_it_was():
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    names = {name: set(vars(module)) for name, module in model.named_modules()}
+    pfeife.compile(lambda x: model(x).mean(), microbatches=2, capture="trace")(torch.ones(4, 4))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert names == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert all(isinstance(one, nn.Parameter) for one in model.parameters())
