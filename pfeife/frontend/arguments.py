@@ -60,7 +60,8 @@ class Inputs:
     `kept` has by their indices the results that the step assigns to attributes, `moved` the places
     of the arguments that it assigns to others than their own. `numbers` has what Python alone has
     computed of what the step assigns, `assumed` the places of the arguments of whose values
-    something is assumed, such as which branch they lead to."""
+    something is assumed, such as which branch they lead to; `flags` the results that are added up
+    over microbatches, see `answers`."""
 
     arguments: list[Argument]
     roots: dict[str, str]
@@ -69,6 +70,7 @@ class Inputs:
     moved: Mapping[int, str]
     numbers: Mapping[str, Any]
     assumed: frozenset[int] = frozenset()
+    flags: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:

@@ -139,8 +139,9 @@ class Places:
 def contents_of(value: Any) -> Any:
     """What tells whether something has other entries than before, None for what has none: the keys
     of a dict, how many a list has, all of a set, a queue or an array."""
-    if isinstance(value, dict):
-        return tuple(dict.keys(value)) if len(value) <= MOST else len(value)
+    if isinstance(value, dict):  # the guards of state that other ranks own come and go
+        pairs = dict.items(value) if len(value) <= MOST else ()
+        return tuple(key for key, one in pairs if not _is_pfeifes(one)) or len(value) > MOST
     if isinstance(value, list):
         return len(value)
     if isinstance(value, set | collections.deque) and len(value) <= MOST:
@@ -150,11 +151,15 @@ def contents_of(value: Any) -> Any:
     return None
 
 
+def _is_pfeifes(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("pfeife.")
+
+
 def _is_foreign(value: Any) -> bool:
-    """Whether a value is an object of Python's or torch's own, which is not looked into."""
+    """Whether a value is an object of Python's, torch's or ours, which is not looked into."""
     kind = type(value)
     outer = kind.__module__.partition(".")[0]
-    known = outer in sys.stdlib_module_names or outer in ("torch", "numpy")
+    known = outer in sys.stdlib_module_names or outer in ("torch", "numpy", "pfeife")
     plain = isinstance(
         value,
         nn.Module

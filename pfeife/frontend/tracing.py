@@ -9,14 +9,16 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.frontend.answers import Answer, Answering, Asking
 from pfeife.frontend.arguments import Argument, Inputs, Kept, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf, fields_of
 from pfeife.frontend.forward import Forward
@@ -38,7 +40,7 @@ class Traced:
     the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind`
     the kind of the call (`kind_of`). `made` is what the step returned, with the fake tensors of
     `forward.results` in it; `kept` are the slots that the step writes tensors to, by the indices of
-    the results.
+    the results; the last results are flags, one for each of the `answers`.
     """
 
     forward: Forward
@@ -49,6 +51,7 @@ class Traced:
     kind: tuple
     made: Any
     kept: Mapping[int, Slot]
+    answers: tuple[Answer, ...]
     modules: tuple[nn.Module, ...]
 
     def broken(self, call: Arguments) -> str:
@@ -81,7 +84,16 @@ class Traced:
         ]
 
     def returned(self, results: Sequence[torch.Tensor]) -> Any:
-        """What the step returns, of the results of a call; writes what the step keeps."""
+        """What the step returns, of the results of a call; writes what the step keeps. Raises
+        ValueError where the step would have got other answers in this call."""
+        flags = results[len(results) - len(self.answers) :]
+        for answer, flag in zip(self.answers, flags, strict=True):
+            if flag:
+                raise ValueError(
+                    f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+                    "the step was traced, and is not in each microbatch of this call, so the step "
+                    "would do something else there; compute it with tensors (torch.where)"
+                )
         for index, slot in self.kept.items():
             slot.put(results[index])
         memo: dict[int, Any] = {id(one): one for one in self.modules}
@@ -127,17 +139,21 @@ def _layout(value: torch.Tensor) -> tuple:
 
 
 def traced(step: Step, call: Arguments) -> Traced:
-    """A step, traced on the first microbatch of a call.
+    """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
+    gets those of that microbatch, see `answers`.
 
-    Raises ValueError, with the line of the step, for one that asks for the values of tensors, does
-    something else in a second run, draws numbers elsewhere than from torch, or leaves numbers or
-    objects of Python's behind.
+    Raises ValueError, with the line of the step, for one that does something else in a second run,
+    draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
+    numbers or objects of Python's behind.
     """
     tracer, left = _Tracer(step, call), frozenset[Slot]()
-    first = tracer.run()
-    if first.changes:  # perhaps what a first call alone does: caches, hooks
-        left = tracer.warm()
-        tracer = _Tracer(step, call)
+    try:
+        first = tracer.run()
+    except _Asks:
+        first = None
+    if first is None or first.changes:  # perhaps what a first call alone does: caches, hooks
+        left, answers = tracer.warm()
+        tracer = _Tracer(step, call, answers)
         first = tracer.run()
     return tracer.traced(first, left)
 
@@ -145,8 +161,8 @@ def traced(step: Step, call: Arguments) -> Traced:
 @attrs.frozen(eq=False)
 class _Run:
     """What a run on tensors without storage has shown: the tensors with storage that it met, the
-    fake ones that it read, by identity, its operations, its result, what it left behind, and the
-    lines in which it opened files."""
+    fake ones that it read, by identity, its operations, its result, what it left behind, the
+    lines in which it opened files, and flags for the answers that it got."""
 
     real: Mapping[int, torch.Tensor]
     fake: Mapping[int, torch.Tensor]
@@ -154,6 +170,7 @@ class _Run:
     result: Any
     changes: Sequence[Change]
     opened: Sequence[str]
+    flags: Sequence[torch.Tensor]
 
 
 class _Seen(_torch.TorchDispatchMode):
@@ -190,8 +207,8 @@ class _Seen(_torch.TorchDispatchMode):
 class _Tracer:
     """Runs of a step on a call's first microbatch."""
 
-    def __init__(self, step: Step, call: Arguments):
-        self.step, self.call = step, call
+    def __init__(self, step: Step, call: Arguments, answers: Sequence[Answer] = ()):
+        self.step, self.call, self.answers = step, call, answers
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
         known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
@@ -228,11 +245,15 @@ class _Tracer:
 
     def _on_fakes(self) -> _Run:
         seen, held = _Seen(), Held(self.places, self.values)
-        symbols, reads = _torch.forgetting_symbols(self.mode), reading()
-        with held, self.mode, symbols, seen, _torch.said_to_compile(), reads as opened:
+        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.answers)
+        run = (held, self.mode, symbols, seen, _torch.said_to_compile(), told)
+        with ExitStack() as stack, reading() as opened:
+            for one in run:
+                stack.enter_context(one)
             result = self._called(self.batch)
         changes = tuple(held.changes)
-        return _Run(seen.real, seen.fake, seen.operations, result, changes, tuple(opened))
+        known = seen.real, seen.fake, seen.operations
+        return _Run(*known, result, changes, tuple(opened), told.flags)
 
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
@@ -244,27 +265,27 @@ class _Tracer:
         with _torch.eager_stance():
             return self.step(*args, **kwargs)
 
-    def warm(self) -> frozenset[Slot]:
+    def warm(self) -> tuple[frozenset[Slot], Sequence[Answer]]:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
-        tensors and the state of the generator. Gives the slots in which it has left something."""
+        tensors and the state of the generator. Gives the slots in which it has left something, and
+        the values of tensors that it has asked for."""
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
-        before = [(one, one.detach().clone(), one._version) for one in tensors]
-        held = Held(self.places, {})
+        before = [(one, one.detach().clone()) for one in tensors]
+        held, asking = Held(self.places, {}), Asking()
         try:
-            with held, torch.random.fork_rng(devices=[]), torch.no_grad():
+            with held, torch.random.fork_rng(devices=[]), _torch.said_to_compile(), asking:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
         finally:
             with torch.no_grad():
-                for one, value, version in before:
-                    # Batch norm's kernel changes its statistics without a new version.
-                    if one._version != version or not torch.equal(one, value):
+                for one, value in before:
+                    if _differ(one, value):
                         one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        return frozenset(change.slot for change in held.changes)
+        return frozenset(change.slot for change in held.changes), asking.answers
 
     def traced(self, first: _Run, left: frozenset[Slot]) -> Traced:
         """The step's forward, after a first run; `left` are the slots in which an eager run leaves
@@ -286,6 +307,8 @@ class _Tracer:
         leaves = tuple(Result(path, index[id(one)]) for path, one in found)
         kept = {len(results) + i: slot for i, slot in enumerate(kept_slots)}
         results += [after[slot] for slot in kept_slots]
+        flags = range(len(results), len(results) + len(second.flags))
+        results += second.flags
         known, reads = self._arguments(second.fake)
         taken: set[str] = set()
         arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
@@ -294,13 +317,14 @@ class _Tracer:
         changing = {slot for read in reads for slot in read} | {*kept_slots}
         return Traced(
             Forward(run, examples, tuple(results), leaves),
-            self._inputs(arguments, reads, kept),
+            self._inputs(arguments, reads, kept, tuple(flags)),
             tuple(reads),
             {slot: value for slot, value in self.places.now().items() if slot not in changing},
             self.places.contents(),
             kind_of(self.call),
             second.result,
             kept,
+            tuple(self.answers),
             tuple(m for root in self.places.roots.values() for m in root.modules()),
         )
 
@@ -330,9 +354,17 @@ class _Tracer:
             at: tuple(f"{root}.{name}" if len(roots) > 1 else name for root, name in several)
             for at, several in _aliases(roots).items()
         }
-        buffers = {id(module._buffers) for outer in roots.values() for module in outer.modules()}
+        modules = [module for outer in roots.values() for module in outer.modules()]
+        buffers = {id(module._buffers) for module in modules}
+        inside = {id(one._parameters) for one in modules} | buffers
         for slots in state:
             one = slots[0].get()
+            if slots[0].words[0] in self.call.others and id(slots[0].container) not in inside:
+                raise ValueError(
+                    f"{slots[0].name} is a tensor inside of an argument that Pfeife does not look "
+                    "into, so it cannot be cut into microbatches: pass tensors, or lists, tuples, "
+                    "dicts, mappings or dataclasses of them"
+                )
             if isinstance(one, nn.Parameter):
                 role = Role.PARAMETER
             elif any(id(slot.container) in buffers for slot in slots):
@@ -351,7 +383,11 @@ class _Tracer:
         }
 
     def _inputs(
-        self, arguments: list[Argument], reads: Sequence[Read], kept: Mapping[int, Slot]
+        self,
+        arguments: list[Argument],
+        reads: Sequence[Read],
+        kept: Mapping[int, Slot],
+        flags: tuple[int, ...],
     ) -> Inputs:
         roots = self._used({id(one.get()) for r in reads for one in r if isinstance(one, Slot)})
         replaces = {
@@ -365,6 +401,7 @@ class _Tracer:
             {index: Kept(slot.name, replaces[index]) for index, slot in kept.items()},
             moved={},
             numbers={},
+            flags=flags,
         )
 
     def _forward(
@@ -377,9 +414,10 @@ class _Tracer:
             given = {one: value for one, value in pairs if isinstance(one, Slot)}
             firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held = Held(self.places, given)
+            held, told = Held(self.places, given), Answering(self.answers)
+            traced = fx.traceback.has_preserved_node_meta()
             try:
-                with held, noted(self.paths):
+                with held, noted(self.paths), told if traced else nullcontext():
                     result = self._called(batch)
             except Exception as error:
                 raise plain_reason(error) from error
@@ -389,9 +427,18 @@ class _Tracer:
             if not same or any(slot not in after for slot in kept):
                 raise ValueError("the step returns something else in a second run")
             distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
-            return [*(distinct[at] for at in sorted(distinct)), *(after[slot] for slot in kept)]
+            # In eager the step finds its own answers.
+            flags = told.flags if traced else [torch.zeros(())] * len(self.answers)
+            ordered = [distinct[at] for at in sorted(distinct)]
+            return [*ordered, *(after[slot] for slot in kept), *flags]
 
         return run
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
+    norm writes its statistics without a new one.)"""
+    return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())
 
 
 def _stand_ins(places: Places, mode: _torch.FakeTensorMode) -> dict[Slot, torch.Tensor]:
@@ -508,6 +555,12 @@ def plain_reason(error: Exception) -> Exception:
         return error
     where = user_line(error.__traceback__)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if _torch.asks_for_values(error):
+    asks = _torch.asks_for_values(error)
+    if asks:
         text = f"it asks for the value of a tensor ({text})"
-    return ValueError(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
+    kind = _Asks if asks else ValueError
+    return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
+
+
+class _Asks(ValueError):
+    """Raised for a step that asks for the values of tensors."""

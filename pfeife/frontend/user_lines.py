@@ -32,15 +32,27 @@ def _place(code: CodeType, line: int) -> str:
     return f'File "{code.co_filename}", line {line}, in {code.co_name}'
 
 
+def _calling() -> FrameType | None:
+    """The innermost frame that is neither torch's nor Pfeife's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
+
+
+def calling_line() -> str:
+    """The user's line that is running."""
+    frame = _calling()
+    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
+
+
 class _Lines(torch.overrides.TorchFunctionMode):
     """Notes for each operation of torch the user's line that calls it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
+        frame = _calling()
         if frame is not None:
             code = frame.f_code
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()

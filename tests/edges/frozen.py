@@ -78,9 +78,86 @@ def the_default_generator_is_seeded():
     run(scaled(factor))
 
 
-@row("the step could not be traced: it asks for the value of a tensor")
-def a_branch_on_a_value():
-    run(scaled(lambda model, x: 1.0 if x.sum() > 0 else -1.0))
+def signed(model, x):
+    return 1.0 if x.sum() > 0 else -1.0
+
+
+def branching():
+    model = net()
+    step = pfeife.compile(
+        lambda x: model(x).mean() * (1.0 if x.sum() > 0 else -1.0), microbatches=2, capture="trace"
+    )
+    return step, torch.ones(2, 4), -torch.ones(2, 4)
+
+
+@row("the step was traced on the first microbatch of a call")
+def a_branch_that_the_first_call_takes_both_ways():
+    step, up, down = branching()
+    step(torch.cat([up, down]))
+
+
+@row(f'File "{__file__}", line')
+def a_branch_that_a_later_call_takes_both_ways():
+    step, up, down = branching()
+    assert step(torch.cat([up, up])).isfinite()
+    step(torch.cat([down, up]))
+
+
+@row()
+def branches_that_all_microbatches_take():
+    def factor(model, x):
+        if model(x).isnan().any() or not bool((x == x).all()):
+            return 5.0
+        return 2.0 if int(torch.arange(3).sum()) == 3 else 3.0
+
+    assert len(run(scaled(factor)).backend.compiled) == 1
+
+
+@row()
+def sizes_that_data_decide():
+    run(scaled(lambda model, x: x[x[:, 0] > 0].sum()))
+
+
+class Recurrent(nn.Module):
+    """Normalises by statistics and keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.norm = nn.GRUCell(4, 8), nn.BatchNorm1d(8)
+        self.head, self.seen = nn.Linear(8, 4), None
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 8)
+        for _ in range(3):
+            state = self.cells(x, state)
+        self.seen = state.detach()
+        return self.head(self.norm(state)).square().mean()
+
+
+@row(ranks=(1, 2))
+def a_traced_step_trains():
+    torch.manual_seed(0)
+    model = Recurrent()
+    other = copy.deepcopy(model)
+    step = pfeife.compile(model, microbatches=2, stages=2, capture="trace")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    for seed in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        loss = step(x)
+        loss.backward()
+        parts = []
+        for part in x.chunk(2):
+            parts.append(other(part))
+            (parts[-1] / 2).backward()
+        # The cell's weights are on two stages, so the sum of their gradients is re-associated.
+        torch.testing.assert_close(loss, sum(parts).detach() / 2)
+        torch.testing.assert_close(model.seen[2:], other.seen)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(found[name], value)
 
 
 @row("the step does something else when it runs a second time on the same data")

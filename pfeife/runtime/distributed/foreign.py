@@ -136,8 +136,8 @@ class _Arrival:
 
 
 class Guard:
-    """Hooks of the modules with state that ranks own (`owned`). Dynamo traces them with the
-    model, so that every rank has the same ones, and where nothing is absent they do nothing."""
+    """Hooks of the modules with state that ranks own (`owned`). They are captured with the model,
+    so that every rank has the same ones, and where nothing is absent they do nothing."""
 
     def __init__(self, owned: Container[torch.Tensor], foreign: Foreign):
         self.owned, self.foreign = owned, foreign
@@ -160,7 +160,7 @@ class Guard:
             )
 
     def running(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return
         one = self.foreign.stale(module)
         if one is not None:
