@@ -195,7 +195,8 @@ def a_connection_that_is_lost() -> None:
 
 @row(ranks=(2,))
 def an_operation_of_all_that_is_lost() -> None:
-    """The same where all ranks are waited for; no rank has announced a failure before."""
+    """The same where all ranks are waited for; no rank has announced a failure before, and nothing
+    begins after it."""
     world = interleaved()[0].transport.world
     connection, other = world.connection, 1 - world.rank
     work = connection.group.recv([torch.empty(1)], connection.index(other), 7)  # nobody sends it
@@ -206,6 +207,12 @@ def an_operation_of_all_that_is_lost() -> None:
         assert "its connection is closed" in str(error), error
     else:
         raise AssertionError("the connection is cut")
+    assert not world.asking, "what has happened is known"
+    try:
+        with world.building("a step"):
+            raise AssertionError("a rank has failed")
+    except pfeife.PipelineError as again:
+        assert again.failure == world.failure
 
 
 @row(ranks=(2,))

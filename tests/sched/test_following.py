@@ -102,12 +102,14 @@ def test_a_gradient_reaches_all_owners_of_its_parameter():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "loops", "search"])
-def test_ranks_without_anything_to_do(schedule):
+def test_ranks_without_anything_to_do(schedule, lines):
     """Of three ranks the middle one trains all that a program uses."""
     _, program, state, microbatches = captured("UNet")
     fused = clusters(program)
     owners = dict.fromkeys(ranks_of(fused), frozenset({1}))
     check(fused, state, microbatches, owners, 3, schedule)
+    said = " ".join(record.getMessage() for record in lines.records)
+    assert ("ranks [0, 2] have nothing to do): it runs with 1f1b" in said) == (schedule == "search")
 
 
 def test_what_nobody_owns_is_shared_by_its_seconds():

@@ -27,6 +27,7 @@ from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.seeds import fused as whole
 
 CORE = machine("cpu-core")
+SPLIT = (Kind.FORWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 
 
 def flow(size: int, unit: int, kind: Kind, *readers: tuple[int, Kind]) -> Flow:
@@ -221,3 +222,41 @@ def test_the_number_of_microbatches_is_chosen():
     assert sched.choose_microbatches(programs(slow), machine=slow, stages=2)[0] == 1
     with pytest.raises(ValueError, match="90 stages"):
         sched.choose_microbatches(programs(slow), machine=slow, stages=90)
+
+
+def chain(seconds: dict[Kind, tuple[float, ...]], saved: tuple[int, ...]) -> Workload:
+    """Clusters that save so many bytes and send a byte to the next one."""
+    units, nothing = len(saved), (0,) * len(saved)
+    flows = [
+        flow(size, unit, Kind.FORWARD, (unit, Kind.WEIGHT_BACKWARD))
+        for unit, size in enumerate(saved)
+    ]
+    flows += [flow(1, unit, Kind.FORWARD, (unit + 1, Kind.FORWARD)) for unit in range(units - 1)]
+    each = dict.fromkeys(seconds, nothing)
+    return Workload(seconds, (), nothing, tuple(flows), each, each)
+
+
+def test_a_plan_spends_its_budget():
+    """A last search of what is left, where the bound is not reached before."""
+    work = chain(dict.fromkeys(SPLIT, (1.0, 1.7, 0.6, 1.2, 0.9, 1.4, 0.8)), (4,) * 7)
+    budget = Budget.of(None, 300_000)
+    plan = search_workload(Account(work), Constraints(CORE, 5, 3, 28), budget)
+    assert plan.bound_seconds < plan.step_seconds and budget.left < 30_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saved", "limit"),
+    [
+        (((3.0, 2.0, 1.0), (1.0, 1.0, 3.0), (1.0, 2.0, 1.0)), (4, 1, 3), 10),
+        (((3.0, 3.0, 1.0), (2.0, 2.0, 3.0), (1.0, 1.0, 2.0)), (9, 8, 1), 33),
+    ],
+)
+def test_borders_move_only_where_the_schedule_still_fits(seconds, saved, limit):
+    """With two clusters on the first rank the step would be shorter, with both microbatches of
+    them in flight."""
+    work = chain(dict(zip(SPLIT, seconds, strict=True)), saved)
+    plan = search_workload(
+        Account(work), Constraints(CORE, 2, 2, limit, stages=2), Budget.of(None, 3000)
+    )
+    problem = limited(work, plan.stage_of_cluster, plan.stage_ranks, 2, limit)
+    assert plan.stage_of_cluster == (0, 1, 1) and fits(problem, plan.schedule)

@@ -85,6 +85,21 @@ def test_constraints_that_contradict_each_other(request_, words, schedule):
         asked(**request_)
 
 
+def test_a_step_that_is_marked_is_cut_there():
+    """After the first of four layers, where half of them would be the balanced cut."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def step(x):
+        return model[1:](pfeife.stage_boundary(model[0](x))).square().mean()
+
+    program = pfeife.fuse()(pfeife.capture(step, torch.randn(2, 4)))
+    program = pfeife.annotate(estimate(program, CPU_CORE))(program)
+    made = plan(program, machine=CPU_CORE, microbatches=2)
+    assert made.stages == 2 and made.stage_of_cluster.count(0) == 1
+    with pytest.raises(ValueError, match="stages=3, but the cuts by hand make 2 stages"):
+        plan(program, machine=CPU_CORE, microbatches=2, stages=3)
+
+
 def test_a_rank_without_a_stage_is_for_families():
     asked = functools.partial(
         plan, clusters(), machine=CPU_CORE, microbatches=2, ranks=3, placement=(0, 1)
@@ -92,6 +107,8 @@ def test_a_rank_without_a_stage_is_for_families():
     assert [len(actions) > 0 for actions in asked().schedule.ranks] == [True, True, False]
     with pytest.raises(ValueError, match=r"ranks \[2\] have no stage"):
         asked(schedule="search", search_work=1000)
+    with pytest.raises(ValueError, match=r"ranks \[1, 6, 7, 8\] have no stage"):
+        asked(schedule="search", ranks=9, placement=(0, 2, 3, 4, 5))
 
 
 def test_stages_ranks_and_placements_say_each_other():

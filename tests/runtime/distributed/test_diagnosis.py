@@ -47,6 +47,14 @@ def test_what_becomes_of_a_wait(wait, blamed):
     assert failure is None or "rank 0 has waited 10 s (timeout=4)" in failure.cause
 
 
-def test_a_circle_of_ranks_is_named_in_their_order():
-    circle = waiting(2, [(STEP, 9.0, 0), (STEP, 9.0, 1)]).failure()
-    assert circle and "the ranks [0, 1, 2] wait for one another" in circle.cause
+@pytest.mark.parametrize(
+    ("wait", "ranks"),
+    [
+        (waiting(2, [(STEP, 9.0, 0), (STEP, 9.0, 1)]), [0, 1, 2]),
+        (waiting(ALL, [(STEP, 9.0, 2), (STEP, 9.0, 1)]), [1, 2]),
+        (waiting(ALL, [(STEP, 9.0, ALL), (STEP, 9.0, ALL)]), [0, 1, 2]),
+    ],
+)
+def test_ranks_that_wait_for_one_another_are_named_in_their_order(wait, ranks):
+    failure = wait.failure()
+    assert failure and f"the ranks {ranks} wait for one another" in failure.cause

@@ -8,6 +8,7 @@ from torch import nn
 import pfeife
 from pfeife.compilers import compile_bodies
 from pfeife.runtime import LocalPipeline
+from pfeife.testing import assert_same
 
 
 def in_double(graph, examples):
@@ -25,3 +26,13 @@ def test_a_value_of_another_dtype_than_captured_is_not_sent():
     pipeline = LocalPipeline(sent, schedule, bodies=compile_bodies(sent, in_double))
     with pytest.raises(ValueError, match=r"a value of torch\.float64"):
         pipeline(pfeife.state_of(program, model), microbatches)
+
+
+def test_a_pipeline_of_one_rank():
+    model = nn.Linear(3, 3)
+    microbatches = [(torch.randn(2, 3),) for _ in range(2)]
+    program = pfeife.capture(lambda x: model(x).square().sum(), *microbatches[0])
+    fused, state = clusters(program), pfeife.state_of(program, model)
+    plan = pfeife.sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=1)
+    found = LocalPipeline(*for_ranks(fused, plan))(state, microbatches)
+    assert_same(pfeife.evaluate(program, state, microbatches), found)

@@ -97,6 +97,10 @@ def test_balanced_equals_brute_force(work, data):
     flying = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
     left_out = data.draw(st.lists(st.integers(-9, 9), max_size=stages))
     limit, m = data.draw(st.none() | st.integers(0, 80)), data.draw(st.integers(1, 3))
+    if data.draw(st.booleans()) and len(edges := open_borders(work.units, work.blocked)) >= stages:
+        cut = stages_from(sorted(data.draw(st.permutations(edges))[: stages - 1]), work.units)
+        needed, left_out = Account(work).needed(cut, ranks, m, flying), []
+        limit = max(needed)  # by the byte
     link = attrs.evolve(LINK, overlap=data.draw(st.sampled_from((0.0, 0.5, 1.0))))
     cut = functools.partial(
         balanced,
@@ -154,6 +158,20 @@ def test_several_stages_a_rank_are_refused_only_where_nothing_fits(work, data):
         assert min(worst.values()) == limit + error.lacks > limit
     except ValueError as error:
         assert not every, error
+
+
+def test_the_fastest_cut_may_need_the_limit_to_the_byte():
+    work = chained(
+        (4.0, 4.0, 5.0, 6.0, 0.0), (1, 3, 1, 2, 0), (1, 0, 4, 0, 0), crossing=(1, 6, 4, 5, 2)
+    )
+    cut, ranks, flying = (0, 0, 1, 2, 2), (0, 1, 2), (3, 2, 3)
+    limit = max(Account(work).needed(cut, ranks, 3, flying))
+    asked = functools.partial(
+        balanced, Account(work), ranks, machine=LINK, in_flight=flying, microbatches=3
+    )
+    assert asked(memory_limit=limit) == cut
+    with pytest.raises(NoRoom, match="lacks 1;"):
+        asked(memory_limit=limit - 1)
 
 
 def test_too_many_stages():

@@ -65,3 +65,12 @@ def test_no_more_is_recomputed_than_makes_room():
     assert short_of_memory(layout, constraints)
     most, *_ = lighter(account, [layout], constraints, [(NEVER, ALWAYS)] * 8)
     assert sorted(most.relief.options) == [0, 4]
+
+
+def test_memory_is_not_short_where_a_microbatch_for_every_rank_fits():
+    """Two microbatches of the four clusters' 10 bytes, on each of two ranks."""
+    account = Account(chain([0] * 8, saved=10))
+    for limit, short in ((79, True), (90, False)):
+        constraints = Constraints(CORE, 2, 2, limit)
+        found = [one for one in layouts_for(account, constraints) if max(one.stage_of) == 1]
+        assert [short_of_memory(one, constraints) for one in found] == [short]

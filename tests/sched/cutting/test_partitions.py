@@ -45,6 +45,19 @@ def test_parameters_are_counted_by_their_elements():
     assert partitioned(program, "parameters", 2) == (0, 0, 0, 1, 1, 1)
 
 
+def test_a_parameter_of_several_clusters_counts_where_it_is_used_first():
+    """The last of four layers is the first one again, which has as many elements as the others."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def step(x):
+        for layer in (*model, model[0]):
+            x = layer(x).tanh()
+        return x.mean()
+
+    program = pfeife.fuse()(pfeife.capture(step, torch.randn(2, 4)))
+    assert partitioned(program, "parameters", 3) == (0, 1, 2, 2)
+
+
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8),
     st.integers(1, 4),

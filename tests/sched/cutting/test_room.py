@@ -1,5 +1,7 @@
 """Room for what a planner's figures leave out."""
 
+import logging
+
 import pytest
 from programs import annotated, for_ranks
 
@@ -12,8 +14,9 @@ from pfeife.sched.cutting.room import NoRoom, kept_within
 CPU_CORE = machine("cpu-core")
 
 
-def test_what_was_left_out_is_left_room_for():
+def test_what_was_left_out_is_left_room_for(lines):
     """A planner whose figures leave out 50 bytes is asked once more, and adds them."""
+    logging.getLogger("pfeife").setLevel(logging.DEBUG)
     asked = []
 
     def make(left_out: tuple[int, ...], again: bool) -> pfeife.Plan:
@@ -28,6 +31,8 @@ def test_what_was_left_out_is_left_room_for():
 
     plan = kept_within(108, "memory_limit=108", make, curves, counted, (0,))
     assert asked == [(0,), (50,)] and plan.schedule.microbatches == 5
+    said = [record.getMessage() for record in lines.records]
+    assert said == ["a plan needs 150 bytes, counted as 100"]
 
 
 def test_a_plan_that_sums_kept_back_is_made_again():

@@ -196,6 +196,13 @@ def test_splitting_families_of_any_size(p):
                 assert found.span == expected.span - odd, (name, m)
 
 
+@pytest.mark.parametrize(("p", "pairs"), [(2, [3, 4]), (3, [4, 4, 4]), (5, [5, 6, 6, 4, 6])])
+def test_what_every_rank_holds_in_v_min(p, pairs):
+    """In the paper's block a gradient goes up the V as fast as a forward goes down; where it goes
+    slower, the first rank holds more."""
+    assert list(map(peak, policy("v-min")(2 * p, 3 * p).ranks)) == pairs
+
+
 def test_warm_ups_that_are_off_by_one_are_noticed():
     """The formulas tell 1F1B from its neighbours."""
     p, m = 4, 8

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import by_first_rule, on_a_v, problems
 
-from pfeife.lowering.problem import Problem
+from pfeife.lowering.problem import Edge, Problem, StageCosts
 from pfeife.sched.search.anneal import Cooling, anneal, propose
 from pfeife.sched.search.job_shop import length_of, respects, starts_of
 from pfeife.sched.search.timing import Timing
@@ -49,5 +49,18 @@ def moved(problem: Problem, seed: int) -> int:
             assert (state.end, state.tail, state.length) == (fresh.end, fresh.tail, fresh.length)
             assert (state.before, state.behind) == (fresh.before, fresh.behind)
             assert state.level == pytest.approx(fresh.level)
+            firsts = [order[0] for order in fresh.sequences if order]
+            assert [fresh.level[o] for o in firsts] == [fresh.takes[o] for o in firsts]
             assert respects(shop, state.copy())
     return count
+
+
+def test_a_longest_path_follows_what_came_last():
+    """The last of three stages reads of the first one, far away, and of the second, whose result
+    is made later and is there sooner."""
+    stages = tuple(StageCosts(seconds, 0.0, 0.0) for seconds in (10.0, 1.0, 1.0))
+    edges = (Edge(0, 1, 0.0, 0.0), Edge(1, 2, 0.0, 0.0), Edge(0, 2, 5.0, 0.0))
+    shop, made = by_first_rule(Problem(stages, (0, 1, 2), 1, edges))
+    timing = Timing(shop, made.orders)
+    assert timing.end[2] == 16.0 and not shop.contended
+    assert timing.critical(Random(0))[-2:] == [2, 0]

@@ -4,6 +4,7 @@ import attrs
 import pytest
 from problems import WORK, equal, on_a_v
 
+from pfeife.lowering.problem import fits
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.placements import _shares
@@ -26,6 +27,14 @@ def test_the_best_placement_is_found_and_the_bound_is_of_all():
     first, again = (search_placements([far, near], work=4 * WORK) for _ in range(2))
     assert first == again and first[0] == 1 and not first[1].interrupted
     assert first[1].bound == lower_bound(near)
+
+
+def test_a_placement_in_which_nothing_fits_is_left_out():
+    small, large = (equal(2, 2, memory=bytes_) for bytes_ in (0.5, 2.0))
+    at, found = search_placements([small, large], work=WORK)
+    assert at == 1 and fits(large, found.schedule)
+    with pytest.raises(ValueError, match="one microbatch alone does not fit: rank 0 needs 1 bytes"):
+        search_placements([small, small], work=WORK)
 
 
 def test_placements_that_are_none_are_refused():

@@ -2,12 +2,15 @@
 
 from random import Random
 
+import attrs
 import pytest
 
 from pfeife.lowering.problem import Edge, Problem, StageCosts, chain_edges
 from pfeife.sched.families import folded, looped
 from pfeife.sched.search import search_placements, search_schedule
 from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.pool import Origin
+from pfeife.sched.search.run import Search
 from pfeife.sched.search.search import search_within
 
 WORK = 200_000
@@ -69,3 +72,23 @@ def test_a_search_spends_its_budget_and_little_more():
     budget = Budget.of(None, WORK)
     search_within(uneven(0), budget)
     assert -0.1 * WORK < budget.left < 0.1 * WORK
+
+
+def test_rules_and_patterns_spend_all_that_they_are_given():
+    """Where nothing is annealed."""
+    search = Search(uneven(2)[0], Budget.of(5.0, 2 * WORK), 0)
+    search.run(2 * WORK, annealing=False)
+    assert 2 * WORK <= search.spent < 2.2 * WORK
+
+
+def test_a_large_search_begins_with_what_was_good_for_fewer_microbatches():
+    search = Search(attrs.evolve(uneven(1)[0], microbatches=700), Budget.of(None, 20 * WORK), 0)
+    search.last = 20 * WORK
+    search._learn(0.5)
+    assert {one.origin for one in search.pool.of()} == {Origin.RULE, Origin.PATTERN}
+
+
+def test_a_schedule_of_very_many_operations_is_judged():
+    """Of 20,000 and more the best alone."""
+    few = Problem((StageCosts(1.0, 1.0, 1.0, 1.0, 0.5),) * 2, (0, 1), 3400, chain_edges(2))
+    assert search_schedule(few, work=1).seconds >= 3 * 3400 + 1
