@@ -16,13 +16,14 @@ class Forward:
     `run` takes a value for every argument, in their order, and gives the results. `arguments` and
     `results` are examples of both: fake tensors that share storage where the real ones do, and
     `requires_grad` as these. `leaves` says where each result stands in what the step returns, None
-    where that cannot be seen.
+    where that cannot be seen; `asked` are the user's lines that ask for values of tensors.
     """
 
     run: Callable[..., Sequence[Any]]
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
     leaves: tuple[Leaf, ...] | None
+    asked: tuple[str, ...] = ()
 
     def shared(self) -> set[int]:
         """The indices of results that look at the storage of another result or of an argument."""

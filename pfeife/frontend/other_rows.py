@@ -42,8 +42,12 @@ def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None
                 "the step was traced on the first microbatch of a call, and what was traced gives "
                 f"another {name} on the last one than the step itself: it depends on the values "
                 "of its arguments in a way that no trace has (a length, a branch, a number that "
-                "is read from a tensor)"
+                f"is read from a tensor{_at(step.asked)})"
             )
+
+
+def _at(lines: Sequence[str]) -> str:
+    return f": {', '.join(dict.fromkeys(lines))}" if lines else ""
 
 
 def _count(runs: Runs) -> int:

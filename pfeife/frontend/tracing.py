@@ -316,7 +316,7 @@ class _Tracer:
         run = self._forward(reads, leaves, kept_slots)
         changing = {slot for read in reads for slot in read} | {*kept_slots}
         return Traced(
-            Forward(run, examples, tuple(results), leaves),
+            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in self.answers)),
             self._inputs(arguments, reads, kept, tuple(flags)),
             tuple(reads),
             {slot: value for slot, value in self.places.now().items() if slot not in changing},

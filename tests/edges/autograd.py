@@ -30,6 +30,7 @@ def rows(width=8, seed=1):
 def live():
     """Bytes of all tensors that Python knows, those in cycles of garbage too."""
     found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    found = [t for t in found if not torch._C._functorch.is_functorch_wrapped_tensor(t)]  # views
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
 
 
