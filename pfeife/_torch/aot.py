@@ -35,7 +35,6 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
-    "as_eager",
     "flop_formulas",
     "inductor",
     "joint_graph",

@@ -14,10 +14,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.backend.entry import Backend, Steps, backend
+from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture
-from pfeife.frontend.again import check_again
+from pfeife.backend.steps import Steps
+from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
@@ -80,7 +81,7 @@ class _Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self._graph)
-        self.hooks: list[tuple[Any, Any]] = []  # of modules, which Dynamo does not guard
+        self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.unsettled: tuple[str, Inputs] | None = None  # of a graph whose step sets numbers
         self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
@@ -146,12 +147,13 @@ class _Step:
         return self._by_trace(call)
 
     def _by_dynamo(self, call: Arguments) -> Any:
-        if any(contents_of(hooks) != before for hooks, before in self.hooks):
-            self.dynamo, self.hooks = _torch.whole_graph(self.step, self._graph), []
+        if any(contents_of(hooks) != before for hooks, before in self.hooks.values()):
+            self.dynamo, self.hooks = _torch.whole_graph(self.step, self._graph), {}
         with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
-        if self.unsettled:
-            self._check_settled(call, *self.unsettled)
+        unsettled, self.unsettled = self.unsettled, None
+        if unsettled:
+            check_settled(self.step, call, _given(call.leaves), *unsettled)
         if not self.reached:
             raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
@@ -159,27 +161,6 @@ class _Step:
                 "torch.compiler.set_stance)"
             )
         return result
-
-    def _check_settled(self, call: Arguments, graph: str, inputs: Inputs) -> None:
-        """Raises ValueError if the step, which has set numbers in lists, dicts or cells for the
-        first time, would set others or compute something else in its next microbatch: all have had
-        the same."""
-        self.unsettled = None
-        names = list(inputs.numbers)
-
-        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
-            return str(module.graph), describe(module, examples, given=_given(call.leaves))
-
-        other, then = dynamo_graph(self.step, call.args, call.kwargs, read)
-        moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
-        if moving or other != graph:
-            name = (moving or names)[0]
-            raise ValueError(
-                f"the step sets {name} (to {inputs.numbers[name]!r} in a first microbatch), and "
-                "the next microbatch would see that, but all have computed with what was there "
-                "before: keep it in a tensor, such as a buffer, or set it outside of the step (for "
-                "what is set once, run the step once without pfeife)"
-            )
 
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it."""
@@ -235,7 +216,7 @@ class _Step:
         others = {name for name in inputs.numbers if name.rpartition(".")[2] not in changed}
         if others and self.call.microbatches > 1:
             self.unsettled = str(module.graph), inputs
-        self.hooks += _hooks(inputs.modules)
+        self.hooks |= _hooks(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
@@ -311,12 +292,12 @@ def _numbers(result: Any) -> Iterator[int | float]:
             yield leaf
 
 
-def _hooks(roots: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
-    """The dicts of hooks of all modules under some roots, with what is in them."""
+def _hooks(roots: Iterable[nn.Module]) -> dict[int, tuple[Any, Any]]:
+    """The dicts of hooks of all modules under some roots, by identity, with what is in them."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     found = [getattr(module, name) for module in modules for name in names]
-    return [(hooks, contents_of(hooks)) for hooks in found]
+    return {id(hooks): (hooks, contents_of(hooks)) for hooks in found}
 
 
 def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:

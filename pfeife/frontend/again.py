@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.dynamo import dynamo_graph
 from pfeife.ir.program import returned
@@ -46,6 +47,33 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
                 "microbatches of a call run what the first one does. Where that makes something "
                 "ready, call the model once before it is compiled; keep a count in a buffer"
             )
+
+
+def check_settled(
+    step: Callable[..., Any],
+    call: Arguments,
+    given: Mapping[int, Given],
+    graph: str,
+    inputs: Inputs,
+) -> None:
+    """Raises ValueError if a step, which has just set numbers in lists, dicts or cells for the
+    first time, would set others or compute something else in its next microbatch: all have had the
+    same. `graph` is Dynamo's from before, as a text, and `inputs` are those of it."""
+    names = list(inputs.numbers)
+
+    def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
+        return str(module.graph), describe(module, examples, given=given)
+
+    other, then = dynamo_graph(step, call.args, call.kwargs, read)
+    moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
+    if moving or other != graph:
+        name = (moving or names)[0]
+        raise ValueError(
+            f"the step sets {name} (to {inputs.numbers[name]!r} in a first microbatch), and the "
+            "next microbatch would see that, but all have computed with what was there before: "
+            "keep it in a tensor, such as a buffer, or set it outside of the step (for what is "
+            "set once, run the step once without pfeife)"
+        )
 
 
 def _second(leaf: Leaf) -> torch.Tensor:

@@ -140,7 +140,7 @@ class _Describer:
     ):
         self.bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
         self.holders = [_torch.source_value(base) for base in self.bases]
-        self.aliases = dict(zip(self.bases, map(_aliases, self.holders), strict=True))
+        self.names = dict(zip(self.bases, map(aliases, self.holders), strict=True))
         known = (*self.bases, *_other_roots(module, self.bases))
         self.roots = {base: _torch.source_words(base)[-1] for base in known}
         self.order = _torch.frame_arguments()
@@ -199,7 +199,7 @@ class _Describer:
         if not path:
             return (spelled,)
         prefix = f"{self.roots[base]}." if len(self.bases) > 1 else ""
-        return tuple(prefix + name for name in self.aliases[base].get(id(example), (path,)))
+        return tuple(prefix + name for name in self.names[base].get(id(example), (path,)))
 
 
 def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
@@ -249,7 +249,7 @@ def _argument_of(source: str) -> str:
     return found[1] if found else ""
 
 
-def _aliases(root: Any) -> dict[int, list[str]]:
+def aliases(root: Any) -> dict[int, list[str]]:
     """All names of every parameter and buffer of a module, by identity."""
     found: dict[int, list[str]] = {}
     if isinstance(root, nn.Module):

@@ -253,7 +253,7 @@ def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int
     found: list[tuple[tuple[str, ...], Any, int | None]] = []
     makers: list[tuple[int, Made | None]] = []
     for (keys, leaf), dim in zip(pairs, each, strict=True):
-        path = tuple(_key(key) for key in keys)
+        path = tuple(str(key_of(key)) for key in keys)
         fields = fields_of(leaf)
         if fields is None:
             found.append((path, leaf, dim))
@@ -271,10 +271,12 @@ def _opened(value: Any, dims: Any) -> tuple[list[tuple[tuple[str, ...], Any, int
     return found, rebuild
 
 
-def _key(key: Any) -> str:
+def key_of(key: Any) -> int | str:
+    """An index, a name or a key of one of torch's pytrees."""
     for name in ("idx", "key", "name"):
         if hasattr(key, name):
-            return str(getattr(key, name))
+            found = getattr(key, name)
+            return found if isinstance(found, int | str) else str(found)
     return str(key)
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -89,16 +89,6 @@ class Places:
         self._walk(step, (), None)
         for name, value in arguments.items():
             self._walk(value, (name,), None)
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> dict[int, list[Slot]]:
-        """The slots of some tensors, by their identity."""
-        wanted = {id(one) for one in tensors}
-        found: dict[int, list[Slot]] = {}
-        for slot in self.slots:
-            value = slot.get()
-            if isinstance(value, torch.Tensor) and id(value) in wanted:
-                found.setdefault(id(value), []).append(slot)
-        return found
 
     def now(self) -> dict[Slot, Any]:
         """What is in every slot, and in new ones of the same containers."""
@@ -294,3 +284,8 @@ class Held:
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two values steer a step alike: simple ones by their values."""
     return one is other or (type(one) is type(other) and isinstance(one, SIMPLE) and one == other)
+
+
+def short(value: Any) -> str:
+    """A value as an error says it."""
+    return repr(value) if isinstance(value, SIMPLE) else f"a {type(value).__name__}"

@@ -1,13 +1,16 @@
 """The tensors of what a step returns, by where they stand in it: which of them is the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.frontend.batch import fields_of, key_of
+from pfeife.frontend.places import SIMPLE
 from pfeife.ir.program import returned
 
 Key = int | str | tuple[int | str, ...]
@@ -104,3 +107,19 @@ def find_loss(
             f'loss={named[0]!r} and detach or add up the others, or loss="outside" if none is'
         )
     return losses[0] if len(losses) == 1 else None
+
+
+def tensors_in(
+    value: Any, path: tuple[int | str, ...] = (), above: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
+    """The tensors in what a step returns, and where they are."""
+    for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
+        here = (*path, *map(key_of, keys))
+        if isinstance(leaf, torch.Tensor):
+            yield here, leaf
+        elif not isinstance(leaf, (*SIMPLE, nn.Module, type)) and id(leaf) not in above:
+            inside = fields_of(leaf)
+            if inside is None:
+                inside = dict(getattr(leaf, "__dict__", {}))
+            for name, one in inside.items():
+                yield from tensors_in(one, (*here, name), (*above, id(leaf)))

@@ -88,7 +88,7 @@ def a_float_that_changes_with_every_call():
     backend = pfeife.backend(microbatches=2)
     step = torch.compile(lambda x, scale: loss(model, x, scale), backend=backend, dynamic=True)
     logging.getLogger("pfeife").addHandler(handler)
-    with patch.object(sys.modules["pfeife.backend.entry"], "MOST_BUILDS", 2):
+    with patch.object(sys.modules["pfeife.backend.steps"], "MOST_BUILDS", 2):
         for scale in (0.1, 0.2, 0.1, 0.3, 0.1):
             losses = [loss(reference, part, scale) for part in rows().chunk(2)]
             assert torch.equal(step(rows(), scale), losses[0] / 2 + losses[1] / 2), scale

@@ -1,0 +1,204 @@
+"""What is built of a graph, by what it is called with, and its calls."""
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife import _torch
+from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import Builder
+from pfeife.backend.call import Compiled, run_step
+from pfeife.backend.graphs import Graph
+from pfeife.backend.options import Options
+from pfeife.data.progress import Shown, shown
+from pfeife.frontend.arguments import Argument
+from pfeife.ir.program import Role
+from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.world import World, checksum
+from pfeife.runtime.failure import PipelineError, Refusal
+
+if TYPE_CHECKING:
+    from pfeife.backend.entry import Backend
+
+log = logging.getLogger("pfeife")
+_ARGUMENTS = "the arguments of this call"
+MOST_BUILDS = 64  # that one graph keeps
+
+
+class Steps:
+    """What a backend has built of one of Dynamo's graphs: the `MOST_BUILDS` that were used last, by
+    shapes, numbers and count of microbatches. All ranks keep the same ones, as they make the same
+    calls."""
+
+    def __init__(self, backend: "Backend", graph: Graph, name: str):
+        self.backend, self.graph, self.name = backend, graph, name
+        self.artifacts = Artifacts(_torch.compilation())
+        self.known: dict[tuple, Compiled] = {}  # what was used last is the last
+        self.warned = False
+        self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
+        self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
+
+    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
+        """One call with the whole batch: builds the program if it is not known, and runs it.
+
+        Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
+        fails.
+        """
+        options = options or self.backend.options
+        world = join_world(self._device(args), options.timeout)
+        builder = self.backend.builder
+        if options is not self.backend.options:
+            builder = attrs.evolve(builder, options=options)
+        key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
+        compiled = self.known.get(key)
+        if world and compiled and builder.outdated(compiled, args, world):
+            compiled = None
+        seed = _seed(compiled)
+        if world:
+            seed = self._agreed(world, args, compiled, options, seed)
+        if compiled is not None:
+            self.known[key] = self.known.pop(key)
+            return run_step(compiled, options, args, seed)
+        show = shown(log, progress=options.progress, rank=world.rank if world else 0)
+        with world.building("a step") if world else contextlib.nullcontext():
+            compiled = self._built(builder, args, world, show)
+        self._keep(key, compiled, world)
+        seed = _seed(compiled)
+        if world and _draws(compiled):
+            seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
+        results = run_step(compiled, options, args, seed, show)
+        log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
+        return results
+
+    def _built(
+        self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
+    ) -> Compiled:
+        device = self._device(args)
+        return builder.build(self.graph, args, world, device, show, self.artifacts)
+
+    def _summary(self, compiled: Compiled) -> str:
+        return compiled.summary
+
+    def _trained(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which parameters a call has, as numbers: Dynamo has one graph for all modules of a class,
+        and each of them is trained on ranks of its own."""
+        pairs = zip(self.graph.inputs.arguments, args, strict=True)
+        found = [one for argument, one in pairs if is_trained(argument, one)]
+        return tuple(self.numbers.setdefault(one, next(self.count)) for one in found)
+
+    def _keep(self, key: tuple, compiled: Compiled, world: World | None) -> None:
+        """Keeps what was built, and drops what has not been used for longest beyond the limit."""
+        self.known[key] = compiled
+        self.backend.compiled.append(compiled)
+        modules = {trained for *_, trained in self.known}
+        if len(self.known) <= MOST_BUILDS * len(modules):
+            return
+        dropped = self.known.pop(next(iter(self.known)))
+        listed = self.backend.compiled
+        listed[:] = [one for one in listed if one is not dropped]
+        if not self.warned and not (world and world.rank):
+            log.warning(
+                "%s has been built for more than %d different shapes and numbers: from now on "
+                "those that have not come for longest are dropped. Each new one is a build: pass "
+                "numbers that change with every call as tensors, and pad what has many lengths",
+                *(self.name, MOST_BUILDS),
+            )
+        self.warned = True
+
+    def _agreed(
+        self,
+        world: World,
+        args: Sequence[Any],
+        compiled: Compiled | None,
+        options: Options,
+        seed: int,
+    ) -> int:
+        """The seed of rank 0, once all ranks have said that they are about to do the same."""
+        borrowed = compiled.borrowed if compiled else None
+        with world.building("the arguments of a step"):
+            text, news, refused = "", "", None
+            try:
+                text = self._said(args, compiled, options)
+                news = world.ownership.news(borrowed, args)
+            except (PipelineError, Refusal):
+                raise
+            except Exception as error:
+                refused = error
+            found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
+            world.ownership.agree(world, found.notes, borrowed, args)
+        return _common_seed(world, found.numbers)
+
+    def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
+        """All that a call's program and its messages depend on, a line each."""
+        gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
+        lines = [
+            *self.backend.alike,
+            f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
+            f"{built}, {self.graph.inputs.mode}",
+        ]
+        arguments, dims = self.graph.inputs.arguments, self.graph.dims
+        for argument, dim, value in zip(arguments, dims, args, strict=True):
+            if isinstance(value, torch.Tensor):
+                where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
+                lines.append(f"{argument.names[0]}: {where}")
+                state = argument.role in (Role.PARAMETER, Role.BUFFER)
+                trained = state or (dim is None and value.requires_grad)
+                if options.compare_batches and not (trained or self._is_computed(value)):
+                    lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
+        return "\n".join(lines)
+
+    def _is_computed(self, value: torch.Tensor) -> bool:
+        """Whether an argument is none of the batch's that the caller has made."""
+        return False
+
+    def _checksum(self, value: torch.Tensor, dim: int | None) -> int:
+        """Of what is the same tensor at every call, such as a mask, it is computed once."""
+        version = version_of(value)
+        if dim is not None or version < 0:
+            return checksum(value)
+        if self.sums.get(value, (None, 0))[0] != version:
+            self.sums[value] = version, checksum(value)
+        return int(self.sums[value][1])
+
+    def _device(self, args: Sequence[Any]) -> torch.device:
+        """Where the parameters are, or else the first tensor."""
+        pairs = list(zip(self.graph.inputs.arguments, args, strict=True))
+        tensors = [(a.role, v) for a, v in pairs if isinstance(v, torch.Tensor)]
+        state = [value for role, value in tensors if role == Role.PARAMETER]
+        found = [*state, *(value for _, value in tensors)]
+        return found[0].device if found else torch.device("cpu")
+
+
+def is_trained(argument: Argument, value: Any) -> bool:
+    """Whether the step trains an argument: no input that the caller wants a gradient of."""
+    tensor = isinstance(value, torch.Tensor) and not argument.given
+    return tensor and value.requires_grad and value.is_leaf
+
+
+def _draws(compiled: Compiled | None) -> bool:
+    return compiled is not None and bool(compiled.program.ports(Role.SEED))
+
+
+def _seed(compiled: Compiled | None) -> int:
+    """The seed of a call, from torch's default generator, of a program that draws."""
+    return int(torch.randint(2**62, ())) if _draws(compiled) else 0
+
+
+def _common_seed(world: World, seeds: Sequence[int]) -> int:
+    if len(set(seeds)) > 1 and not world.warned:
+        world.warned = True
+        log.warning(
+            "rank %d: torch's default generator is in another state on other ranks; all draw from "
+            "the seed of rank 0: seed every rank alike (torch.manual_seed) if the step is to be "
+            "repeatable",
+            world.rank,
+        )
+    return seeds[0]

@@ -1,0 +1,141 @@
+"""What was traced: a step's forward, what it was assumed for, and how a call goes in and out."""
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife.frontend.answers import Answer
+from pfeife.frontend.arguments import Inputs
+from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.forward import Forward
+from pfeife.frontend.places import SIMPLE, Slot, contents_of, is_equal, short
+
+Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """A step as it was traced for a call, and what must hold for another call to do the same.
+
+    `reads` has for every argument of the `forward` where its value is. `assumed` has what is in
+    the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind`
+    the kind of the call (`kind_of`). `made` is what the step returned, with the fake tensors of
+    `forward.results` in it; `kept` are the slots that the step writes tensors to, by the indices of
+    the results; the last results are flags, one for each of the `answers`.
+    """
+
+    forward: Forward
+    inputs: Inputs
+    reads: tuple[Read, ...]
+    assumed: Mapping[Slot, Any]
+    contents: Sequence[tuple[Any, Any, tuple[str, ...]]]
+    kind: tuple
+    made: Any
+    kept: Mapping[int, Slot]
+    answers: tuple[Answer, ...]
+    modules: tuple[nn.Module, ...]
+
+    def broken(self, call: Arguments) -> str:
+        """What does not hold any more for a call, "" if all does."""
+        if kind_of(call) != self.kind:
+            return "the arguments of the call, or the modes under which it is made"
+        for slot, value in self.assumed.items():
+            now = slot.get()
+            both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+            if not both and not is_equal(now, value):
+                return f"{slot.name}, which was {short(value)} and is {short(now)}"
+        for one, contents, words in self.contents:
+            if contents_of(one) != contents:
+                return f"what is in {'.'.join(words) or 'the step'}"
+        for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
+            values = [one.get() for one in read if isinstance(one, Slot)]
+            if any(value is not values[0] for value in values) or not all(
+                isinstance(value, torch.Tensor) and _layout(value) == _layout(argument.example)
+                for value in values
+            ):
+                return f"the tensor {argument.names[0]}"
+        return ""
+
+    def values(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """The arguments of a call with the whole batch."""
+        found = {leaf.name: leaf.whole for leaf in leaves}
+        return [
+            read[0].get() if isinstance(read[0], Slot) else found[read[0].name]
+            for read in self.reads
+        ]
+
+    def returned(self, results: Sequence[torch.Tensor]) -> Any:
+        """What the step returns, of the results of a call; writes what the step keeps. Raises
+        ValueError where the step would have got other answers in this call."""
+        flags = results[len(results) - len(self.answers) :]
+        for answer, flag in zip(self.answers, flags, strict=True):
+            if flag:
+                raise ValueError(
+                    f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+                    "the step was traced, and is not in each microbatch of this call, so the step "
+                    "would do something else there; compute it with tensors (torch.where)"
+                )
+        for index, slot in self.kept.items():
+            slot.put(results[index])
+        memo: dict[int, Any] = {id(one): one for one in self.modules}
+        pairs = zip(self.forward.results, results, strict=True)
+        memo |= {id(example): result for example, result in pairs}
+        return copy.deepcopy(self.made, memo)
+
+
+def kind_of(call: Arguments) -> tuple:
+    """All about a call that a trace depends on, but for what the step reaches by itself."""
+    first = [leaf.first for leaf in call.leaves]
+    types = sorted({one.device.type for one in first} | {"cpu"})
+    at = [id(one) for one in first]
+    return (
+        pytree.tree_structure((call.args, call.kwargs)),
+        tuple(
+            (leaf.name, leaf.dim, _layout(one), at.index(id(one)))
+            for leaf, one in zip(call.leaves, first, strict=True)
+        ),
+        tuple(
+            (name, value) if isinstance(value, SIMPLE) else (name, id(value))
+            for name, value in call.others.items()
+        ),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        hash(frozenset(os.environ.items())),
+    )
+
+
+def _layout(value: torch.Tensor) -> tuple:
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+
+class _Copying(torch.overrides.TorchFunctionMode):
+    """Raises ValueError where a tensor is copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            raise ValueError(
+                "the step returns an object with tensors in it that Pfeife does not find: return "
+                "tensors, or lists, tuples, dicts or dataclasses of them"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def check_rebuilt(made: Any, results: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless what the step returns can be made anew of other tensors."""
+    with _Copying():
+        copy.deepcopy(made, {id(one): None for one in results})
