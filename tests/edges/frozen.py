@@ -212,7 +212,7 @@ def lengthened():
     return step, model
 
 
-@row("the step does something else when it runs a second time on the same data")
+@row("the step changes the list seen, which a traced step cannot")
 def a_list_that_grows():
     run(lengthened)
 
@@ -271,6 +271,28 @@ def a_hook():
 @row()
 def a_hook_through_dynamo():
     hooked("dynamo")
+
+
+@row()
+def a_hook_that_the_first_call_adds():
+    """As transformers collects hidden states: each run of a capture must find what it found."""
+    models = []
+
+    def make():
+        model = net()
+        models.append(model)
+        model.hooked = False
+
+        def step(x):
+            if not model.hooked:
+                model.hooked = True
+                model[0].register_forward_hook(lambda module, args, out: out * 2)
+            return model(x).mean()
+
+        return step, model
+
+    run(make)
+    assert [len(model[0]._forward_hooks) for model in models] == [1, 1]
 
 
 @row()
