@@ -381,6 +381,20 @@ def what_objects_hold():
     assert len(run(scaled(factor), change, calls=7).backend.compiled) == 7
 
 
+@row()
+def what_fails_only_if_it_is_compiled():
+    def factor(model, x):
+        known = None if torch.compiler.is_compiling() else torch.ones(())
+        return known + 1  # as models that make their masks in eager alone
+
+    run(scaled(factor))
+
+
+@row()
+def a_module_that_the_step_converts_to_what_it_is():
+    run(scaled(lambda model, x: model.to(x.dtype)[0].to(x.device).bias.detach().mean()))
+
+
 @row("the step sets requires_grad of model.0.weight")
 def a_part_that_is_frozen():
     def factor(model, x):
