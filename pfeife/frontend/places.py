@@ -119,8 +119,9 @@ class Places:
             return
         if isinstance(value, nn.Module) and root is None:
             root = self.roots[".".join(words)] = value
-        for empty in _empty(value):  # what is put there is seen, as in one with entries
-            self._containers[id(empty)] = empty, words
+        for empty in (value, getattr(value, "__dict__", None)):  # so far
+            if isinstance(empty, dict | list) and not _count(empty):
+                self._containers.setdefault(id(empty), (empty, words))
         for container, key, one, whole in _inside(value):
             said = words if key in _UNSAID or not isinstance(key, str | int) else (*words, str(key))
             if id(container) not in self._containers:
@@ -201,14 +202,6 @@ def _inside(value: Any) -> Iterator[tuple[Container, Any, Any, bool]]:
         yield from _of_class(type(value))
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     yield from ((value, key, getattr(value, key), True) for key in slots if _is_there(value, key))
-
-
-def _empty(value: Any) -> list[Container]:
-    """The dicts and lists of a value that have no entries yet."""
-    plain = isinstance(value, dict | list)
-    attributes = not isinstance(value, types.FunctionType) and hasattr(value, "__dict__")
-    found = [*([value] if plain else []), *([vars(value)] if attributes else [])]
-    return [one for one in found if not _count(one)]
 
 
 def _is_there(value: Any, key: str) -> bool:

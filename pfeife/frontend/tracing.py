@@ -25,6 +25,7 @@ from pfeife.frontend.places import Held, Places, Slot
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
+from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted, user_line
 from pfeife.ir.program import Role
 
@@ -128,18 +129,12 @@ class _Tracer:
         tensors and the state of the generator. Gives the slots in which it has left something, and
         the values of tensors that it has asked for."""
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
-        before = [(one, one.detach().clone()) for one in tensors]
         held, asking = Held(self.places, {}), Asking()
         try:
-            with held, torch.random.fork_rng(devices=_devices()), self.told(), asking:
+            with values_kept(tensors), held, torchs_generators(), self.told(), asking:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
-        finally:
-            with torch.no_grad():
-                for one, value in before:
-                    if _differ(one, value):
-                        one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
@@ -315,14 +310,3 @@ def plain_reason(error: Exception) -> Exception:
 
 class _Asks(ValueError):
     """Raised for a step that asks for the values of tensors."""
-
-
-def _devices() -> list[int]:
-    """The devices whose generators a step may draw from."""
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
-    norm writes its statistics without a new one.)"""
-    return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())
