@@ -119,6 +119,9 @@ class Places:
             return
         if isinstance(value, nn.Module) and root is None:
             root = self.roots[".".join(words)] = value
+        for empty in (value, getattr(value, "__dict__", None)):  # so far
+            if isinstance(empty, dict | list) and not _count(empty):
+                self._containers.setdefault(id(empty), (empty, words))
         for container, key, one, whole in _inside(value):
             said = words if key in _UNSAID or not isinstance(key, str | int) else (*words, str(key))
             if id(container) not in self._containers:

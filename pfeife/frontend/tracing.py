@@ -5,10 +5,9 @@ tensor just run, and AOTAutograd records the operations. That is sound only as f
 steers it: two runs must do the same, and what the step reaches (`places`) must be as it was.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -26,21 +25,33 @@ from pfeife.frontend.places import Held, Places, Slot
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
+from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted, user_line
 from pfeife.ir.program import Role
 
 Step = Callable[..., Any]
+Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
 
 
 def traced(step: Step, call: Arguments) -> Traced:
     """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
-    gets those of that microbatch, see `answers`.
+    gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
+    many from asking for values; one that fails so, but not in eager, is traced without.
 
     Raises ValueError, with the line of the step, for one that does something else in a second run,
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
-    tracer, left = _Tracer(step, call), frozenset[Slot]()
+    try:
+        return _traced(step, call, _torch.said_to_compile)
+    except ValueError as error:
+        if error.__cause__ is None:  # it is refused for what it does, not since it has failed
+            raise
+        return _traced(step, call, nullcontext)
+
+
+def _traced(step: Step, call: Arguments, told: Told) -> Traced:
+    tracer, left = _Tracer(step, call, told), frozenset[Slot]()
     try:
         first = tracer.run()
     except _Asks:
@@ -49,24 +60,23 @@ def traced(step: Step, call: Arguments) -> Traced:
         return tracer.traced(first, left)
     left, noted = tracer.warm()  # perhaps what a first call alone does: caches, hooks
     try:
-        return _again(step, call, Known(noted), left)
+        return _again(_Tracer(step, call, told, Known(noted)), left)
     except ValueError:
         if noted:
-            with contextlib.suppress(ValueError):
-                return _again(step, call, Known(noted, pinned=True), left)
+            with suppress(ValueError):
+                return _again(_Tracer(step, call, told, Known(noted, pinned=True)), left)
         raise
 
 
-def _again(step: Step, call: Arguments, known: Known, left: frozenset[Slot]) -> Traced:
-    tracer = _Tracer(step, call, known)
+def _again(tracer: "_Tracer", left: frozenset[Slot]) -> Traced:
     return tracer.traced(tracer.run(), left)
 
 
 class _Tracer:
     """Runs of a step on a call's first microbatch."""
 
-    def __init__(self, step: Step, call: Arguments, known: Known | None = None):
-        self.step, self.call, self.known = step, call, known or Known()
+    def __init__(self, step: Step, call: Arguments, told: Told, known: Known | None = None):
+        self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
         fakes = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
@@ -104,7 +114,7 @@ class _Tracer:
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
-        run = (held, self.mode, symbols, seen, _torch.said_to_compile(), told)
+        run = (held, self.mode, symbols, seen, self.told(), told)
         with ExitStack() as stack, reading() as opened:
             for one in run:
                 stack.enter_context(one)
@@ -120,26 +130,21 @@ class _Tracer:
 
     def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
-        with _torch.eager_stance(), _torch.extremes() if traced else nullcontext():
+        numbers = _torch.extremes() if traced else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), numbers:
             return self.step(*args, **kwargs)
 
     def warm(self) -> tuple[frozenset[Slot], Noted]:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
         tensors and the state of the generator. Gives the slots in which it has left something, and
-        the values of tensors that it has asked for."""
+        what data have decided."""
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
-        before = [(one, one.detach().clone()) for one in tensors]
         held, noting = Held(self.places, {}), Noting()
         try:
-            with held, torch.random.fork_rng(devices=_devices()), _torch.said_to_compile(), noting:
+            with values_kept(tensors), held, torchs_generators(), self.told(), noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
-        finally:
-            with torch.no_grad():
-                for one, value in before:
-                    if _differ(one, value):
-                        one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
@@ -263,6 +268,12 @@ class _Tracer:
             flags=flags,
         )
 
+    @contextmanager
+    def _as_traced(self, told: Answering) -> Iterator[None]:
+        """While AOTAutograd runs the step, as it ran on fake tensors."""
+        with self.told(), noted(self.paths), told:
+            yield
+
     def _forward(
         self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot], asked: int
     ) -> Callable[..., list[torch.Tensor]]:
@@ -276,7 +287,7 @@ class _Tracer:
             held, told = Held(self.places, given), Answering(self.mode, self.known)
             traced = fx.traceback.has_preserved_node_meta()
             try:
-                with held, noted(self.paths), told if traced else nullcontext():
+                with held, self._as_traced(told) if traced else nullcontext():
                     result = self._called(batch, traced)
             except Exception as error:
                 if not traced:  # eager's own
@@ -310,14 +321,3 @@ def plain_reason(error: Exception) -> Exception:
 
 class _Asks(ValueError):
     """Raised for a step that asks for the values of tensors."""
-
-
-def _devices() -> list[int]:
-    """The devices whose generators a step may draw from."""
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
-    norm writes its statistics without a new one.)"""
-    return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())
