@@ -94,7 +94,9 @@ def _causes(rows: Sequence[Row]) -> list[list[Any]]:
 
 def _first_line(cause: str) -> str:
     """Without where packages lie on this machine."""
-    return re.sub(r'(["`])[^"`]*/(site-packages|coverage_models)/', r"\1", cause.strip().split("\n")[0])
+    return re.sub(
+        r'(["`])[^"`]*/(site-packages|coverage_models)/', r"\1", cause.strip().split("\n")[0]
+    )
 
 
 def _line(row: Row) -> list[Any]:
