@@ -162,7 +162,7 @@ def branch_on_a_size(model, x):
     """As models ask whether there are labels at all."""
     y, chosen = model(x), (x[:, 0] > -5).nonzero()
     if chosen.size(0) > 0:
-        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).sum()
+        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).mean()
     return torch.zeros(())
 
 
@@ -173,7 +173,7 @@ def turns(model, x):
     for kind in kinds.any(1).nonzero():
         (rows,) = torch.where(kinds[kind[0]] & (x[:, 0] > 0))
         found = found.index_add(0, rows, y[rows])
-    return found.sum()
+    return found.mean()
 
 
 def made(loss):
