@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.data_writes import WritingData, check_writes
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import leaves_of
 from pfeife.ir.program import returned
@@ -45,8 +46,9 @@ def dynamo_forward(module: fx.GraphModule) -> Forward:
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     arguments = tuple(node.meta.get("example_value") for node in nodes)
     results = tuple(node.meta.get("example_value") for node in returned(module))
+    check_writes(module)
     return Forward(
-        lambda *values: fx.Interpreter(module).run(*values), arguments, results, leaves_of(module)
+        lambda *values: WritingData(module).run(*values), arguments, results, leaves_of(module)
     )
 
 
