@@ -20,6 +20,7 @@ from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
+from pfeife.frontend.first_call import Draws
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
 from pfeife.frontend.places import Held, Places, Slot
@@ -281,6 +282,8 @@ class _Tracer:
             try:
                 with held, self._as_traced(told) if traced else nullcontext():
                     result = self._called(batch)
+            except Draws:  # it cannot be compared, and need not be
+                raise
             except Exception as error:
                 raise plain_reason(error) from error
             found = list(tensors_in(result))
