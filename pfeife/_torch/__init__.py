@@ -2,10 +2,11 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph), then `sizes` and `questions` (what only data tell); `recurrent`, `tensors`, `gloo` and
-`trace` are about what their names say.
+joint graph), then `sizes` and `questions` (what only data tell); `recurrent`,
+`speech`, `tensors`, `gloo` and `trace` are about what their names say.
 """
 
+from pfeife._torch import speech as speech
 from pfeife._torch.aot import (
     BufferAOTInput,
     GradAOTOutput,

@@ -30,8 +30,15 @@ def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None
     runs = Runs(step, captured, args)
     values = runs.part(_count(runs) - 1)
     try:
-        expected = _by_eager(runs, values)
         found = _by_program(captured.program, runs, values)
+        wrong = [at for at, name in enumerate(captured.flags) if found[name]]
+        if wrong:
+            raise ValueError(
+                "the step was traced on the first microbatch of a call, and does something else on "
+                f"the last one: {step.asked[wrong[0]]} asks for the value of a tensor; compute it "
+                "with tensors (torch.where)"
+            )
+        expected = _by_eager(runs, values)
     except Draws as draws:
         log.debug("a traced step is not checked, since it draws by %s", draws)
         return
