@@ -114,8 +114,6 @@ MODELS = {
     "marian": translator("marian", BART),
     "pegasus": translator("pegasus", BART),
     "blenderbot": translator("blenderbot", BART),
-    "fsmt": translator("fsmt", BART | {
-        "langs": ["a", "b"], "src_vocab_size": WORDS, "tgt_vocab_size": WORDS}),
     "m2m_100": translator("m2m_100", BART),
     "led": translator("led", BART | {"attention_window": 4, "max_encoder_position_embeddings": 32,
                                      "max_decoder_position_embeddings": 32}),
