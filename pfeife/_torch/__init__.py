@@ -2,7 +2,8 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
+joint graph), and `surroundings` (what that depends on); `recurrent`, `tensors`, `sizes`, `gloo` and
+`trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -47,12 +48,15 @@ from pfeife._torch.sizes import (
     without_symbols,
 )
 from pfeife._torch.sources import placeholder_source, source_value, source_words
+from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs, surroundings
 from pfeife._torch.tensors import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     asks_for_values,
+    fake_tensor,
     hooks_of,
     is_shared,
     leaf_dims,
@@ -67,6 +71,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -82,6 +87,7 @@ __all__ = [
     "compilation",
     "draws_by_numpy",
     "eager_stance",
+    "fake_tensor",
     "flop_formulas",
     "forgetting_symbols",
     "frame",
@@ -94,9 +100,12 @@ __all__ = [
     "inductor",
     "is_drawn",
     "is_dynamo_error",
+    "is_higher_order",
     "is_last_compilation",
     "is_limit_of_compilations",
+    "is_operation",
     "is_shared",
+    "is_torchs",
     "joint_graph",
     "leaf_dims",
     "marked_dims",
@@ -108,6 +117,7 @@ __all__ = [
     "said_to_compile",
     "source_value",
     "source_words",
+    "surroundings",
     "symbolic_mode",
     "trace_artifact",
     "who_compiles",

@@ -46,7 +46,11 @@ def dynamo_forward(module: fx.GraphModule) -> Forward:
     arguments = tuple(node.meta.get("example_value") for node in nodes)
     results = tuple(node.meta.get("example_value") for node in returned(module))
     return Forward(
-        lambda *values: fx.Interpreter(module).run(*values), arguments, results, leaves_of(module)
+        lambda *values: fx.Interpreter(module).run(*values),
+        arguments,
+        results,
+        leaves_of(module),
+        graph=module,
     )
 
 
