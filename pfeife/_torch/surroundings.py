@@ -50,8 +50,11 @@ def is_torchs(function: Any) -> bool:
     if isinstance(function, types.FunctionType):
         return function.__code__.co_filename.startswith(_HOME)
     kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-    home = (getattr(function, "__module__", None) or "torch").split(".")[0]
-    return isinstance(function, kinds) and home in ("torch", "_operator", "math", "builtins")
+    if not isinstance(function, kinds):
+        return False
+    owner = getattr(function, "__self__", None) or getattr(function, "__objclass__", None)
+    home = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return home.split(".")[0] in ("torch", "_operator", "math", "builtins")
 
 
 def is_operation(target: Any) -> bool:

@@ -56,7 +56,7 @@ def _lines(asked: Traceable) -> Iterator[str]:
         raise ValueError("the step is traced as it runs, and that is the only way to know it")
     devices = {a.example.device for a in asked.arguments if isinstance(a.example, torch.Tensor)}
     yield f"format {FORMAT}"
-    yield _sources()
+    yield f"pfeife {sources(Path(__file__).parent.parent)}"
     yield from _torch.surroundings(sorted(devices, key=str))
     for one in asked.arguments:
         yield spelled([one.name, one.role and one.role.value, one.names, one.batch_dim])
@@ -117,10 +117,9 @@ def _function(target: Any) -> str:
 
 
 @functools.cache
-def _sources() -> str:
-    """A digest of this package's own code: while it is worked on, versions stay."""
+def sources(home: Path) -> str:
+    """A digest of the code in a folder, ours: while that is worked on, versions stay."""
     found = hashlib.sha256()
-    home = Path(__file__).parent.parent
     for path in sorted(home.rglob("*.py")):
         found.update(f"{path.relative_to(home)}\0".encode() + path.read_bytes() + b"\0")
-    return f"pfeife {found.hexdigest()}"
+    return found.hexdigest()

@@ -127,6 +127,8 @@ class Porter:
 
     def _copy(self, node: fx.Node) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
+        for said in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
+            copied.meta.pop(said, None)
         stack = copied.meta["module_stack"] = _module_stack(node, self.asked.roots)
         copied.meta["module_path"] = stack[-1][0] if stack else ""
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):

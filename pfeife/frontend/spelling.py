@@ -15,7 +15,7 @@ null, true, 3, "mean"           None, a bool, an int, a str
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +45,6 @@ _NAMES = {function: name for name, function in FUNCTIONS.items()}
 def spelled(value: Any) -> str:
     """A value as text. Raises ValueError for what has no spelling."""
     return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
-
-
-def read(
-    text: str,
-    nodes: Mapping[str, fx.Node] | None = None,
-    mode: _torch.FakeTensorMode | None = None,
-) -> Any:
-    """The value that a text spells, which may name some `nodes`; fake tensors are made in `mode`.
-    Raises ValueError for any other text."""
-    try:
-        return _Reader(nodes or {}, mode).value(json.loads(text))
-    except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"{text[:80]} spells no value: {error!r}") from None
 
 
 def target_name(target: Any) -> str:
@@ -157,20 +144,42 @@ def _tensor(value: torch.Tensor) -> list[Any]:
     ]
 
 
-class _Reader:
-    """Reads values. Its errors may be those of wrong types; `read` says them as ValueErrors."""
+class Reader:
+    """Reads texts, by their numbers: `nodes` are those that they may name, and fake tensors are
+    made in `mode`. What cannot be changed is read once."""
 
-    def __init__(self, nodes: Mapping[str, fx.Node], mode: _torch.FakeTensorMode | None):
-        self.nodes, self.mode = nodes, mode
+    def __init__(
+        self, texts: Sequence[str], nodes: Mapping[str, fx.Node], mode: _torch.FakeTensorMode
+    ):
+        self.texts, self.nodes, self.mode = texts, nodes, mode
+        self.known: dict[int, Any] = {}
+        self.once = True
+
+    def __call__(self, at: int) -> Any:
+        """The value that a text spells. Raises ValueError for any other text."""
+        if at in self.known:
+            return self.known[at]
+        if not 0 <= at < len(self.texts):
+            raise ValueError(f"there is no text {at}")
+        self.once = True
+        try:
+            found = self.value(json.loads(self.texts[at]))
+        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{self.texts[at][:80]} spells no value: {error!r}") from None
+        if self.once:
+            self.known[at] = found
+        return found
 
     def value(self, data: Any) -> Any:
         if data is None or type(data) in (bool, int, str):
             return data
         if type(data) is list:
+            self.once = False
             return [self.value(one) for one in data]
         if type(data) is not dict or len(data) != 1:
             raise ValueError(f"{_short(data)} spells no value")
         ((kind, inside),) = data.items()
+        self.once = self.once and kind not in ("dict", "node", "value")
         reader = getattr(self, f"of_{kind}", None)
         if kind not in _KINDS or reader is None:
             raise ValueError(f"{_short(kind)} is no kind of value")
@@ -213,7 +222,6 @@ class _Reader:
         numbers = [*_of(list, shape), *_of(list, stride), offset]
         if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{_short(inside)} is no tensor")
-        assert self.mode is not None
         kind, where = dtype_of(_of(str, dtype)), self.of_device(device)
         found = _torch.fake_tensor(self.mode, kind, where, shape, stride, offset)
         return found.requires_grad_(_of(bool, asks))

@@ -5,6 +5,7 @@ do with gradients, and what the user has annotated.
 """
 
 import base64
+import keyword
 import re
 from typing import Any
 
@@ -17,12 +18,13 @@ from pfeife.frontend import spelling
 from pfeife.ir.program import Port, Program, Role, returned
 from pfeife.ir.verify import verify
 
-KEPT = (
-    *("val", "stack_trace", "module_stack", "module_path", "custom"),
-    *("partitioner_tag", "seq_nr", "is_gradient_acc", "sized_by_data"),
-)
+KEPT: dict[str, type] = {
+    **{"val": object, "stack_trace": str, "module_stack": tuple, "module_path": str},
+    **{"custom": dict, "partitioner_tag": str, "seq_nr": int},
+    **{"is_gradient_acc": bool, "sized_by_data": bool},
+}
 MOST_BYTES = 2**20  # of a constant
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # fx writes names into code
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OPS = ("placeholder", "get_attr", "call_function")
 
 
@@ -75,6 +77,11 @@ class StoredProgram:
     constants: tuple[Constant, ...]
 
 
+def _is_name(text: str) -> bool:
+    """Whether a text may stand in the code that fx writes for a graph."""
+    return bool(_NAME.fullmatch(text)) and not keyword.iskeyword(text)
+
+
 def store(program: Program, key: str) -> StoredProgram:
     """A flat program as data. Raises ValueError for one with something in it that has no spelling:
     an operation of others, a graph within the graph, a large constant."""
@@ -100,26 +107,22 @@ def store(program: Program, key: str) -> StoredProgram:
 def restore(stored: StoredProgram) -> Program:
     """The program that was stored. Raises ValueError for data that are none, whoever has made
     them: nothing of them is run."""
-    mode = _torch.symbolic_mode()
     graph, here = fx.Graph(), dict[str, fx.Node]()
-
-    def value(at: int) -> Any:
-        if not 0 <= at < len(stored.texts):
-            raise ValueError(f"there is no text {at}")
-        return spelling.read(stored.texts[at], here, mode)
-
+    value = spelling.Reader(stored.texts, here, _torch.symbolic_mode())
     for one in stored.nodes:
         here[one.name] = _restored(one, graph, value)
-    graph.output(value(stored.result))
+    results = value(stored.result)
+    if type(results) is not dict or not all(isinstance(n, fx.Node) for n in results.values()):
+        raise ValueError("the graph does not return nodes by their names")
+    graph.output(results)
     holder = nn.Module()
     for constant in stored.constants:
-        if not _NAME.fullmatch(constant.name) or hasattr(holder, constant.name):
+        if not _is_name(constant.name) or hasattr(holder, constant.name):
             raise ValueError(f"a constant is called {constant.name[:80]!r}")
         setattr(holder, constant.name, _tensor(constant))
     known = {constant.name for constant in stored.constants}
-    for node in graph.nodes:
-        if node.op == "get_attr" and node.target not in known:
-            raise ValueError(f"there is no constant {node.target}")
+    if known != {node.target for node in graph.nodes if node.op == "get_attr"}:
+        raise ValueError(f"the constants are {sorted(known)}"[:200])
     module = fx.GraphModule(holder, graph)
     inputs, outputs = (tuple(map(_restored_port, p)) for p in (stored.inputs, stored.outputs))
     return verify(Program(module, inputs, outputs))
@@ -129,26 +132,30 @@ def _stored(node: fx.Node, text: Any) -> StoredNode:
     if node.op not in _OPS or node.type is not None:
         raise ValueError(f"the graph has the node {node.format_node()}")
     called = node.op == "call_function"
-    meta = {name: text(node.meta[name]) for name in KEPT if name in node.meta}
+    said = {name: node.meta[name] for name in KEPT if name in node.meta}
+    meta = {name: text(one) for name, one in said.items() if one is not None or name == "val"}
     target = spelling.target_name(node.target) if called else str(node.target)
     return StoredNode(node.name, node.op, target, text(node.args), text(node.kwargs), meta)
 
 
-def _restored(one: StoredNode, graph: fx.Graph, value: Any) -> fx.Node:
+def _restored(one: StoredNode, graph: fx.Graph, value: spelling.Reader) -> fx.Node:
     """A node, at the end of a graph."""
-    called = one.op == "call_function"
-    if one.op not in _OPS or not (called or _NAME.fullmatch(one.target)):
-        raise ValueError(f"{one.name[:80]} is a node of {one.op[:80]} {one.target[:80]}")
     args, kwargs = value(one.args), value(one.kwargs)
-    if not _NAME.fullmatch(one.name) or type(args) is not tuple or type(kwargs) is not dict:
-        raise ValueError(f"{one.name[:80]} is no node")
-    if not all(map(_NAME.fullmatch, kwargs)) or not set(one.meta) <= set(KEPT):
-        raise ValueError(f"{one.name} has {[*kwargs, *one.meta]}"[:200])
+    called = one.op == "call_function"
     target: Any = spelling.function_of(one.target) if called else one.target
+    if one.op not in _OPS or not (called or _is_name(target)):
+        raise ValueError(f"{one.name[:80]} is a node of {one.op[:80]} {one.target[:80]}")
+    if type(args) is not tuple or type(kwargs) is not dict or not all(map(_is_name, kwargs)):
+        raise ValueError(f"{one.name[:80]} is no node")
+    meta = {name: value(at) for name, at in one.meta.items()}
+    if not all(isinstance(said, KEPT.get(name, ())) for name, said in meta.items()):
+        raise ValueError(f"{one.name[:80]} says of itself {[*meta]}"[:200])
+    if not _is_name(one.name) or (one.op == "placeholder" and one.target != one.name):
+        raise ValueError(f"a node may not be called {one.name[:80]}")
     node = graph.create_node(one.op, target, args, kwargs, name=one.name)
     if node.name != one.name:
         raise ValueError(f"a node may not be called {one.name}")
-    node.meta = {name: value(at) for name, at in one.meta.items()}
+    node.meta = meta
     return node
 
 
@@ -161,7 +168,7 @@ def _port(port: Port) -> StoredPort:
 
 
 def _restored_port(one: StoredPort) -> Port:
-    if not _NAME.fullmatch(one.name) or not one.names or min(one.shape, default=0) < 0:
+    if not _is_name(one.name) or not one.names or min(one.shape, default=0) < 0:
         raise ValueError(f"{one.name[:80]} is no port")
     dtype, device = spelling.dtype_of(one.dtype), spelling.device_of(one.device)
     return Port(one.name, one.role, one.names, one.shape, dtype, device, one.batch_dim)
