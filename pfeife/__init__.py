@@ -1,6 +1,7 @@
 """Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
 
 from pfeife import backend
+from pfeife.backend.explain import Explanation, explain
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
 from pfeife.data.machine import Machine, Mesh
@@ -31,6 +32,7 @@ __all__ = [
     "Action",
     "Call",
     "Costs",
+    "Explanation",
     "Family",
     "Kind",
     "Machine",
@@ -53,6 +55,7 @@ __all__ = [
     "compose",
     "dp_wrap",
     "evaluate",
+    "explain",
     "full_state_dict",
     "fuse",
     "insert_send_recv",

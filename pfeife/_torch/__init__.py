@@ -2,8 +2,8 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph), and `surroundings` (what that depends on); `recurrent`, `tensors`, `sizes`, `gloo` and
-`trace` are about what their names say.
+joint graph) and `surroundings` (what that depends on), then `sizes` and `questions` (what only
+data tell); `recurrent`, `tensors`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -28,10 +28,12 @@ from pfeife._torch.dynamo import (
     frame_arguments,
     frame_name,
     graph_break,
+    guards,
     is_drawn,
     is_dynamo_error,
     is_last_compilation,
     is_limit_of_compilations,
+    named_graphs,
     numbers_of,
     said_to_compile,
     who_compiles,
@@ -39,12 +41,23 @@ from pfeife._torch.dynamo import (
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.questions import (
+    as_answer,
+    as_number,
+    computed,
+    extremes,
+    is_decided_by_data,
+    sizes_and_numbers,
+    symbol_of,
+    symbolic_mode,
+    telling,
+    value_of,
+)
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
 from pfeife._torch.sizes import (
     forgetting_symbols,
     order_of_facts,
-    symbolic_mode,
     without_symbols,
 )
 from pfeife._torch.sources import placeholder_source, source_value, source_words
@@ -56,6 +69,7 @@ from pfeife._torch.tensors import (
     OpOverload,
     TorchDispatchMode,
     asks_for_values,
+    converting_others,
     fake_tensor,
     hooks_of,
     is_shared,
@@ -77,7 +91,9 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "as_answer",
     "as_captured",
+    "as_number",
     "asks_for_values",
     "assigned",
     "assigned_constants",
@@ -85,8 +101,11 @@ __all__ = [
     "broken_guard",
     "changed_attributes",
     "compilation",
+    "computed",
+    "converting_others",
     "draws_by_numpy",
     "eager_stance",
+    "extremes",
     "fake_tensor",
     "flop_formulas",
     "forgetting_symbols",
@@ -96,8 +115,10 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "graph_break",
+    "guards",
     "hooks_of",
     "inductor",
+    "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
     "is_higher_order",
@@ -109,17 +130,22 @@ __all__ = [
     "joint_graph",
     "leaf_dims",
     "marked_dims",
+    "named_graphs",
     "no_autocast",
     "numbers_of",
     "order_of_facts",
     "placeholder_source",
     "result_paths",
     "said_to_compile",
+    "sizes_and_numbers",
     "source_value",
     "source_words",
     "surroundings",
+    "symbol_of",
     "symbolic_mode",
+    "telling",
     "trace_artifact",
+    "value_of",
     "who_compiles",
     "whole_graph",
     "willing",

@@ -42,6 +42,16 @@ def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callab
     return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
 
 
+def named_graphs(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The step compiled as `torch.compile(step, backend=..., dynamic=True)` does, apart from what
+    else is compiled of it where torch can (from 2.13 on)."""
+    apart: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        apart["isolate_recompiles"] = True
+    made: Callable[..., Any] = torch.compile(step, backend=backend, dynamic=True, **apart)
+    return made
+
+
 @contextlib.contextmanager
 def said_to_compile() -> Iterator[None]:
     """While `torch.compiler.is_compiling()` says so, as it does for Dynamo and torch.export: models
@@ -83,6 +93,19 @@ def assumed_values() -> set[str]:
                 name = source.base.name
                 found.add(str(name() if callable(name) else name))
     return found
+
+
+def guards() -> list[tuple[str, str]]:
+    """What the frame that Dynamo compiles right now is compiled for: kinds of guards, and what is
+    guarded. The account of guards has no public form; if it moves: an empty list, and
+    `pfeife.explain` does not name them."""
+    found = translator().output.guards
+    return sorted({(one.create_fn_name(), _source_of(one)) for one in found})
+
+
+def _source_of(guard: Any) -> str:
+    name = guard.name
+    return str(name() if callable(name) else name)
 
 
 def draws_by_numpy(target: Any) -> bool:

@@ -1,9 +1,12 @@
 """Tensors: those without storage, what looks at them, who shares them."""
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 # One of torch's operations for one set of arguments. If it moves: the type of
 # `torch.ops.aten.add.Tensor`.
@@ -30,6 +33,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "asks_for_values",
+    "converting_others",
     "fake_tensor",
     "hooks_of",
     "is_shared",
@@ -92,9 +96,32 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
     return dims
 
 
+@contextlib.contextmanager
+def converting_others() -> Iterator[None]:
+    """While `module.to(dtype)` and the like leave a module alone whose tensors are so already, as
+    routers say in their forward: torch swaps fake tensors even then, and fails. All conversions go
+    through this method; if it moves, such a step cannot be traced."""
+    original = nn.Module._apply
+
+    def applied(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        values = [*module._parameters.values(), *module._buffers.values()]
+        with torch.no_grad():
+            same = all(one is None or function(one) is one for one in values)
+        return module if same else original(module, function, recurse=False)
+
+    nn.Module._apply = applied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
 def asks_for_values(error: BaseException) -> bool:
-    """Whether tensors without storage were asked for their values. The classes have no public
-    names; if they move: the error is said in torch's own words."""
+    """Whether tensors without storage were asked for their values, or symbols were given where only
+    numbers are taken. The classes have no public names; if they move: the error is said in torch's
+    own words."""
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -103,4 +130,5 @@ def asks_for_values(error: BaseException) -> bool:
         DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
     )
-    return isinstance(error, kinds)
+    takes_no_symbol = isinstance(error, TypeError) and re.search(r"\bSym(Int|Float)\b", str(error))
+    return isinstance(error, kinds) or bool(takes_no_symbol)

@@ -12,6 +12,7 @@ from pfeife.data import plain
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
+from pfeife.frontend.captured import Premise
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Recorded
 
@@ -28,6 +29,11 @@ class Artifacts:
     def program(self, name: str, program: Program) -> None:
         """A program of any level: its calls with ranks and seconds, its ports, graph and bodies."""
         self._add(name, functools.partial(_text, program))
+
+    def premises(self, premises: Sequence[Premise]) -> None:
+        """What a traced step takes for granted, a line each."""
+        if premises:
+            self._add("premises", lambda: "\n".join(map(str, premises)))
 
     def history(self, history: Sequence[Recorded]) -> None:
         """What every pass that changed something has made, by the pass's name."""

@@ -123,7 +123,7 @@ class _Build:
         program = captured.program
         several = self.options.microbatches > 1
         if several and captured.warning() and not (self.world and self.world.rank):
-            log.warning(captured.warning())
+            self.show.log.warning(captured.warning())
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
@@ -164,6 +164,7 @@ class _Build:
                 if options.check and not known and captured.door == "trace":
                     check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
+                self.artifacts.premises(captured.premises)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:

@@ -51,17 +51,20 @@ class Backend:
         try:
             if _torch.is_last_compilation():
                 raise compiled_too_often()
-            name, broken = _torch.frame_name(), _torch.graph_break()
-            if broken:
-                if broken[0] or self.broken is None:
-                    self.broken = broken[0] or "it goes on after another graph", broken[1]
-                piece = Piece(module, examples, self.rows)
-                steps: Steps = PieceSteps(self, piece, name, self.broken)
-            else:
-                steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
+            steps = self.steps(module, examples)
         except Exception as error:
             return _raising(error)
         return lambda *args: steps(args)
+
+    def steps(self, module: fx.GraphModule, examples: Sequence[Any]) -> Steps:
+        """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs
+        do."""
+        name, broken = _torch.frame_name(), _torch.graph_break()
+        if not broken:
+            return Steps(self, BatchedGraph(module, examples, self.losses), name)
+        if broken[0] or self.broken is None:
+            self.broken = broken[0] or "it goes on after another graph", broken[1]
+        return PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

@@ -113,21 +113,34 @@ class PieceSteps(Steps):
         tensors = {a.names[0]: one for a, one in pairs if isinstance(one, torch.Tensor)}
         return bool(world.differing(tensors))
 
+    def explained(self, args: Sequence[Any], show: Shown) -> Part:
+        """What would become of the graph in one process, at a call with these arguments."""
+        try:
+            return self._part(self.build(args, self.backend.options, show))
+        except _RunsWhole as refused:
+            return self._whole(args, str(refused))
+
     def _summary(self, compiled: Compiled) -> str:
+        return self._noted(self._part(compiled), compiled.summary)
+
+    def _part(self, compiled: Compiled) -> Part:
         cut, asked = compiled.microbatches, self.backend.options.microbatches
         instead = "runs on one rank" if compiled.program.units == 1 else ""
         if cut < asked:
             instead = "is not cut into microbatches"
         because = f"{instead}, since {self.why}" if instead and self.why else instead
-        return self._noted(Part(because, compiled.seconds, self.broken), compiled.summary)
+        return Part(because, compiled.seconds, self.broken)
 
-    def _note_whole(self, args: Sequence[Any], why: str) -> None:
-        """Says that the graph runs as it is; its seconds are estimated once."""
-        world, known = world_so_far(), self.parts.found.get(self)
+    def _whole(self, args: Sequence[Any], why: str) -> Part:
+        """Of a graph that runs as it is; its seconds are estimated once."""
+        known = self.parts.found.get(self)
         options = _one_microbatch(self.backend.options)
         builder = attrs.evolve(self.backend.builder, options=options)
         seconds = known.seconds if known else builder.seconds(self.piece, args, self.artifacts)
-        said = self._noted(Part(f"runs whole, since {why}", seconds, self.broken), "")
+        return Part(f"runs whole, since {why}", seconds, self.broken)
+
+    def _note_whole(self, args: Sequence[Any], why: str) -> None:
+        world, said = world_so_far(), self._noted(self._whole(args, why), "")
         show = shown(log, progress=False, rank=world.rank if world else 0)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, said)
 

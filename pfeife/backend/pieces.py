@@ -220,6 +220,13 @@ class Part:
     broken: tuple[str, str]
 
 
+def share_of(parts: Iterable[Part]) -> float:
+    """How much of the known time of some graphs is pipelined, from 0 to 1."""
+    seconds = [(not one.instead, one.seconds or 0.0) for one in parts]
+    total = sum(each for _, each in seconds)
+    return sum(each for piped, each in seconds if piped) / total if total else 0.0
+
+
 class Parts:
     """What became of the graphs of a broken step, by whoever runs them."""
 
@@ -251,9 +258,7 @@ class Parts:
 
     def share(self) -> float:
         """How much of the time of the graphs so far is pipelined."""
-        seconds = [(not one.instead, one.seconds or 0.0) for one in self.found.values()]
-        total = sum(each for _, each in seconds)
-        return sum(each for piped, each in seconds if piped) / total if total else 0.0
+        return share_of(self.found.values())
 
     @property
     def summary(self) -> str:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -16,16 +16,17 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
-from pfeife.backend.options import Capture
+from pfeife.backend.options import Capture, Options
 from pfeife.backend.steps import Steps
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
+from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.places import contents_of
 from pfeife.frontend.tracing import Traced, traced
-from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import PipelineError, Refusal
 
@@ -59,7 +60,7 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
     if any(is_one(function_of(step)) for is_one in kinds):
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
-    compiled = _Step(step, in_dims, backend(**options))
+    compiled = Step(step, in_dims, backend(**options))
 
     @functools.wraps(step)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
     return run
 
 
-class _Step:
+class Step:
     """A step and what has been compiled of it. One call at a time: other threads wait."""
 
     def __init__(self, step: Callable[..., Any], in_dims: Any, backend: Backend):
@@ -80,12 +81,15 @@ class _Step:
         self.cutter = Cutter(
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
-        self.dynamo = _torch.whole_graph(step, self._graph)
+        self.dynamo = _torch.whole_graph(step, self.graph)
         self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
+        self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
+        self.told: Door | None = None  # what the log knows
         self.unsettled: tuple[str, Inputs] | None = None  # of a graph whose step sets numbers
         self.traced: list[tuple[Traced, Steps]] = []  # what was used last is the last
         self.name = self.cutter.name
+        self.asked: Door | Literal["batch"] = "batch"  # what a call has been refused by
         self.lock = threading.RLock()
         self.call: Arguments | None = None
         self.reached = False
@@ -95,16 +99,16 @@ class _Step:
             world = join_world(self._device(args, kwargs), self.backend.options.timeout)
             busy = world.building("a call of a compiled step") if world else None
             with busy or contextlib.nullcontext():
-                result, error = self._attempt(args, kwargs, world)
+                result, error = self.attempt(args, kwargs, world)
         if error is not None:
             raise error
         return result
 
-    def _attempt(
+    def attempt(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
     ) -> tuple[Any, Exception | None]:
         """The result of a call, or an error that all ranks know of. Raises all other errors."""
-        self.reached = False
+        self.reached, self.asked = False, "batch"
         try:
             call = self.call = self.cutter(args, kwargs)
             return self._checked(call, self._result(call)), None
@@ -126,29 +130,37 @@ class _Step:
 
     def _result(self, call: Arguments) -> Any:
         """What the step returns, through the door that takes it."""
-        if self.door != "trace":
-            try:
-                return self._by_dynamo(call)
-            except (Refusal, PipelineError, _NotReached):
+        if self.door == "trace":
+            return self._told("trace", self._by_trace(call))
+        try:
+            return self._told("dynamo", self._by_dynamo(call))
+        except (Refusal, PipelineError, _NotReached):
+            raise
+        except Exception as error:
+            if self.reached or self.door == "dynamo":
                 raise
-            except Exception as error:
-                if self.reached or self.door == "dynamo":
-                    raise
-                found = plain_error(error)
-            try:
-                result = self._by_trace(call)
-            except Exception as error:
-                if self.reached:
-                    raise
-                raise _neither(found, error) from error
-            log.info("%s is traced as it runs, since %s", self.name, found)
-            self.door = "trace"
-            return result
-        return self._by_trace(call)
+            self.refused = plain_error(error)
+        try:
+            result = self._by_trace(call)
+        except Exception as error:
+            if self.reached:
+                raise
+            raise neither(self.refused, error) from error
+        self.door = "trace"
+        return self._told("trace", result)
+
+    def _told(self, door: Door, result: Any) -> Any:
+        """The result; the log is told once how the step is captured."""
+        if self.told != door:
+            self.told, world = door, world_so_far()
+            level = logging.DEBUG if world and world.rank else logging.INFO
+            log.log(level, "%s", taken(self.name, door, self.refused))
+        return result
 
     def _by_dynamo(self, call: Arguments) -> Any:
+        self.asked = "dynamo"
         if any(contents_of(hooks) != before for hooks, before in self.hooks.values()):
-            self.dynamo, self.hooks = _torch.whole_graph(self.step, self._graph), {}
+            self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph), {}
         with _torch.willing(PROGRAMS):
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None
@@ -164,7 +176,7 @@ class _Step:
 
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it."""
-        broken = "nothing was traced"
+        self.asked, broken = "trace", "nothing was traced"
         for at in reversed(range(len(self.traced))):
             broken = self.traced[at][0].broken(call)
             if not broken:
@@ -195,7 +207,7 @@ class _Step:
 
         frame = getattr(function_of(self.step), "__code__", type(self.step))
         losses = Losses(found.forward, self.backend.losses, frame)
-        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace")
+        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace", found.premises)
         return found, Steps(self.backend, graph, self.name)
 
     def _run(self, steps: Steps, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -205,9 +217,13 @@ class _Step:
         options = self.backend.options
         if self.call.microbatches != options.microbatches:  # of a smaller batch
             options = attrs.evolve(options, microbatches=self.call.microbatches)
+        return self.run(steps, values, options)
+
+    def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
+        """The results of a call of what was built, or is built for it."""
         return steps(values, options)
 
-    def _graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
         forward = dynamo_forward(module)
@@ -274,13 +290,6 @@ class _Step:
 
 class _NotReached(ValueError):
     """Raised where torch.compile has not asked for anything to be compiled."""
-
-
-def _neither(dynamo: Exception, error: Exception) -> Exception:
-    """What to say of a step that neither door takes."""
-    if not isinstance(error, ValueError):
-        return error
-    return ValueError(f"{dynamo}; nor by running it without torch.compile: {error}")
 
 
 def _numbers(result: Any) -> Iterator[int | float]:

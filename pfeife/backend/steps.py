@@ -77,6 +77,12 @@ class Steps:
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 
+    def build(self, args: Sequence[Any], options: Options, show: Shown) -> Compiled:
+        """What a call in one process would run; nothing is run or kept. Raises ValueError for what
+        cannot be built."""
+        builder = attrs.evolve(self.backend.builder, options=options)
+        return self._built(builder, args, None, show)
+
     def _built(
         self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
     ) -> Compiled:

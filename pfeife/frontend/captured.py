@@ -12,6 +12,40 @@ from pfeife.ir.program import Program, Role
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
 
+@attrs.frozen
+class Premise:
+    """Something that a captured step takes for granted; where it does not hold, the step is
+    captured anew, or refused. `kind` is a word for such ones."""
+
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
+def neither(dynamo: Exception, trace: Exception) -> Exception:
+    """What to say of a step that neither door takes; errors of the step's own are said as they
+    are."""
+    return RefusedByBoth(dynamo, trace) if isinstance(trace, ValueError) else trace
+
+
+class RefusedByBoth(ValueError):
+    """Raised for a step that neither door takes, with what each of them has said."""
+
+    def __init__(self, dynamo: Exception, trace: Exception):
+        super().__init__(f"{dynamo}; nor by running it without torch.compile: {trace}")
+        self.doors: dict[str, str] = {"dynamo": str(dynamo), "trace": str(trace)}
+
+
+def taken(name: str, door: Door, refused: Exception | None = None) -> str:
+    """How a step is captured, and why: what Dynamo has `refused`, if it was asked."""
+    if door == "dynamo":
+        return f"{name} is captured by Dynamo, as one graph"
+    why = f"since {refused}" if refused else "as it was asked for"
+    return f"{name} is traced as it runs, {why}"
+
+
 @attrs.frozen(eq=False)
 class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
@@ -24,7 +58,7 @@ class Captured:
     whose value in the next microbatch they are, and `in_place` such ports that are their own
     result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
     and of the values of those that are `assumed` something is assumed. `door` is how the step was
-    captured.
+    captured, `premises` what a trace takes for granted (Dynamo has guards for that).
     """
 
     program: Program
@@ -40,6 +74,7 @@ class Captured:
     moved: Mapping[str, str] = attrs.field(factory=dict)
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
+    premises: tuple[Premise, ...] = ()
 
     def label(self, result: str) -> Key:
         """How options call a result."""

@@ -51,6 +51,35 @@ def watching() -> Iterator[list[Any]]:
     moved += [one for one, state in before if _state(one) != state]
 
 
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Generators of Python's and numpy's that there are now are afterwards as they were."""
+    before = [(one, _kept(one), _state(one)) for one in _generators()]
+    try:
+        yield
+    finally:
+        for one, kept, state in before:
+            if _state(one) != state:
+                _put(one, kept)
+
+
+def _kept(generator: Any) -> Any:
+    """The state of a generator, in its own words."""
+    for name in ("getstate", "get_state"):
+        if hasattr(generator, name) and not isinstance(generator, random.SystemRandom):
+            return getattr(generator, name)()
+    return getattr(generator, "state", None)
+
+
+def _put(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.state = state
+
+
 class _Reading(threading.local):
     """The lines in which this thread opens files, while it is asked for them."""
 

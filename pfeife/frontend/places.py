@@ -119,6 +119,9 @@ class Places:
             return
         if isinstance(value, nn.Module) and root is None:
             root = self.roots[".".join(words)] = value
+        for empty in (value, getattr(value, "__dict__", None)):  # so far
+            if isinstance(empty, dict | list) and not _count(empty):
+                self._containers.setdefault(id(empty), (empty, words))
         for container, key, one, whole in _inside(value):
             said = words if key in _UNSAID or not isinstance(key, str | int) else (*words, str(key))
             if id(container) not in self._containers:
@@ -282,8 +285,15 @@ class Held:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values steer a step alike: simple ones by their values."""
-    return one is other or (type(one) is type(other) and isinstance(one, SIMPLE) and one == other)
+    """Whether two values steer a step alike: simple ones, and lists and tuples of them, by their
+    values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return isinstance(one, SIMPLE) and one == other
 
 
 def short(value: Any) -> str:

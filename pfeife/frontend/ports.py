@@ -13,6 +13,7 @@ from pfeife.ir.program import (
     Port,
     Program,
     Role,
+    has_effects,
     is_number,
     is_sized_by_data,
     output_node,
@@ -39,7 +40,7 @@ class Porter:
     def __init__(self, joint: fx.GraphModule, asked: Traceable):
         _simplify(joint.graph)
         _take_changes_apart(joint.graph)
-        joint.graph.eliminate_dead_code()
+        joint.graph.eliminate_dead_code(has_effects)
         self.joint, self.asked, self.loss = joint, asked, asked.loss
         arguments = asked.arguments
         self.by_name = {registered(argument): argument for argument in arguments}

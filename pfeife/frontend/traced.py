@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pfeife.frontend.answers import Answer
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.captured import Premise
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.places import SIMPLE, Slot, contents_of, is_equal, short
 
@@ -40,6 +41,24 @@ class Traced:
     kept: Mapping[int, Slot]
     answers: tuple[Answer, ...]
     modules: tuple[nn.Module, ...]
+
+    @property
+    def premises(self) -> tuple[Premise, ...]:
+        """All that `broken` looks at, and the answers."""
+        found = [Premise("answer", f"{one.line} asks and gets {one.value}") for one in self.answers]
+        inputs = (one.example for one in self.inputs.arguments)
+        for argument, like in zip(self.inputs.arguments, inputs, strict=True):
+            layout = f"{like.dtype} {list(like.shape)} with strides {list(like.stride())}"
+            grad = ", with gradients" if like.requires_grad else ""
+            what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
+            found.append(Premise("tensor", what.replace("torch.", "")))
+        for slot, value in self.assumed.items():
+            found.append(Premise("value", f"{slot.name} is {short(value)}"))
+        for _, contents, words in self.contents:
+            count = f"{len(contents)} names" if isinstance(contents, tuple) else contents
+            found.append(Premise("contents", f"{'.'.join(words) or 'step'} has {count}"))
+        found.append(Premise("call", "its arguments are built alike, its modes are the same"))
+        return tuple(found)
 
     def broken(self, call: Arguments) -> str:
         """What does not hold any more for a call, "" if all does."""

@@ -7,7 +7,7 @@ steers it: two runs must do the same, and what the step reaches (`places`) must 
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.answers import Answer, Answering, Asking
+from pfeife.frontend.answers import Answering, Known, Noted, Noting
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
@@ -25,41 +25,62 @@ from pfeife.frontend.places import Held, Places, Slot
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
+from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted, user_line
 from pfeife.ir.program import Role
 
 Step = Callable[..., Any]
+Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
 
 
 def traced(step: Step, call: Arguments) -> Traced:
     """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
-    gets those of that microbatch, see `answers`.
+    gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
+    many from asking for values; one that fails so, but not in eager, is traced without.
 
     Raises ValueError, with the line of the step, for one that does something else in a second run,
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
-    tracer, left = _Tracer(step, call), frozenset[Slot]()
+    try:
+        return _traced(step, call, _torch.said_to_compile)
+    except ValueError as error:
+        if error.__cause__ is None:  # it is refused for what it does, not since it has failed
+            raise
+        return _traced(step, call, nullcontext)
+
+
+def _traced(step: Step, call: Arguments, told: Told) -> Traced:
+    tracer, left = _Tracer(step, call, told), frozenset[Slot]()
     try:
         first = tracer.run()
     except _Asks:
         first = None
-    if first is None or first.changes:  # perhaps what a first call alone does: caches, hooks
-        left, answers = tracer.warm()
-        tracer = _Tracer(step, call, answers)
-        first = tracer.run()
-    return tracer.traced(first, left)
+    if first is not None and not first.changes:
+        return tracer.traced(first, left)
+    left, noted = tracer.warm()  # perhaps what a first call alone does: caches, hooks
+    try:
+        return _again(_Tracer(step, call, told, Known(noted)), left)
+    except ValueError:
+        if noted:
+            with suppress(ValueError):
+                return _again(_Tracer(step, call, told, Known(noted, pinned=True)), left)
+        raise
+
+
+def _again(tracer: "_Tracer", left: frozenset[Slot]) -> Traced:
+    return tracer.traced(tracer.run(), left)
 
 
 class _Tracer:
     """Runs of a step on a call's first microbatch."""
 
-    def __init__(self, step: Step, call: Arguments, answers: Sequence[Answer] = ()):
-        self.step, self.call, self.answers = step, call, answers
+    def __init__(self, step: Step, call: Arguments, told: Told, known: Known | None = None):
+        self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
-        known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
-        self.batch = [known[id(leaf.first)] for leaf in call.leaves]
+        fakes = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
+        self.batch = [fakes[id(leaf.first)] for leaf in call.leaves]
         self.values = stand_ins(self.places, self.mode)
         self.paths = {
             id(module): f"@{root}.{path}".rstrip(".")
@@ -92,47 +113,42 @@ class _Tracer:
 
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
-        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.answers)
-        run = (held, self.mode, symbols, seen, _torch.said_to_compile(), told)
+        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
+        run = (held, self.mode, symbols, seen, self.told(), told)
         with ExitStack() as stack, reading() as opened:
             for one in run:
                 stack.enter_context(one)
             result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations
-        return Run(*known, result, changes, tuple(opened), told.flags)
+        return Run(*known, result, changes, tuple(opened), told.flags, told.answers)
 
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
         now: torch.Tensor = slot.get()
         return bool(now.requires_grad != self.values[slot].requires_grad)
 
-    def _called(self, batch: Sequence[torch.Tensor]) -> Any:
+    def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
-        with _torch.eager_stance():
+        numbers = _torch.extremes() if traced else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), numbers:
             return self.step(*args, **kwargs)
 
-    def warm(self) -> tuple[frozenset[Slot], Sequence[Answer]]:
+    def warm(self) -> tuple[frozenset[Slot], Noted]:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
         tensors and the state of the generator. Gives the slots in which it has left something, and
-        the values of tensors that it has asked for."""
+        what data have decided."""
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
-        before = [(one, one.detach().clone()) for one in tensors]
-        held, asking = Held(self.places, {}), Asking()
+        held, noting = Held(self.places, {}), Noting()
         try:
-            with held, torch.random.fork_rng(devices=_devices()), _torch.said_to_compile(), asking:
+            with values_kept(tensors), held, torchs_generators(), self.told(), noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
-        finally:
-            with torch.no_grad():
-                for one, value in before:
-                    if _differ(one, value):
-                        one.copy_(value)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        return frozenset(change.slot for change in held.changes), asking.answers
+        return frozenset(change.slot for change in held.changes), noting.noted
 
     def traced(self, first: Run, left: frozenset[Slot]) -> Traced:
         """The step's forward, after a first run; `left` are the slots in which an eager run leaves
@@ -160,10 +176,10 @@ class _Tracer:
         taken: set[str] = set()
         arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
         examples = tuple(one.example for one in arguments)
-        run = self._forward(reads, leaves, kept)
+        run = self._forward(reads, leaves, kept, len(second.answers))
         changing = {slot for read in reads for slot in read} | {*kept}
         return Traced(
-            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in self.answers)),
+            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
             self._inputs(arguments, reads, written, tuple(flags)),
             tuple(reads),
             {slot: value for slot, value in self.places.now().items() if slot not in changing},
@@ -171,7 +187,7 @@ class _Tracer:
             kind_of(self.call),
             second.result,
             written,
-            tuple(self.answers),
+            tuple(second.answers),
             tuple(m for root in self.places.roots.values() for m in root.modules()),
         )
 
@@ -252,8 +268,14 @@ class _Tracer:
             flags=flags,
         )
 
+    @contextmanager
+    def _as_traced(self, told: Answering) -> Iterator[None]:
+        """While AOTAutograd runs the step, as it ran on fake tensors."""
+        with self.told(), noted(self.paths), told:
+            yield
+
     def _forward(
-        self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot]
+        self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot], asked: int
     ) -> Callable[..., list[torch.Tensor]]:
         """Runs the step on values of its arguments."""
 
@@ -262,21 +284,22 @@ class _Tracer:
             given = {one: value for one, value in pairs if isinstance(one, Slot)}
             firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held, told = Held(self.places, given), Answering(self.answers)
+            held, told = Held(self.places, given), Answering(self.mode, self.known)
             traced = fx.traceback.has_preserved_node_meta()
             try:
-                with held, noted(self.paths), told if traced else nullcontext():
-                    result = self._called(batch)
+                with held, self._as_traced(told) if traced else nullcontext():
+                    result = self._called(batch, traced)
             except Exception as error:
+                if not traced:  # eager's own
+                    raise
                 raise plain_reason(error) from error
             found = list(tensors_in(result))
             after = {change.slot: change.after for change in held.changes}
             same = [path for path, _ in found] == [leaf.path for leaf in leaves]
-            if not same or any(slot not in after for slot in kept):
+            flags = told.flags if traced else [torch.zeros(())] * asked  # eager answers itself
+            if not same or len(flags) != asked or any(slot not in after for slot in kept):
                 raise ValueError("the step returns something else in a second run")
             distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
-            # In eager the step finds its own answers.
-            flags = told.flags if traced else [torch.zeros(())] * len(self.answers)
             ordered = [distinct[at] for at in sorted(distinct)]
             return [*ordered, *(after[slot] for slot in kept), *flags]
 
@@ -298,14 +321,3 @@ def plain_reason(error: Exception) -> Exception:
 
 class _Asks(ValueError):
     """Raised for a step that asks for the values of tensors."""
-
-
-def _devices() -> list[int]:
-    """The devices whose generators a step may draw from."""
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
-    norm writes its statistics without a new one.)"""
-    return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())

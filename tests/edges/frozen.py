@@ -113,6 +113,96 @@ def branches_that_all_microbatches_take():
     assert len(run(scaled(factor)).backend.compiled) == 1
 
 
+def branch_on_a_size(model, x):
+    """As models ask whether there are labels at all."""
+    y, chosen = model(x), (x[:, 0] > -5).nonzero()
+    if chosen.size(0) > 0:
+        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).sum()
+    return torch.zeros(())
+
+
+def turns(model, x):
+    """Each turn has another number of rows in each microbatch; there are always two turns."""
+    found, y = torch.zeros_like(x), model(x)
+    kinds = torch.arange(4)[:, None] == torch.arange(len(x)) % 2
+    for kind in kinds.any(1).nonzero():
+        (rows,) = torch.where(kinds[kind[0]] & (x[:, 0] > 0))
+        found = found.index_add(0, rows, y[rows])
+    return found.sum()
+
+
+def made(loss):
+    """Makes steps with this loss."""
+
+    def make():
+        model = net()
+        return (lambda x: loss(model, x)), model
+
+    return make
+
+
+@row()
+def a_branch_on_a_size_that_data_decide():
+    run(made(branch_on_a_size))
+
+
+@row(f'File "{__file__}", line')
+def a_branch_on_a_size_that_a_later_call_takes_the_other_way():
+    model = net()
+    step = pfeife.compile(lambda x: branch_on_a_size(model, x), microbatches=2, capture="trace")
+    assert step(torch.ones(4, 4)).isfinite()
+    step(torch.cat([torch.ones(2, 4), torch.full((2, 4), -9.0)]))
+
+
+@row()
+def a_loop_over_what_data_choose():
+    assert len(run(made(turns)).backend.compiled) == 1
+
+
+@row()
+def numbers_beside_a_branch():
+    """What nobody asks for is that of each microbatch."""
+
+    def factor(model, x):
+        return x.abs().max().item() if x.isfinite().all() else 2.0
+
+    assert len(run(scaled(factor)).backend.compiled) == 1
+
+
+@row()
+def a_choice_by_torchs_random_numbers():
+    run(scaled(lambda model, x: [2.0][int(torch.empty(1).uniform_(0.0, 1.0).item())]))
+
+
+@row()
+def the_larger_of_two_counts():
+    def factor(model, x):
+        count = (x > 0.5).sum()
+        return 2.0 / max(1, count) + 1.0 / min(count.item(), 3 if count.isfinite() else 4)
+
+    run(scaled(factor))
+
+
+@row()
+def a_key_that_data_decide():
+    run(scaled(lambda model, x: {8: 3.0}[(x < 9).sum().item()]))
+
+
+@row()
+def a_list_of_tensors_that_is_set_anew():
+    def make():
+        model = net()
+        model.anchors = [torch.ones(2), torch.zeros(2)]
+
+        def step(x):
+            model.anchors = [one.to(x.dtype) for one in model.anchors]
+            return model(x).mean() * sum(model.anchors).sum()
+
+        return step, model
+
+    run(make)
+
+
 @row()
 def sizes_that_data_decide():
     run(scaled(lambda model, x: x[x[:, 0] > 0].sum()))
@@ -212,7 +302,7 @@ def lengthened():
     return step, model
 
 
-@row("the step does something else when it runs a second time on the same data")
+@row("the step changes the list seen, which a traced step cannot")
 def a_list_that_grows():
     run(lengthened)
 
@@ -271,6 +361,28 @@ def a_hook():
 @row()
 def a_hook_through_dynamo():
     hooked("dynamo")
+
+
+@row()
+def a_hook_that_the_first_call_adds():
+    """As transformers collects hidden states: each run of a capture must find what it found."""
+    models = []
+
+    def make():
+        model = net()
+        models.append(model)
+        model.hooked = False
+
+        def step(x):
+            if not model.hooked:
+                model.hooked = True
+                model[0].register_forward_hook(lambda module, args, out: out * 2)
+            return model(x).mean()
+
+        return step, model
+
+    run(make)
+    assert [len(model[0]._forward_hooks) for model in models] == [1, 1]
 
 
 @row()
@@ -357,6 +469,20 @@ def what_objects_hold():
         ][call]()
 
     assert len(run(scaled(factor), change, calls=7).backend.compiled) == 7
+
+
+@row()
+def what_fails_only_if_it_is_compiled():
+    def factor(model, x):
+        known = None if torch.compiler.is_compiling() else torch.ones(())
+        return known + 1  # as models that make their masks in eager alone
+
+    run(scaled(factor))
+
+
+@row()
+def a_module_that_the_step_converts_to_what_it_is():
+    run(scaled(lambda model, x: model.to(x.dtype)[0].to(x.device).bias.detach().mean()))
 
 
 @row("the step sets requires_grad of model.0.weight")

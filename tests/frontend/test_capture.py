@@ -144,6 +144,20 @@ def test_interpolation_is_that_of_eager(mode):
     assert not any("index" in str(node.target) for node in program.module.graph.nodes)
 
 
+def test_draws_that_nobody_reads_are_left_out():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(x):
+        F.dropout(x @ net[0].weight)
+        F.scaled_dot_product_attention(*[x.view(1, 1, 2, 4)] * 3)
+        return net(x).square().mean()
+
+    program = pfeife.capture(step, torch.randn(2, 4))
+    targets = [str(node.target) for node in program.module.graph.nodes]
+    assert not any("dropout" in name or "attention" in name for name in targets)
+    assert not program.ports(pfeife.Role.SEED)
+
+
 def test_what_is_no_graph_is_said():
     model = nn.Linear(3, 3)
 

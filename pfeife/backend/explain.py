@@ -1,0 +1,338 @@
+"""`pfeife.explain`: what would become of a step, without training it."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch, report
+from pfeife.backend.call import Compiled
+from pfeife.backend.entry import Backend, backend
+from pfeife.backend.options import Options
+from pfeife.backend.piece_steps import PieceSteps
+from pfeife.backend.pieces import Part, share_of
+from pfeife.backend.step import Step
+from pfeife.backend.steps import Steps
+from pfeife.cost.estimate import node_flops
+from pfeife.data.progress import Shown
+from pfeife.frontend.captured import Door, Premise, RefusedByBoth, taken
+from pfeife.frontend.dynamo import plain_error
+from pfeife.frontend.untouched import untouched
+from pfeife.ir.program import Kind, Program, node_bytes, source_line
+from pfeife.passes.fuse import module_path
+
+Entry = Literal["pfeife.compile", "torch.compile"]
+MOST = 5  # lines of each kind in the text
+
+
+@attrs.frozen
+class Line:
+    """The clusters that a line of the user's model has made: for a microbatch all compute
+    `seconds`, the largest `largest`, in a module of that name."""
+
+    line: str
+    module: str
+    clusters: int
+    seconds: float
+    largest: float
+
+
+@attrs.frozen
+class Explanation:
+    """What would become of a step; `str` has it on one screen.
+
+    `door` is how the step is captured as one graph, and `why` says so; None where it is not. Then
+    `refused` has what each door has said, under "batch" what cannot be cut, and under "backend"
+    what ends a call of torch.compile's backend. `premises` are what is taken for granted.
+
+    Of a step that is one graph, `summary` describes the pipeline, `seconds` are those of all
+    microbatches by the costs, `stages` is how many there are, `clusters` what they are made of, and
+    `lines` the user's lines that have made these, the largest cluster first; `warnings` are what a
+    call would warn of.
+
+    Where Dynamo breaks the step, `parts` are its graphs for torch.compile's backend, by the names
+    of their functions: what becomes of each, its estimated seconds, and the break that has made it
+    (the reason and the line).
+    """
+
+    step: str
+    door: Door | None
+    why: str
+    refused: Mapping[str, str] = attrs.field(factory=dict)
+    premises: tuple[Premise, ...] = ()
+    summary: str = ""
+    seconds: float = 0.0
+    stages: int = 0
+    clusters: int = 0
+    lines: tuple[Line, ...] = ()
+    warnings: tuple[str, ...] = ()
+    parts: tuple[tuple[str, Part], ...] = ()
+
+    @property
+    def pipelined(self) -> float:
+        """The share of the estimated seconds that is pipelined, from 0 to 1."""
+        whole = self.stages > 1 or not self.parts
+        return float(bool(self.stages)) if whole else share_of(part for _, part in self.parts)
+
+    @property
+    def breaks(self) -> tuple[tuple[str, str], ...]:
+        """Why Dynamo breaks the step, and where: each once."""
+        return tuple(dict.fromkeys(part.broken for _, part in self.parts if any(part.broken)))
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+
+def explain(
+    step: Callable[..., Any],
+    *batch: Any,
+    in_dims: Any = 0,
+    entry: Entry = "pfeife.compile",
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What a call `step(*batch, **kwargs)` would become in one process with these `options`, by
+    `pfeife.compile(step, in_dims=in_dims, **options)` or, as `entry` says, by
+    `torch.compile(step, backend="pfeife", options=options, dynamic=True)`.
+
+    Nothing is trained, and everything is afterwards as it was: state, gradients, generators, what
+    the step's Python has set. Forwards may run as at a first call: of a microbatch for its checks
+    (`check=False` leaves them out) and where a traced step asks for values of tensors, and of the
+    whole batch where Dynamo breaks the step. A step that is refused is explained, too. Raises
+    ValueError for wrong options, TypeError for arguments that the step does not take.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> def step(x):
+    ...     return net(x).square().mean()
+    >>> found = pfeife.explain(step, torch.ones(8, 4), options={"microbatches": 2, "stages": 2})
+    >>> found.why, found.pipelined, found.clusters
+    ('step is captured by Dynamo, as one graph', 1.0, 2)
+    """
+    if entry not in ("pfeife.compile", "torch.compile"):
+        raise ValueError(f'entry={entry!r}: must be "pfeife.compile" or "torch.compile"')
+    asked = backend(**(options or {})).options
+    own = attrs.evolve(asked, compiler="aot_eager", cuda_graphs=False, runtime=None, progress=False)
+    if entry == "pfeife.compile":
+        found = _by_doors(Explained(step, in_dims, Backend(own)), batch, kwargs)
+        if found.door == "dynamo" or "dynamo" not in found.refused:
+            return found
+    else:
+        name = getattr(step, "__qualname__", type(step).__name__)
+        found = Explanation(name, None, f"{name} is compiled by torch.compile")
+    return attrs.evolve(found, **_by_backend(step, batch, kwargs, own, found))
+
+
+class Explained(Step):
+    """A step whose calls build what they would run, and end there."""
+
+    guards: tuple[Premise, ...] = ()
+
+    def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        self.guards = tuple(Premise(*one) for one in _torch.guards())
+        return super().graph(module, examples)
+
+    def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
+        raise _Built(steps.build(values, options, _silent()))
+
+
+class _Built(Exception):
+    """Ends a call where it would run."""
+
+    def __init__(self, compiled: Compiled):
+        super().__init__()
+        self.compiled = compiled
+
+
+def _silent() -> Shown:
+    """Nothing is shown or logged."""
+    log = logging.Logger("pfeife.explain")  # of nobody else
+    log.disabled = True
+    return Shown(log)
+
+
+def _by_doors(one: Explained, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    """What `pfeife.compile` makes of a call."""
+    error: Exception | None
+    try:
+        with untouched(one.step, {"args": args, "kwargs": kwargs}, values=False):
+            _, error = one.attempt(args, kwargs, None)
+    except _Built as built:
+        captured = built.compiled.captured
+        return attrs.evolve(
+            _of_graph(one.name, built.compiled),
+            door=captured.door,
+            why=taken(one.name, captured.door, one.refused),
+            refused={"dynamo": str(one.refused)} if one.refused else {},
+            premises=one.guards if captured.door == "dynamo" else captured.premises,
+        )
+    except Exception as raised:  # of what is built for a door
+        error = raised
+    if isinstance(error, TypeError) and one.cutter.mismatch(args, kwargs):
+        raise error
+    refused: Mapping[str, str] = {one.asked: str(error)}
+    if one.refused:
+        refused = {"dynamo": str(one.refused), **refused}
+    if isinstance(error, RefusedByBoth):
+        refused = error.doors
+    return Explanation(one.name, None, f"{one.name} is refused", refused)
+
+
+def _of_graph(name: str, compiled: Compiled) -> Explanation:
+    """A step that is one graph."""
+    clusters, warning = compiled.clusters, compiled.captured.warning()
+    return Explanation(
+        name,
+        None,
+        "",
+        summary=f"{compiled.summary}; {report.summary(compiled.plan, compiled.program)}",
+        seconds=compiled.seconds,
+        stages=compiled.program.units,
+        clusters=clusters.units,
+        lines=_lines(clusters),
+        warnings=(warning,) if warning and compiled.microbatches > 1 else (),
+    )
+
+
+def _lines(clusters: Program) -> tuple[Line, ...]:
+    """The user's lines that have made the clusters, that of the largest cluster first."""
+    seconds: Counter[int] = Counter()
+    heaviest: dict[int, fx.Node] = {}
+    for call in clusters.calls:
+        seconds[call.unit] += call.seconds or 0.0  # type: ignore[assignment]
+        if call.kind == Kind.FORWARD:
+            nodes = clusters.body(call).graph.nodes
+            made = [node for node in nodes if node.op == "call_function"]
+            heaviest[call.unit] = max(made, key=lambda n: (node_flops(n), node_bytes(n)))
+    grouped: dict[str, list[int]] = {}
+    for unit, _ in seconds.most_common():
+        line = source_line(heaviest[unit]) if unit in heaviest else "no line"
+        grouped.setdefault(line, []).append(unit)
+    return tuple(
+        Line(
+            line,
+            module_path(heaviest[units[0]]) if units[0] in heaviest else "",
+            len(units),
+            sum(seconds[unit] for unit in units),
+            seconds[units[0]],
+        )
+        for line, units in grouped.items()
+    )
+
+
+def _by_backend(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    found: Explanation,
+) -> dict[str, Any]:
+    """What torch.compile's backend makes of a call: each graph is built, and run as it is."""
+    named, parts = Backend(options), dict[Steps, Part]()
+    whole: dict[Steps, Compiled] = {}
+    refused: list[str] = []
+
+    def seen(module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        try:
+            steps = named.steps(module, examples)
+        except ValueError as error:
+            refused.append(str(error))
+            return module.forward
+
+        def run(*values: Any) -> list[Any]:
+            try:
+                if isinstance(steps, PieceSteps):
+                    parts[steps] = steps.explained(values, _silent())
+                else:
+                    whole[steps] = steps.build(values, options, _silent())
+            except ValueError as error:
+                refused.append(str(error))
+            results = list(module(*values))
+            if isinstance(steps, PieceSteps):
+                steps.piece.note(results)
+            return results
+
+        return run
+
+    try:
+        with untouched(step, {"args": args, "kwargs": kwargs}, values=True):
+            _torch.named_graphs(step, seen)(*args, **kwargs)
+    except Exception as error:  # of the step's own, or of what is asked of a graph
+        refused.append(str(plain_error(error)))
+    made: dict[str, Any] = {"parts": tuple((one.name, part) for one, part in parts.items())}
+    if whole and not parts and not found.stages:
+        one = next(iter(whole.values()))
+        told = attrs.asdict(_of_graph(found.step, one), recurse=False)
+        keys = ("summary", "seconds", "stages", "clusters", "lines", "warnings")
+        made |= {key: told[key] for key in keys}
+    if refused:
+        made["refused"] = {**found.refused, "backend": refused[0]}
+    return made
+
+
+def _text(one: Explanation) -> Iterator[str]:
+    """All of an explanation, a line each."""
+    yield one.why
+    for door, said in one.refused.items():
+        if said not in one.why:
+            yield f"refused ({door}): {said}"
+    if one.stages:
+        yield f"100 % of it is pipelined: {one.summary}"
+        yield from _clusters(one)
+    yield from (f"warning: {said}" for said in one.warnings)
+    if one.premises:
+        yield from _premises(one.premises)
+    if one.parts:
+        yield from _parts(one)
+
+
+def _clusters(one: Explanation) -> Iterator[str]:
+    if not one.lines or not one.seconds:
+        return
+    total = sum(line.seconds for line in one.lines)
+    largest = one.lines[0].largest / total
+    yield (
+        f"{one.clusters} clusters, the largest with {largest:.1%} of the time, so no more than "
+        f"{int(1 / largest)} stages can be even; by lines of the model:"
+    )
+    for line in one.lines[:MOST]:
+        several = f"{line.clusters} clusters, {line.seconds / total:.1%} together, the largest "
+        where = f" ({line.module})" if line.module else ""
+        yield f"  {several}{line.largest / total:.1%}{where}: {line.line}"
+    yield from _more(one.lines)
+
+
+def _premises(premises: Sequence[Premise]) -> Iterator[str]:
+    counted = Counter(one.kind for one in premises)
+    said = [f"{count} x {kind}" for kind, count in counted.most_common(MOST)]
+    said += [f"{len(counted) - MOST} kinds more"] if len(counted) > MOST else []
+    yield f"assumed: {', '.join(said)}"
+    answers = [one for one in premises if one.kind == "answer"]
+    yield from (f"  {one}" for one in answers[:MOST])
+    yield from _more(answers)
+
+
+def _parts(one: Explanation) -> Iterator[str]:
+    share = 100 * share_of(part for _, part in one.parts)
+    yield (
+        f'with backend="pfeife" Dynamo makes {len(one.parts)} graphs of it, and {share:.0f} % of '
+        "their time is pipelined:"
+    )
+    total = sum(part.seconds or 0.0 for _, part in one.parts) or 1.0
+    for name, part in one.parts[: 2 * MOST]:
+        each = "?" if part.seconds is None else f"{100 * part.seconds / total:.0f}"
+        yield f"  {each} %  {name} {part.instead or 'is pipelined'}"
+    yield from _more(one.parts, 2 * MOST)
+    yield f"{len(one.breaks)} breaks, with what is lost by each:"
+    for broken in one.breaks[:MOST]:
+        lost = [p.seconds or 0.0 for _, p in one.parts if p.broken == broken and p.instead]
+        yield f"  {100 * sum(lost) / total:.0f} %  {broken[0]}: {broken[1]}"
+    yield from _more(one.breaks)
+
+
+def _more(every: Sequence[Any], shown: int = MOST) -> Iterator[str]:
+    if len(every) > shown:
+        yield f"  and {len(every) - shown} more"
