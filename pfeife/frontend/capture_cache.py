@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pfeife.data import plain
 from pfeife.frontend.stored import StoredProgram, restore, store
+from pfeife.ir.digest import fingerprint
 from pfeife.ir.program import Program
 
 log = logging.getLogger("pfeife")
@@ -38,13 +39,13 @@ def kept(
         return make()
     found = find(folder, digest)
     if found is not None:
-        log.info("captured before: %s", _path(folder, digest))
+        log.debug("captured before: %s", _path(folder, digest))
         return found
     program = make()
     try:
         stored = store(program, digest)
         restored = restore(stored)
-        if str(restored) != str(program) or store(restored, digest) != stored:
+        if fingerprint(restored) != fingerprint(program) or store(restored, digest) != stored:
             raise ValueError("it would come back as another one")
     except ValueError as reason:
         log.info("this capture is not kept: %s", reason)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def a_step():
         return F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
     return step, (torch.randint(7, (4, 3)), torch.randint(7, (4, 3)))
+
+
+@pytest.fixture
+def lines(lines):
+    logging.getLogger("pfeife").setLevel(logging.DEBUG)
+    return lines
 
 
 def having(lines, text):
