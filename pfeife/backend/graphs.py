@@ -112,6 +112,7 @@ class MicrobatchGraph:
             trace(self.step, self.inputs, loss, cache=options.cache),
             options.loss_reduction,
             lambda: trace(*larger(), loss, cache=options.cache).program,
+            args if options.microbatches > 1 else None,
         )
         captured = self._with_flags(attrs.evolve(captured, door=self.door, premises=self.premises))
         self.losses.note(captured)
@@ -201,6 +202,7 @@ class BatchedGraph:
             for n in nodes
         ]
         self.marked = self.sure = any(_marks(e) for e in examples)
+        self.shows = True  # a run may show where rows are, if no rule tells it
         self.sizes = self._batch_sizes(examples)
 
     @functools.cached_property
@@ -243,8 +245,9 @@ class BatchedGraph:
         if len(dims) > 1 or (dims and not argument.given):
             what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
             raise ValueError(
-                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
-                "pfeife.compile, which cuts the batch before it is captured (in_dims)"
+                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; say "
+                "where it is with torch._dynamo.mark_dynamic, or use pfeife.compile, which cuts "
+                "the batch before it is captured (in_dims)"
             )
         return dims[0] if dims else None
 
@@ -273,6 +276,7 @@ class BatchedGraph:
             at(),
             options.loss_reduction,
             lambda: at(times=2).program,
+            args if count > 1 and self.shows else None,
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, count)

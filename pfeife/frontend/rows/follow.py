@@ -9,31 +9,35 @@ from torch import fx
 from pfeife.frontend.rows.table import rule_of
 from pfeife.frontend.rows.value import FIXED, Known, Operation, Rows, Stuck, Unknown, bound
 
+_NONE: Mapping[fx.Node, Any] = {}
+
 
 def follow(
     graph: fx.Graph,
     inputs: Mapping[fx.Node, Rows],
     wanted: Sequence[fx.Node],
     rows: int,
-    twin: fx.Graph | None = None,
-    twins: Sequence[fx.Node] = (),
+    twins: Mapping[fx.Node, fx.Node] = _NONE,
+    seen: Mapping[fx.Node, int] = _NONE,
 ) -> dict[fx.Node, Known]:
     """What is known of the `wanted` nodes of a graph captured for so many `rows`.
 
-    `twin` is the graph for twice the rows and `twins` are its wanted nodes: it tells numbers that
-    count rows from others; a twin of another form is ignored.
+    `twins` are the nodes of the graph for twice the rows: they tell numbers that count rows from
+    others. `seen` has the dimensions that are known to have rows where no rule says it.
     """
     nodes = ancestors(graph, wanted)
-    others = dict(zip(nodes, _alike(nodes, ancestors(twin, twins) if twin else []), strict=True))
     known: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.op == "placeholder" or "val" not in node.meta:  # a branch of torch.cond
             known[node] = inputs.get(node, FIXED)
             continue
-        one = Operation(node, bound(node), known, rows, others[node])
+        one = Operation(node, bound(node), known, rows, twins.get(node))
         stuck = next(
             (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
+        if stuck and node in seen:
+            known[node] = Rows(varies=True, dim=seen[node])
+            continue
         try:
             known[node] = stuck or _noting_losses(one, rule_of(one)(one))
         except Stuck as reason:
@@ -71,8 +75,13 @@ def ancestors(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in graph.nodes if node in found]
 
 
-def _alike(nodes: list[fx.Node], others: list[fx.Node]) -> Sequence[fx.Node | None]:
-    same = [(n.op, n.target if n.op == "call_function" else "") for n in nodes] == [
-        (n.op, n.target if n.op == "call_function" else "") for n in others
+def paired(
+    graph: fx.Graph, wanted: Sequence[fx.Node], other: fx.Graph, twins: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """All that the wanted nodes are computed from, each with the same of another graph; none if
+    that has another form."""
+    pairs = ancestors(graph, wanted), ancestors(other, twins)
+    forms = [
+        [(n.op, n.target if n.op == "call_function" else "") for n in nodes] for nodes in pairs
     ]
-    return others if same else [None] * len(nodes)
+    return dict(zip(*pairs, strict=True)) if forms[0] == forms[1] else {}
