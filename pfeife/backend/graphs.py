@@ -136,7 +136,7 @@ class MicrobatchGraph:
 
     def _with_flags(self, captured: Captured) -> Captured:
         """The same where flags of all microbatches are added up."""
-        flags = {captured.results[index] for index in self.inputs.flags}
+        flags = tuple(captured.results[index] for index in self.inputs.flags)
         ports = [
             attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
             if port.name in flags
@@ -145,7 +145,7 @@ class MicrobatchGraph:
         ]
         program = attrs.evolve(captured.program, outputs=tuple(ports))
         unknown = {name: why for name, why in captured.unknown.items() if name not in flags}
-        return attrs.evolve(captured, program=program, unknown=unknown)
+        return attrs.evolve(captured, program=program, unknown=unknown, flags=flags)
 
     def _with_dims(self, captured: Captured, other: Forward) -> Captured:
         """The same with the dimension that grows with the rows (as `other` tells, the step for
