@@ -2,8 +2,8 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph), then `sizes` and `questions` (what only data tell); `recurrent`,
-`speech`, `tensors`, `gloo` and `trace` are about what their names say.
+joint graph) and `surroundings` (what that depends on), then `sizes` and `questions` (what only
+data tell); `recurrent`, `speech`, `tensors`, `gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch import speech as speech
@@ -15,6 +15,8 @@ from pfeife._torch.aot import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    enter_autocast,
+    exit_autocast,
     flop_formulas,
     inductor,
     joint_graph,
@@ -62,13 +64,16 @@ from pfeife._torch.sizes import (
     without_symbols,
 )
 from pfeife._torch.sources import placeholder_source, source_value, source_words
+from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs, surroundings
 from pfeife._torch.tensors import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     asks_for_values,
     converting_others,
+    fake_tensor,
     hooks_of,
     is_shared,
     leaf_dims,
@@ -83,6 +88,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -102,7 +108,10 @@ __all__ = [
     "converting_others",
     "draws_by_numpy",
     "eager_stance",
+    "enter_autocast",
+    "exit_autocast",
     "extremes",
+    "fake_tensor",
     "flop_formulas",
     "forgetting_symbols",
     "frame",
@@ -117,9 +126,12 @@ __all__ = [
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
+    "is_higher_order",
     "is_last_compilation",
     "is_limit_of_compilations",
+    "is_operation",
     "is_shared",
+    "is_torchs",
     "joint_graph",
     "leaf_dims",
     "marked_dims",
@@ -133,6 +145,7 @@ __all__ = [
     "sizes_and_numbers",
     "source_value",
     "source_words",
+    "surroundings",
     "symbol_of",
     "symbolic_mode",
     "telling",

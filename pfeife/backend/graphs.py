@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
 from pfeife.frontend.capture import with_reductions
+from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, Premise
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
@@ -108,9 +109,9 @@ class MicrobatchGraph:
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger()[1].numbers)
         captured = with_reductions(
-            trace(self.step, self.inputs, loss),
+            trace(self.step, self.inputs, loss, cache=options.cache),
             options.loss_reduction,
-            lambda: trace(*larger(), loss).program,
+            lambda: trace(*larger(), loss, cache=options.cache).program,
             args if options.microbatches > 1 else None,
         )
         captured = self._with_flags(attrs.evolve(captured, door=self.door, premises=self.premises))
@@ -270,10 +271,11 @@ class BatchedGraph:
             self._check_rows(args, count)
             self._check_pairs()
         loss = self.losses.asked(options)
+        at = functools.partial(self._at, args, count, loss, cache=options.cache)
         captured = with_reductions(
-            self._at(args, count, loss),
+            at(),
             options.loss_reduction,
-            lambda: self._at(args, count, loss, times=2).program,
+            lambda: at(times=2).program,
             args if count > 1 and self.shows else None,
         )
         self.losses.note(captured)
@@ -282,7 +284,9 @@ class BatchedGraph:
     def check_unseen(self, captured: Captured) -> None:
         """Nothing: such a step is taken at the caller's word."""
 
-    def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
+    def _at(
+        self, args: Sequence[Any], count: int, loss: Loss, times: int = 1, cache: Folder = None
+    ) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
@@ -294,7 +298,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        return trace(self.step, inputs, loss, dims)
+        return trace(self.step, inputs, loss, dims, cache)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]

@@ -11,6 +11,7 @@ from torch import fx
 
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Cutter
+from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
@@ -29,6 +30,7 @@ def capture(
     loss: Loss = None,
     loss_reduction: LossReduction = "auto",
     device: torch.device | str = "cpu",
+    cache: Folder = None,
     **kwargs: Any,
 ) -> Program:
     """The flat joint graph of a training step on one microbatch.
@@ -63,7 +65,7 @@ def capture(
             return dynamo_forward(moved), describe(moved, examples, target, given)
 
         args, named = call.made(values)
-        return trace(*dynamo_graph(step, args, named, read), loss)
+        return trace(*dynamo_graph(step, args, named, read), loss, cache=cache)
 
     def larger() -> Program:
         values = [leaf.first for leaf in call.leaves]

@@ -438,6 +438,61 @@ def a_hook_that_the_first_call_adds():
     assert [len(model[0]._forward_hooks) for model in models] == [1, 1]
 
 
+def momentum(door, write):
+    """An encoder that follows another one, without gradients."""
+    encoders = []
+
+    def make():
+        model, keys = net(), net().requires_grad_(False)
+        torch._foreach_mul_(list(keys.parameters()), 0.5)
+        encoders.append(keys)
+
+        def step(x):
+            for key, parameter in zip(keys.parameters(), model.parameters(), strict=True):
+                write(key, parameter)
+            return (model(x) - keys(x)).square().mean()
+
+        return step, model
+
+    run(make, door=door)
+    one, other = (keys.state_dict() for keys in encoders)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def moved(key, parameter):
+    key.data = key.data * 0.9 + parameter.data * 0.1
+
+
+def clipped(key, parameter):
+    parameter.data = parameter.data.clamp(-0.4, 0.4)
+
+
+def shared(key, parameter):
+    key.data = parameter.data
+
+
+@row()
+def data_that_is_set():
+    momentum("trace", moved)
+    momentum("trace", clipped)
+
+
+@row()
+def data_that_is_set_through_dynamo():
+    momentum("dynamo", moved)
+    momentum("dynamo", clipped)
+
+
+@row("the step could not be traced: the step gives two tensors the same memory (File")
+def data_that_is_shared():
+    momentum("trace", shared)
+
+
+@row("the step gives two tensors the same memory (File")
+def data_that_is_shared_through_dynamo():
+    momentum("dynamo", shared)
+
+
 @row()
 def modes_of_modules():
     models = []
