@@ -79,8 +79,13 @@ class Runs:
             return None
 
     def part(self, index: int) -> Values:
-        """The arguments of a microbatch."""
-        return self.captured.part(self.args, index)
+        """The arguments of a microbatch. A traced step is run as it is, and may ask which tensors
+        have gradients."""
+        values = self.captured.part(self.args, index)
+        for port, value, given in zip(self.ports, values, self.args, strict=True):
+            if port and self.captured.door == "trace":
+                value.requires_grad_(given.requires_grad)
+        return values
 
     def permuted(self, values: Values, among: Iterable[int]) -> Values:
         """The same with the rows of some arguments in reverse order."""
