@@ -2,7 +2,8 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their names say.
+joint graph); `modules`, `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their
+names say.
 """
 
 from pfeife._torch.aot import (
@@ -40,6 +41,7 @@ from pfeife._torch.dynamo import (
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.modules import graph_module, is_unwritten
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
 from pfeife._torch.sizes import (
@@ -48,7 +50,7 @@ from pfeife._torch.sizes import (
     symbolic_mode,
     without_symbols,
 )
-from pfeife._torch.sources import placeholder_source, source_value, source_words
+from pfeife._torch.sources import is_there, placeholder_source, source_value, source_words
 from pfeife._torch.tensors import (
     DataDependentOutputException,
     FakeTensor,
@@ -92,6 +94,7 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "graph_break",
+    "graph_module",
     "guards",
     "hooks_of",
     "inductor",
@@ -100,6 +103,8 @@ __all__ = [
     "is_last_compilation",
     "is_limit_of_compilations",
     "is_shared",
+    "is_there",
+    "is_unwritten",
     "joint_graph",
     "leaf_dims",
     "marked_dims",

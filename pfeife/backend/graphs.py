@@ -110,7 +110,7 @@ class MicrobatchGraph:
         captured = with_reductions(
             trace(self.step, self.inputs, loss),
             options.loss_reduction,
-            lambda: trace(*larger(), loss).program,
+            lambda gradients: trace(*larger(), loss, gradients=gradients).program,
         )
         captured = self._with_flags(attrs.evolve(captured, door=self.door, premises=self.premises))
         self.losses.note(captured)
@@ -270,7 +270,7 @@ class BatchedGraph:
         captured = with_reductions(
             self._at(args, count, loss),
             options.loss_reduction,
-            lambda: self._at(args, count, loss, times=2).program,
+            lambda gradients: self._at(args, count, loss, 2, gradients).program,
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, count)
@@ -278,7 +278,14 @@ class BatchedGraph:
     def check_unseen(self, captured: Captured) -> None:
         """Nothing: such a step is taken at the caller's word."""
 
-    def _at(self, args: Sequence[Any], count: int, loss: Loss, times: int = 1) -> Captured:
+    def _at(
+        self,
+        args: Sequence[Any],
+        count: int,
+        loss: Loss,
+        times: int = 1,
+        gradients: bool = True,
+    ) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
@@ -290,7 +297,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        return trace(self.step, inputs, loss, dims)
+        return trace(self.step, inputs, loss, dims, gradients)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]

@@ -14,7 +14,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
-from pfeife.frontend.reductions import LossReduction, derive_reductions
+from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
 from pfeife.ir.program import Port, Program
 
@@ -50,7 +50,7 @@ def capture(
     call = Cutter(step, None, 1)(example_microbatch, kwargs)
     target = torch.device(device)
 
-    def flat(values: Sequence[torch.Tensor]) -> Captured:
+    def flat(values: Sequence[torch.Tensor], gradients: bool = True) -> Captured:
         given = {
             id(one): Given(leaf.name, i)
             for i, (leaf, one) in enumerate(zip(call.leaves, values, strict=True))
@@ -61,11 +61,12 @@ def capture(
             return dynamo_forward(moved), describe(moved, examples, target, given)
 
         args, named = call.made(values)
-        return trace(*dynamo_graph(step, args, named, read), loss)
+        return trace(*dynamo_graph(step, args, named, read), loss, gradients=gradients)
 
-    def larger() -> Program:
+    def larger(gradients: bool) -> Program:
         values = [leaf.first for leaf in call.leaves]
-        return flat([torch.cat([one, one]) if one.dim() else one for one in values]).program
+        twice = [torch.cat([one, one]) if one.dim() else one for one in values]
+        return flat(twice, gradients).program
 
     captured = with_reductions(flat([leaf.first for leaf in call.leaves]), loss_reduction, larger)
     if captured.warning():
@@ -76,7 +77,7 @@ def capture(
 def with_reductions(
     captured: Captured,
     loss_reduction: LossReduction,
-    larger: Callable[[], Program] | None = None,
+    larger: Larger | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
     `derive_reductions`."""

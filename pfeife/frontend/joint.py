@@ -1,6 +1,7 @@
 """The joint graph of a step: AOTAutograd traces its forward together with its gradients."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -61,8 +62,10 @@ def trace(
     inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
+    gradients: bool = True,
 ) -> Captured:
-    """The joint program of a step at the shapes of the arguments' examples.
+    """The joint program of a step at the shapes of the arguments' examples, or its forward alone,
+    without `gradients`.
 
     `result_dims` says for every result along which dimension microbatches are joined.
     """
@@ -77,8 +80,10 @@ def trace(
     for place in carried:  # as buffers they may change from microbatch to microbatch
         arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
     wrapper = _Joint(step, arguments, at)
+    given = tuple(a.example for a in stateless(arguments))
     try:
-        joint = _torch.joint_graph(wrapper, tuple(a.example for a in stateless(arguments)))
+        with nullcontext() if gradients else torch.no_grad():
+            joint = _torch.joint_graph(wrapper, given)
     except ValueError:
         raise
     except Exception as error:  # of a kernel's rules for shapes, say
@@ -92,7 +97,7 @@ def trace(
         if place not in in_place
     ]
     return attrs.evolve(
-        porter.capture(step.results, inputs.roots),
+        porter.capture(step.results if gradients else (), inputs.roots),
         leaves=step.leaves,
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},

@@ -110,7 +110,7 @@ def _by_program(program: Program, runs: Runs, values: Values) -> Named:
         if node.target is seeded:  # as eager calls it, so that it is expected likewise
             operation: Any = copied.args[0]
             copied.target, copied.args = operation, copied.args[3:]
-    module = fx.GraphModule(program.module, graph)
+    module = _torch.graph_module(program.module, graph)
     ordered = [given.get(port.name) for port in program.inputs]
     with torch.no_grad(), _torch.no_autocast(), Expected():
         found: Named = fx.Interpreter(module).run(*ordered)

@@ -82,7 +82,9 @@ class Porter:
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
-        program = Program(fx.GraphModule(holder, self.graph), tuple(self.inputs), tuple(outputs))
+        program = Program(
+            _torch.graph_module(holder, self.graph), tuple(self.inputs), tuple(outputs)
+        )
         return Captured(
             verify(program),
             tuple(None if a.role is None else a.name for a in self.arguments),

@@ -13,23 +13,26 @@ import attrs
 import torch
 from torch import fx, nn
 
-from pfeife.frontend.rows.follow import ancestors, follow
+from pfeife import _torch
+from pfeife.frontend.rows.follow import ancestors, follow, form
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
 
 LossReduction = Literal["mean", "sum", "auto"]
+Larger = Callable[[bool], Program]
 
 
 def derive_reductions(
     program: Program,
     loss_reduction: LossReduction = "auto",
-    larger: Callable[[], Program] | None = None,
+    larger: Larger | None = None,
 ) -> tuple[Program, dict[str, str]]:
     """A flat program whose ports say how their microbatches are put together, and by port name
     what kept that from being known: such a loss is averaged.
 
-    `larger` gives the program for twice the rows; it is asked only where a number may count rows.
+    `larger` gives the program for twice the rows, with or without gradients; it is asked only where
+    a number may count rows.
     """
     known = derive(program, larger)
     divided = [node for one in known.values() if isinstance(one, Rows) for node in one.counts]
@@ -53,16 +56,26 @@ def derive_reductions(
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown
 
 
-def derive(program: Program, larger: Callable[[], Program] | None = None) -> dict[str, Known]:
+def derive(program: Program, larger: Larger | None = None) -> dict[str, Known]:
     """What is known of every loss and output of a flat program, by port name."""
     known = _derive(program, None)
     if larger and any(isinstance(one, Unknown) and one.numbers for one in known.values()):
-        try:
-            twin = larger()
-        except Exception:  # a step that twice the rows break tells nothing
-            return known
-        return _derive(program, twin)
+        for gradients in (False, True):  # a forward alone is traced in a third of the time
+            try:
+                twin = larger(gradients)
+            except Exception:  # a step that twice the rows break tells nothing
+                continue
+            if _form(twin, program) == _form(program, program):
+                return _derive(program, twin)
     return known
+
+
+def _form(program: Program, like: Program) -> list[tuple]:
+    """The operations of a program's forward, as far as results depend on them that the other has,
+    too."""
+    names = {port.name for port in like.ports(Role.LOSS, Role.OUTPUT)}
+    wanted = [node for name, node in returned(program.module).items() if name in names]
+    return form(program.module.graph, wanted)
 
 
 def _derive(program: Program, twin: Program | None) -> dict[str, Known]:
@@ -126,7 +139,7 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
     for node in graph.nodes:
         if node.op == "get_attr":
             setattr(holder, node.target, getattr(program.module, node.target))
-    module = fx.GraphModule(holder, graph)
+    module = _torch.graph_module(holder, graph)
     return Count(module, source_line(divided), classes or target is not divided)
 
 

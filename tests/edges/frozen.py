@@ -212,7 +212,7 @@ def lengthened():
     return step, model
 
 
-@row("the step does something else when it runs a second time on the same data")
+@row("the step changes the list seen, which a traced step cannot: return the value instead")
 def a_list_that_grows():
     run(lengthened)
 

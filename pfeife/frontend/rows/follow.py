@@ -20,17 +20,17 @@ def follow(
 ) -> dict[fx.Node, Known]:
     """What is known of the `wanted` nodes of a graph captured for so many `rows`.
 
-    `twin` is the graph for twice the rows and `twins` are its wanted nodes: it tells numbers that
-    count rows from others; a twin of another form is ignored.
+    `twin` is the graph for twice the rows, of the same form, and `twins` are its wanted nodes: it
+    tells numbers that count rows from others.
     """
     nodes = ancestors(graph, wanted)
-    others = dict(zip(nodes, _alike(nodes, ancestors(twin, twins) if twin else []), strict=True))
+    others = dict(zip(nodes, ancestors(twin, twins), strict=True)) if twin else {}
     known: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.op == "placeholder" or "val" not in node.meta:  # a branch of torch.cond
             known[node] = inputs.get(node, FIXED)
             continue
-        one = Operation(node, bound(node), known, rows, others[node])
+        one = Operation(node, bound(node), known, rows, others.get(node))
         stuck = next(
             (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
@@ -71,8 +71,7 @@ def ancestors(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in graph.nodes if node in found]
 
 
-def _alike(nodes: list[fx.Node], others: list[fx.Node]) -> Sequence[fx.Node | None]:
-    same = [(n.op, n.target if n.op == "call_function" else "") for n in nodes] == [
-        (n.op, n.target if n.op == "call_function" else "") for n in others
-    ]
-    return others if same else [None] * len(nodes)
+def form(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[tuple]:
+    """The operations that the wanted nodes are computed by, in order."""
+    nodes = ancestors(graph, wanted)
+    return [(node.op, node.target if node.op == "call_function" else "") for node in nodes]
