@@ -136,7 +136,7 @@ MODELS = {
     "timm_mobilenetv3": by_timm("mobilenetv3_small_050", 32),
     "timm_mobilevit": by_timm("mobilevit_xxs", 32),
     "timm_regnet": by_timm("regnetx_002", 32),
-    "timm_ghostnet": by_timm("ghostnet_050", 32),
+    "timm_ghostnet": by_timm("ghostnet_050", 32, drop_rate=0.0),
     "timm_crossvit": by_timm("crossvit_tiny_240", 240, embed_dim=(8, 16), depth=((1, 1, 0),),
                              num_heads=(2, 2)),
     "timm_levit": by_timm("levit_128s", 64, img_size=64, embed_dim=(16, 16, 16), key_dim=8,

@@ -1,8 +1,11 @@
 """Tensors: those without storage, what looks at them, who shares them."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 # A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
 # there are no public names for them. If they move: torch.export uses them, and imports them.
@@ -21,6 +24,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "asks_for_values",
+    "converting_others",
     "hooks_of",
     "is_shared",
     "leaf_dims",
@@ -60,6 +64,28 @@ def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:
             "of them as that of the positional arguments (a tuple with an entry for each)"
         )
     return dims
+
+
+@contextlib.contextmanager
+def converting_others() -> Iterator[None]:
+    """While `module.to(dtype)` and the like leave a module alone whose tensors are so already, as
+    routers say in their forward: torch swaps fake tensors even then, and fails. All conversions go
+    through this method; if it moves, such a step cannot be traced."""
+    original = nn.Module._apply
+
+    def applied(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        values = [*module._parameters.values(), *module._buffers.values()]
+        with torch.no_grad():
+            same = all(one is None or function(one) is one for one in values)
+        return module if same else original(module, function, recurse=False)
+
+    nn.Module._apply = applied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def asks_for_values(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
-from pfeife.frontend.capture import with_reductions
+from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.captured import Captured, Door, Premise
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
@@ -112,7 +112,8 @@ class MicrobatchGraph:
             options.loss_reduction,
             lambda gradients: trace(*larger(), loss, gradients=gradients).program,
         )
-        captured = self._with_flags(attrs.evolve(captured, door=self.door, premises=self.premises))
+        captured = with_flags(captured, self.inputs.flags)
+        captured = attrs.evolve(captured, door=self.door, premises=self.premises)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger()[0])
@@ -131,19 +132,6 @@ class MicrobatchGraph:
                     "size of one microbatch: assign it outside of the step, where the whole batch "
                     "is, or compute it with tensors"
                 )
-
-    def _with_flags(self, captured: Captured) -> Captured:
-        """The same where flags of all microbatches are added up."""
-        flags = {captured.results[index] for index in self.inputs.flags}
-        ports = [
-            attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
-            if port.name in flags
-            else port
-            for port in captured.program.outputs
-        ]
-        program = attrs.evolve(captured.program, outputs=tuple(ports))
-        unknown = {name: why for name, why in captured.unknown.items() if name not in flags}
-        return attrs.evolve(captured, program=program, unknown=unknown)
 
     def _with_dims(self, captured: Captured, other: Forward) -> Captured:
         """The same with the dimension that grows with the rows (as `other` tells, the step for

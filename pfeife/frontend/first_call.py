@@ -142,7 +142,7 @@ class Runs:
     def check_order(self, found: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless rows in another order give the same, in that order."""
         values = self.part(0)
-        if self._same(found, self(self.permuted(values, self.cut))):
+        if self._same(found, self(self.permuted(values, self.cut))) or self._is_noise(found):
             return
         for alone in self.cut if len(self.cut) > 1 else ():
             rest = [index for index in self.cut if index != alone]
@@ -158,6 +158,13 @@ class Runs:
             "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
             "if the order of the rows matters"
         )
+
+    def _is_noise(self, found: Sequence[torch.Tensor]) -> bool:
+        """Whether last bits decide the results, as where a batch norm divides by the deviation of
+        almost equal values: another order of the rows, in which sums round otherwise, may then give
+        anything."""
+        other = self([_nudged(value) for value in self.part(0)])
+        return not all(close(one, value) for _, one, value in self._returned(found, other))
 
     def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if a row gives something else in the company of other rows."""
@@ -251,6 +258,14 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
         return found
 
     return run
+
+
+def _nudged(value: Any) -> Any:
+    """A tensor with another last bit in every second element."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    second = torch.arange(value.numel(), device=value.device).view(value.shape) % 2
+    return value * (1 + second * torch.finfo(value.dtype).eps)
 
 
 def _finite(value: torch.Tensor) -> bool:

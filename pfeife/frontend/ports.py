@@ -13,6 +13,7 @@ from pfeife.ir.program import (
     Port,
     Program,
     Role,
+    has_effects,
     is_number,
     is_sized_by_data,
     output_node,
@@ -45,7 +46,7 @@ class Porter:
     ):
         _simplify(joint.graph)
         _take_changes_apart(joint.graph)
-        joint.graph.eliminate_dead_code()
+        joint.graph.eliminate_dead_code(has_effects)
         self.joint, self.loss, self.result_dims = joint, loss, result_dims
         self.by_name = {registered(argument): argument for argument in arguments}
         self.rest = stateless(arguments)

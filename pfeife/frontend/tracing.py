@@ -7,7 +7,7 @@ steers it: two runs must do the same, and what the step reaches (`places`) must 
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -30,24 +30,36 @@ from pfeife.frontend.user_lines import noted, user_line
 from pfeife.ir.program import Role
 
 Step = Callable[..., Any]
+Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
 
 
-def traced(step: Step, call: Arguments) -> Traced:
+def traced(step: Step, call: Arguments, device: torch.device | None = None) -> Traced:
     """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
-    gets those of that microbatch, see `answers`.
+    gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
+    many from asking for values; one that fails so, but not in eager, is traced without. Tensors on
+    the meta device are traced as those of a `device`.
 
     Raises ValueError, with the line of the step, for one that does something else in a second run,
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
-    tracer, left = _Tracer(step, call), frozenset[Slot]()
+    try:
+        return _traced(step, call, _torch.said_to_compile, device)
+    except ValueError as error:
+        if error.__cause__ is None:  # it is refused for what it does, not since it has failed
+            raise
+        return _traced(step, call, nullcontext, device)
+
+
+def _traced(step: Step, call: Arguments, told: Told, device: torch.device | None) -> Traced:
+    tracer, left = _Tracer(step, call, told, device), frozenset[Slot]()
     try:
         first = tracer.run()
     except _Asks:
         first = None
     if first is None or first.changes:  # perhaps what a first call alone does: caches, hooks
         left, answers = tracer.warm()
-        tracer = _Tracer(step, call, answers)
+        tracer = _Tracer(step, call, told, device, answers)
         first = tracer.run()
     return tracer.traced(first, left)
 
@@ -55,13 +67,21 @@ def traced(step: Step, call: Arguments) -> Traced:
 class _Tracer:
     """Runs of a step on a call's first microbatch."""
 
-    def __init__(self, step: Step, call: Arguments, answers: Sequence[Answer] = ()):
-        self.step, self.call, self.answers = step, call, answers
+    def __init__(
+        self,
+        step: Step,
+        call: Arguments,
+        told: Told,
+        device: torch.device | None,
+        answers: Sequence[Answer] = (),
+    ):
+        self.step, self.call, self.told, self.answers = step, call, told, answers
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
-        known = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
+        firsts = {id(leaf.first): leaf.first for leaf in call.leaves}
+        known = {at: fake_like(self.mode, one, device=device) for at, one in firsts.items()}
         self.batch = [known[id(leaf.first)] for leaf in call.leaves]
-        self.values = stand_ins(self.places, self.mode)
+        self.values = stand_ins(self.places, self.mode, device)
         self.paths = {
             id(module): f"@{root}.{path}".rstrip(".")
             for root, outer in reversed(self.places.roots.items())
@@ -94,7 +114,7 @@ class _Tracer:
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.answers)
-        run = (held, self.mode, symbols, seen, _torch.said_to_compile(), told)
+        run = (held, self.mode, symbols, seen, self.told(), told)
         with ExitStack() as stack, reading() as opened:
             for one in run:
                 stack.enter_context(one)
@@ -110,7 +130,7 @@ class _Tracer:
 
     def _called(self, batch: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self.call.made(batch)
-        with _torch.eager_stance():
+        with _torch.eager_stance(), _torch.converting_others():
             return self.step(*args, **kwargs)
 
     def warm(self) -> tuple[frozenset[Slot], Sequence[Answer]]:
@@ -120,7 +140,7 @@ class _Tracer:
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
         held, asking = Held(self.places, {}), Asking()
         try:
-            with values_kept(tensors), held, torchs_generators(), _torch.said_to_compile(), asking:
+            with values_kept(tensors), held, torchs_generators(), self.told(), asking:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
@@ -247,6 +267,12 @@ class _Tracer:
             flags=flags,
         )
 
+    @contextmanager
+    def _as_traced(self, told: Answering) -> Iterator[None]:
+        """While AOTAutograd runs the step, as it ran on fake tensors."""
+        with self.told(), noted(self.paths), told:
+            yield
+
     def _forward(
         self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot]
     ) -> Callable[..., list[torch.Tensor]]:
@@ -260,7 +286,7 @@ class _Tracer:
             held, told = Held(self.places, given), Answering(self.answers)
             traced = fx.traceback.has_preserved_node_meta()
             try:
-                with held, noted(self.paths), told if traced else nullcontext():
+                with held, self._as_traced(told) if traced else nullcontext():
                     result = self._called(batch)
             except Exception as error:
                 raise plain_reason(error) from error

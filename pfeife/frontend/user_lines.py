@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pfeife import _torch
-
 _OURS = tuple(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent))
 
 
@@ -90,7 +88,7 @@ def noted(paths: Mapping[int, str]) -> Iterator[None]:
         nn.modules.module.register_module_forward_hook(leave, always_call=True).remove,
     ]
     try:
-        with _Lines(), _torch.said_to_compile():
+        with _Lines():
             yield
     finally:
         for remove in hooks:

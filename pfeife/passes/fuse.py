@@ -14,9 +14,11 @@ from pfeife.ir.program import (
     Kind,
     Program,
     Role,
+    is_number,
     is_sized_by_data,
     is_source,
     node_bytes,
+    returned,
     source_line,
 )
 from pfeife.ir.seeding import seeded
@@ -47,7 +49,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
         flat, _ = inline(program)
         forward, backward = _halves(flat)
         matrices = {p.name for p in flat.ports(Role.PARAMETER) if len(p.shape) > 1}
-        starts = _starts(forward, matrices, boundaries or {})
+        starts = _read(_starts(forward, matrices, boundaries or {}), forward, _wanted(flat))
         clusters = {node: bisect(starts, i) - 1 for i, node in enumerate(forward)}
         groups = {node.name: Group(unit, Kind.FORWARD) for node, unit in clusters.items()}
         for node, unit in _backward_clusters(backward, clusters).items():
@@ -107,6 +109,26 @@ def _starts(
         if between and not any(first < i <= second for i in forced):
             starts.add(min(between, key=dislike))
     return sorted(starts)
+
+
+def _wanted(flat: Program) -> set[fx.Node]:
+    """The nodes that what the program returns depends on."""
+    wanted = set(returned(flat.module).values())
+    for node in reversed(flat.module.graph.nodes):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    return wanted
+
+
+def _read(starts: list[int], forward: list[fx.Node], wanted: set[fx.Node]) -> list[int]:
+    """The starts of clusters that compute something for others: one of which nobody reads a value
+    (a custom operation that only prints) would have no call, so it is joined with the next one."""
+    wanted_before = [0, *accumulate(int(n in wanted and not is_number(n)) for n in forward)]
+    kept = starts[:1]
+    for start in starts[1:]:
+        if wanted_before[kept[-1]] < wanted_before[start] < wanted_before[-1]:
+            kept.append(start)
+    return kept
 
 
 def _torn(forward: list[fx.Node]) -> dict[int, fx.Node]:

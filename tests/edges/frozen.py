@@ -212,7 +212,7 @@ def lengthened():
     return step, model
 
 
-@row("the step changes the list seen, which a traced step cannot: return the value instead")
+@row("the step changes the list seen, which a traced step cannot")
 def a_list_that_grows():
     run(lengthened)
 
@@ -271,6 +271,28 @@ def a_hook():
 @row()
 def a_hook_through_dynamo():
     hooked("dynamo")
+
+
+@row()
+def a_hook_that_the_first_call_adds():
+    """As transformers collects hidden states: each run of a capture must find what it found."""
+    models = []
+
+    def make():
+        model = net()
+        models.append(model)
+        model.hooked = False
+
+        def step(x):
+            if not model.hooked:
+                model.hooked = True
+                model[0].register_forward_hook(lambda module, args, out: out * 2)
+            return model(x).mean()
+
+        return step, model
+
+    run(make)
+    assert [len(model[0]._forward_hooks) for model in models] == [1, 1]
 
 
 @row()
@@ -357,6 +379,20 @@ def what_objects_hold():
         ][call]()
 
     assert len(run(scaled(factor), change, calls=7).backend.compiled) == 7
+
+
+@row()
+def what_fails_only_if_it_is_compiled():
+    def factor(model, x):
+        known = None if torch.compiler.is_compiling() else torch.ones(())
+        return known + 1  # as models that make their masks in eager alone
+
+    run(scaled(factor))
+
+
+@row()
+def a_module_that_the_step_converts_to_what_it_is():
+    run(scaled(lambda model, x: model.to(x.dtype)[0].to(x.device).bias.detach().mean()))
 
 
 @row("the step sets requires_grad of model.0.weight")

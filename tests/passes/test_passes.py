@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -73,8 +74,34 @@ def test_random_programs(data):
     assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
 
 
+def test_progress_of_passes_is_told():
+    net, told = torch.nn.Linear(4, 4), []
+    flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
+    pfeife.record(flat, pfeife.fuse(), pfeife.fuse(), progress=lambda *at: told.append(at))
+    assert told == [(1, 2), (2, 2)]
+
+
 def test_every_pass_has_a_row():
     assert {row.name for row in ROWS} == set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_what_nobody_reads_is_no_cluster_of_its_own(last):
+    _, program, state, microbatches = captured("GPT")
+    graph = torch.fx.Graph()
+    result = graph.graph_copy(program.module.graph, {})
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    weight = graph.find_nodes(op="placeholder", target="blocks_0_qkv_weight")[0]
+    tagged = [node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"]
+    with graph.inserting_before(tagged[0]) if last else graph.inserting_after(inputs[-1]):
+        dead = graph.call_function(torch.ops.aten.exp.default, (weight,))
+    dead.meta["val"] = weight.meta["val"]
+    graph.output(result)
+    changed = attrs.evolve(program, module=torch.fx.GraphModule(program.module, graph))
+    fused = clusters(changed)
+    assert fused.units == clusters(program).units
+    assert_same(*(pfeife.evaluate(one, state, microbatches) for one in (program, fused)))
 
 
 def cut_at(program: pfeife.Program, points: dict[str, str]) -> tuple[pfeife.Program, pfeife.Plan]:
