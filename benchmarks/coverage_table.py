@@ -12,7 +12,7 @@ PACKAGES = (
     "torch", "transformers", "diffusers", "timm", "torchvision", "torchaudio", "torch_geometric"
 )  # fmt: skip
 KINDS = ("right, bitwise", "right, rounding", "WRONG", "refused", "failed")
-LONGEST = 200  # characters of a cause
+LONGEST = 300  # characters of a cause
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -85,11 +85,18 @@ def _causes(rows: Sequence[Row]) -> list[list[Any]]:
         [
             len(found),
             verdict,
-            found[0]["cause"].strip().split("\n")[0][:LONGEST],
+            _first_line(found[0]["cause"])[:LONGEST],
             ", ".join(row["name"] for row in found),
         ]
         for (verdict, _), found in ordered
     ]
+
+
+def _first_line(cause: str) -> str:
+    """Without where packages lie on this machine."""
+    return re.sub(
+        r'(["`])[^"`]*/(site-packages|coverage_models)/', r"\1", cause.strip().split("\n")[0]
+    )
 
 
 def _line(row: Row) -> list[Any]:

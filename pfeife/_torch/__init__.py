@@ -2,8 +2,8 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph); `modules`, `recurrent`, `tensors`, `sizes`, `gloo` and `trace` are about what their
-names say.
+joint graph), then `sizes` and `questions` (what only data tell); `modules`, `recurrent`, `tensors`,
+`gloo` and `trace` are about what their names say.
 """
 
 from pfeife._torch.aot import (
@@ -42,12 +42,23 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.modules import graph_module, is_unwritten
+from pfeife._torch.questions import (
+    as_answer,
+    as_number,
+    computed,
+    extremes,
+    is_decided_by_data,
+    sizes_and_numbers,
+    symbol_of,
+    symbolic_mode,
+    telling,
+    value_of,
+)
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
 from pfeife._torch.sizes import (
     forgetting_symbols,
     order_of_facts,
-    symbolic_mode,
     without_symbols,
 )
 from pfeife._torch.sources import is_there, placeholder_source, source_value, source_words
@@ -77,7 +88,9 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "as_answer",
     "as_captured",
+    "as_number",
     "asks_for_values",
     "assigned",
     "assigned_constants",
@@ -85,9 +98,11 @@ __all__ = [
     "broken_guard",
     "changed_attributes",
     "compilation",
+    "computed",
     "converting_others",
     "draws_by_numpy",
     "eager_stance",
+    "extremes",
     "flop_formulas",
     "forgetting_symbols",
     "frame",
@@ -100,6 +115,7 @@ __all__ = [
     "guards",
     "hooks_of",
     "inductor",
+    "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
     "is_last_compilation",
@@ -117,10 +133,14 @@ __all__ = [
     "placeholder_source",
     "result_paths",
     "said_to_compile",
+    "sizes_and_numbers",
     "source_value",
     "source_words",
+    "symbol_of",
     "symbolic_mode",
+    "telling",
     "trace_artifact",
+    "value_of",
     "who_compiles",
     "whole_graph",
     "willing",

@@ -10,18 +10,12 @@ import sys
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from pfeife._torch.tensors import FakeTensor, FakeTensorMode
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _ENDLESS = 2**40  # no bound of a size that somebody has set
-
-
-def symbolic_mode() -> FakeTensorMode:
-    """A mode in which what only data tell has a symbol while a graph is traced."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def forgetting_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """Tensors: those without storage, what looks at them, who shares them."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,8 +90,9 @@ def converting_others() -> Iterator[None]:
 
 
 def asks_for_values(error: BaseException) -> bool:
-    """Whether tensors without storage were asked for their values. The classes have no public
-    names; if they move: the error is said in torch's own words."""
+    """Whether tensors without storage were asked for their values, or symbols were given where only
+    numbers are taken. The classes have no public names; if they move: the error is said in torch's
+    own words."""
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -99,4 +101,5 @@ def asks_for_values(error: BaseException) -> bool:
         DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
     )
-    return isinstance(error, kinds)
+    takes_no_symbol = isinstance(error, TypeError) and re.search(r"\bSym(Int|Float)\b", str(error))
+    return isinstance(error, kinds) or bool(takes_no_symbol)

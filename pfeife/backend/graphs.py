@@ -111,6 +111,7 @@ class MicrobatchGraph:
             trace(self.step, self.inputs, loss),
             options.loss_reduction,
             lambda gradients: trace(*larger(), loss, gradients=gradients).program,
+            args if options.microbatches > 1 else None,
         )
         captured = with_flags(captured, self.inputs.flags)
         captured = attrs.evolve(captured, door=self.door, premises=self.premises)
@@ -188,6 +189,7 @@ class BatchedGraph:
             for n in nodes
         ]
         self.marked = self.sure = any(_marks(e) for e in examples)
+        self.shows = True  # a run may show where rows are, if no rule tells it
         self.sizes = self._batch_sizes(examples)
 
     @functools.cached_property
@@ -230,8 +232,9 @@ class BatchedGraph:
         if len(dims) > 1 or (dims and not argument.given):
             what = f"dimensions {dims} of" if argument.given else "a size of the closed-over tensor"
             raise ValueError(
-                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; use "
-                "pfeife.compile, which cuts the batch before it is captured (in_dims)"
+                f"input {argument.names[0]}: {what} {tuple(shape)} looks like the batch; say "
+                "where it is with torch._dynamo.mark_dynamic, or use pfeife.compile, which cuts "
+                "the batch before it is captured (in_dims)"
             )
         return dims[0] if dims else None
 
@@ -259,6 +262,7 @@ class BatchedGraph:
             self._at(args, count, loss),
             options.loss_reduction,
             lambda gradients: self._at(args, count, loss, 2, gradients).program,
+            args if count > 1 and self.shows else None,
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, count)

@@ -45,6 +45,7 @@ class Piece(BatchedGraph):
         alone = module if len(self.tensors) == len(self.values) else _without(module, self.tensors)
         super().__init__(alone, examples)
         self.sure = False  # what the caller has said is about the batch that the step was given
+        self.shows = False  # only rules tell what holds for every batch
 
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The sizes of the rows that earlier graphs have returned, if they have."""

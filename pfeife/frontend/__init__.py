@@ -8,7 +8,7 @@ one; `places` knows what the step reaches by itself, `answers` what it is told o
 
 `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on
-other rows, `frozen` sees what a step draws outside of torch, `untouched` puts back what a run has
-changed, `again` what its Python leaves to
+other rows, both with what is `expected` of draws, `frozen` sees what a step draws outside of torch,
+`untouched` puts back what a run has changed, `again` what its Python leaves to
 later microbatches.
 """

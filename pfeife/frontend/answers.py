@@ -1,76 +1,159 @@
-"""Questions for the values of tensors (`if mask.any()`) where a step is traced.
+"""Questions for the values of tensors (`if mask.any()`), and for sizes that data decide, where a
+step is traced.
 
-They get the answers that a run on real data had, and whether these hold for other data is traced:
+Numbers and sizes that only data tell are symbols there. Where Python asks what they are, it gets
+the answer that a run on real data had, and whether this holds for other data is traced:
 
-    on real data        mask.any() is False          answers: [False]
-    traced              `if mask.any()` gets False   flag = (mask.any() != False)
+    on real data        mask.any() is False          noted: [False]
+    traced              mask.any() is u0 == 1
+                        `if u0 == 1` gets False      flag = ((u0 == 1) != False)
 
-A flag is one more result of the step, 0.0 in every microbatch for which the answer is right.
+A flag is one more result of the step, 0.0 in every microbatch for which the answer is right. What
+is done with numbers without asking (`x * scale.item()`) is done with those of each microbatch.
+Where Python takes no symbols (a key of a dict), all numbers are `pinned`, each with a flag.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from pfeife import _torch
 from pfeife.frontend.user_lines import calling_line
 
-Value = bool | int | float
-_QUESTIONS = {
-    torch.Tensor.item,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-}
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+Noted = Mapping[str, Sequence[Sequence[Any]]]  # by operation and line, for each of the calls
+
+
+@attrs.frozen
+class Known:
+    """The sizes and numbers that data have decided in a run, and whether numbers are pinned."""
+
+    noted: Noted = attrs.field(factory=dict)
+    pinned: bool = False
 
 
 @attrs.frozen
 class Answer:
-    """What a tensor was, and the user's line that has asked for it."""
+    """What Python was told, and the user's line that has asked for it."""
 
-    value: Value
+    value: Any
     line: str
 
 
-class Asking(torch.overrides.TorchFunctionMode):
-    """Notes the answers to a step's questions, in their order."""
+class Noting(_torch.TorchDispatchMode):
+    """Notes the sizes and numbers that data decide, in the order of the operations."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: list[Answer] = []
+        self.noted: defaultdict[str, list[list[Any]]] = defaultdict(list)
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func in _QUESTIONS:
-            self.answers.append(Answer(found, calling_line()))
+        if _torch.is_decided_by_data(func):
+            self.noted[_call(func)].append(_torch.sizes_and_numbers(found))
         return found
 
 
-class Answering(torch.overrides.TorchFunctionMode):
-    """Gives the answers again; `flags` say for each of them whether it is wrong."""
+class Answering(_torch.TorchDispatchMode):
+    """Tells what symbols are; `flags` say for each of the `answers` whether it is wrong."""
 
-    def __init__(self, answers: Sequence[Answer]):
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: _torch.FakeTensorMode, known: Known):
         super().__init__()
-        self.answers, self.flags = answers, list[torch.Tensor]()
+        self.mode, self.known = mode, known
+        self.calls: Counter[str] = Counter()
+        self.values: dict[Any, Any] = {}  # by symbols
+        self.tensors: dict[Any, torch.Tensor] = {}
+        self.asked: list[tuple[Any, Any]] = []  # expressions whose flags are not yet made
+        self.answers, self.flags = list[Answer](), list[torch.Tensor]()
 
-    def __torch_function__(
+    def __enter__(self) -> "Answering":
+        super().__enter__()
+        self.telling = _torch.telling(self.mode, self._tell)
+        self.telling.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.telling.__exit__(*error)
+        super().__exit__(*error)
+        if error[0] is None:
+            self._flag()
+
+    def _tell(self, expression: Any) -> Any:
+        """Called while torch is inside of an operation, so that flags must wait."""
+        value = _torch.value_of(expression, self.values)
+        if value is not None:
+            self.answers.append(Answer(value, calling_line()))
+            self.asked.append((expression, value))
+        return value
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _QUESTIONS and self.answers:
-            if len(self.flags) == len(self.answers):
-                raise ValueError("the step asks for more values of tensors than on real data")
-            value = self.answers[len(self.flags)].value
+        self._flag()
+        noted = self._noted(func) if self.known.noted and _torch.is_decided_by_data(func) else []
+        if noted and func is _NUMBER and self.known.pinned:
+            (value,) = noted
+            self.answers.append(Answer(value, calling_line()))
             self.flags.append(_differs(args[0].detach(), value))
             return value
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        sizes = _torch.sizes_and_numbers(found)
+        if len(noted) == len(sizes):
+            of = args[0] if func is _NUMBER else None
+            for symbolic, value in zip(sizes, noted, strict=True):
+                self._know(symbolic, value, of)
+        return found
+
+    def _noted(self, func: Any) -> Sequence[Any]:
+        """What was noted of the same call of an operation."""
+        name = _call(func)
+        noted, at = self.known.noted.get(name, ()), self.calls[name]
+        self.calls[name] += 1
+        return noted[at] if at < len(noted) else []
+
+    def _know(self, symbolic: Any, value: Any, of: torch.Tensor | None) -> None:
+        """What a symbol is, and a tensor of that: a size, or the number `of` a tensor."""
+        symbol = _torch.symbol_of(symbolic)
+        if symbol is None or symbol in self.values:
+            return
+        kind = torch.float64 if isinstance(symbolic, torch.SymFloat) else torch.int64
+        self.values[symbol] = _torch.as_answer(value)
+        if of is None:
+            self.tensors[symbol] = torch.scalar_tensor(symbolic, dtype=kind)
+        else:
+            self.tensors[symbol] = _as(of.detach(), kind)
+
+    def _flag(self) -> None:
+        """Makes the flags that wait."""
+        asked, self.asked = self.asked, []
+        for expression, value in asked:
+            found = _torch.computed(expression, self.tensors)
+            self.flags.append(_differs(found, _torch.as_number(value)))
 
 
-def _differs(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+def _call(func: Any) -> str:
+    """An operation and the user's line that calls it. (Lines apart, what torch's own functions
+    check on real data would count.)"""
+    return f"{func} in {calling_line()}"
+
+
+def _differs(tensor: torch.Tensor, value: Any) -> torch.Tensor:
     """1.0 where a tensor of one element is another than a number, else 0.0."""
     wrong = tensor.isnan().logical_not() if math.isnan(value) else tensor.ne(value)
-    return wrong.to(torch.float32).reshape(())
+    return _as(wrong, torch.float32)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of one element. (How others of torch's functions come apart depends on who calls.)"""
+    aten = torch.ops.aten
+    return aten.view.default(aten._to_copy.default(tensor, dtype=dtype), [])

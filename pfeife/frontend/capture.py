@@ -1,8 +1,9 @@
 """A training step in, a `Program` out: Dynamo or a trace finds its forward, AOTAutograd the
 gradients."""
 
+import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -18,6 +19,7 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
+from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.tracing import traced
 from pfeife.ir.program import Port, Program, Role
 
@@ -147,10 +149,12 @@ def with_reductions(
     captured: Captured,
     loss_reduction: LossReduction,
     larger: Larger | None = None,
+    args: Sequence[Any] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
-    `derive_reductions`."""
-    program, unknown = derive_reductions(captured.program, loss_reduction, larger)
+    `derive_reductions`. `args` are those of a call with two microbatches or more."""
+    sample = None if args is None else functools.partial(_sample, captured, args)
+    program, unknown = derive_reductions(captured.program, loss_reduction, larger, sample)
     last = set(captured.carried.values())
     outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
     return attrs.evolve(
@@ -158,6 +162,11 @@ def with_reductions(
         program=attrs.evolve(program, outputs=outputs),
         unknown={name: why for name, why in unknown.items() if name not in last},
     )
+
+
+def _sample(captured: Captured, args: Sequence[Any]) -> Sample:
+    """Two microbatches of a call."""
+    return Sample(*(captured.slots(captured.part(args, index)) for index in (0, 1)))
 
 
 def as_last(port: Port) -> Port:

@@ -1,13 +1,13 @@
 """What a captured step is: its program, and how calls and results belong to its ports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
-from pfeife.ir.program import Program, Role
+from pfeife.ir.program import Port, Program, Role
 
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
@@ -75,6 +75,30 @@ class Captured:
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
     premises: tuple[Premise, ...] = ()
+
+    @property
+    def ports(self) -> list[Port | None]:
+        """The input of the program that each argument is, None for a number."""
+        inputs = {port.name: port for port in self.program.inputs}
+        return [inputs[name] if name else None for name in self.arguments]
+
+    def part(self, args: Sequence[Any], index: int) -> list[Any]:
+        """The arguments of a microbatch, from those of a call."""
+        found = []
+        for value, port, number in zip(args, self.ports, self.numbers, strict=True):
+            if port is None:
+                found.append(number)
+            elif port.batch_dim is None:
+                found.append(value.detach())
+            else:
+                size = port.shape[port.batch_dim]
+                found.append(value.detach().narrow(port.batch_dim, index * size, size))
+        return found
+
+    def slots(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Arguments of a microbatch by the names of the program's inputs."""
+        pairs = zip(self.arguments, values, strict=True)
+        return {name: value for name, value in pairs if name}
 
     def label(self, result: str) -> Key:
         """How options call a result."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.frontend.answers import Answer
 from pfeife.frontend.arguments import fake_like
 from pfeife.frontend.places import SIMPLE, Change, Places, Slot, short
 
@@ -17,7 +18,7 @@ from pfeife.frontend.places import SIMPLE, Change, Places, Slot, short
 class Run:
     """What a run on tensors without storage has shown: the tensors with storage that it met, the
     fake ones that it read, by identity, its operations, its result, what it left behind, the
-    lines in which it opened files, and flags for the answers that it got."""
+    lines in which it opened files, and the answers that it got with their flags."""
 
     real: Mapping[int, torch.Tensor]
     fake: Mapping[int, torch.Tensor]
@@ -26,6 +27,7 @@ class Run:
     changes: Sequence[Change]
     opened: Sequence[str]
     flags: Sequence[torch.Tensor]
+    answers: Sequence[Answer]
 
 
 class Seen(_torch.TorchDispatchMode):

@@ -11,37 +11,13 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.captured import Captured
+from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.forward import Forward
 from pfeife.ir.program import Port, Program, Role, returned
-from pfeife.ir.seeding import is_random
 
 log = logging.getLogger("pfeife")
 Values = list[Any]
-_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes: a tenth
 _STATISTICS = ("batch_norm", "instance_norm")
-
-
-class Draws(Exception):
-    """The step draws numbers that have no expected value to put in their place."""
-
-
-class Expected(_torch.TorchDispatchMode):
-    """Runs operations with the expected values of what they draw: dropout keeps everything. The
-    generators are left alone."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        aten, kwargs = torch.ops.aten, kwargs or {}
-        if func is aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if func is aten.bernoulli_.float:
-            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
-        if is_random(func, args, kwargs):
-            raise Draws(str(func))
-        return func(*args, **kwargs)
 
 
 def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
@@ -74,8 +50,7 @@ class Runs:
 
     def __init__(self, step: Forward, captured: Captured, args: Sequence[Any]):
         self.step, self.captured, self.args = step, captured, args
-        ports = {port.name: port for port in captured.program.inputs}
-        self.ports = [ports[name] if name else None for name in captured.arguments]
+        self.ports = captured.ports
         self.cut = [i for i, port in enumerate(self.ports) if port and port.batch_dim is not None]
         sizes = {
             port.shape[port.batch_dim] for port in self.ports if port and port.batch_dim is not None
@@ -105,16 +80,7 @@ class Runs:
 
     def part(self, index: int) -> Values:
         """The arguments of a microbatch."""
-        found = []
-        for value, port, number in zip(self.args, self.ports, self.captured.numbers, strict=True):
-            if port is None:
-                found.append(number)
-            elif port.batch_dim is None:
-                found.append(value.detach())
-            else:
-                size = port.shape[port.batch_dim]
-                found.append(value.detach().narrow(port.batch_dim, index * size, size))
-        return found
+        return self.captured.part(self.args, index)
 
     def permuted(self, values: Values, among: Iterable[int]) -> Values:
         """The same with the rows of some arguments in reverse order."""
@@ -127,10 +93,7 @@ class Runs:
     def check_program(self, found: Sequence[torch.Tensor]) -> None:
         """Raises ValueError unless the program's forward gives the same."""
         program = self.captured.program
-        if program.ports(Role.SEED):
-            return
-        slots = {port.name: v for port, v in zip(self.ports, self.part(0), strict=True) if port}
-        results = forward_of(program)(slots)
+        results = forward_of(program)(self.captured.slots(self.part(0)))
         for name, value in zip(self.captured.results, found, strict=True):
             if not close(results[name], value):
                 raise ValueError(
@@ -253,8 +216,8 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
         given = [values.get(port.name) for port in program.inputs]
-        with torch.no_grad(), _torch.no_autocast():
-            found: dict[str, torch.Tensor] = fx.Interpreter(module).run(*given)
+        with torch.no_grad(), _torch.no_autocast(), Expected():
+            found: dict[str, torch.Tensor] = Unseeded(module).run(*given)
         return found
 
     return run
@@ -272,15 +235,6 @@ def _finite(value: torch.Tensor) -> bool:
     if value.is_meta:
         return False  # there is nothing to compare
     return not value.is_floating_point() or bool(value.isfinite().all())
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether floating values agree to within rounding, as a share of their size."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return True
-    size = float(torch.maximum(one.abs(), other.abs()).max()) if one.numel() else 0.0
-    rounding = _ROUNDING.get(one.dtype, 0.1)
-    return not one.numel() or float((one - other).abs().max()) <= rounding * size + 1e-6
 
 
 def _short(value: torch.Tensor) -> str:

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.first_call import Draws, Expected, Runs, Values, close
+from pfeife.frontend.expected import Draws, Expected, Unseeded, close
+from pfeife.frontend.first_call import Runs, Values
 from pfeife.frontend.forward import Forward
 from pfeife.ir.program import Program, Role
-from pfeife.ir.seeding import seeded
 
 log = logging.getLogger("pfeife")
 Named = Mapping[str, torch.Tensor]  # by the names of ports
@@ -83,7 +82,7 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
     with Expected(), torch.set_grad_enabled(trains):
         results = dict(zip(captured.results, runs.step.run(*given), strict=True))
         found = {name: value.detach() for name, value in results.items()}
-        slots = {port.name: v for port, v in zip(runs.ports, given, strict=True) if port}
+        slots = captured.slots(given)
         named = {port.fqn: slots[port.name] for port in program.inputs if port.name in slots}
         wanted = program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)
         ends = [results[port.fqn] for port in program.ports(Role.TANGENT)]
@@ -100,20 +99,12 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
 
 def _by_program(program: Program, runs: Runs, values: Values) -> Named:
     """All results of a program, with the tangents of `_by_eager`."""
-    given = {port.name: v for port, v in zip(runs.ports, values, strict=True) if port}
+    given = runs.captured.slots(values)
     for port in program.ports(Role.TANGENT):
         given[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
-    graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
-    for node in program.module.graph.nodes:
-        copied = here[node] = graph.node_copy(node, here.__getitem__)
-        if node.target is seeded:  # as eager calls it, so that it is expected likewise
-            operation: Any = copied.args[0]
-            copied.target, copied.args = operation, copied.args[3:]
-    module = _torch.graph_module(program.module, graph)
     ordered = [given.get(port.name) for port in program.inputs]
     with torch.no_grad(), _torch.no_autocast(), Expected():
-        found: Named = fx.Interpreter(module).run(*ordered)
+        found: Named = Unseeded(program.module).run(*ordered)
     return found
 
 

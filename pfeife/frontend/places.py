@@ -285,8 +285,15 @@ class Held:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values steer a step alike: simple ones by their values."""
-    return one is other or (type(one) is type(other) and isinstance(one, SIMPLE) and one == other)
+    """Whether two values steer a step alike: simple ones, and lists and tuples of them, by their
+    values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return isinstance(one, SIMPLE) and one == other
 
 
 def short(value: Any) -> str:

@@ -6,15 +6,17 @@ not ignored (averaged by that count).
 """
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.rows.follow import ancestors, follow, form
+from pfeife.frontend.rows.follow import ancestors, follow, paired
+from pfeife.frontend.rows.seen import Sample, seen_rows
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
@@ -27,14 +29,15 @@ def derive_reductions(
     program: Program,
     loss_reduction: LossReduction = "auto",
     larger: Larger | None = None,
+    sample: Callable[[], Sample] | None = None,
 ) -> tuple[Program, dict[str, str]]:
     """A flat program whose ports say how their microbatches are put together, and by port name
     what kept that from being known: such a loss is averaged.
 
     `larger` gives the program for twice the rows, with or without gradients; it is asked only where
-    a number may count rows.
+    a number may count rows or no rule tells, and then `sample` for values with which both are run.
     """
-    known = derive(program, larger)
+    known = derive(program, larger, sample)
     divided = [node for one in known.values() if isinstance(one, Rows) for node in one.counts]
     counts = {node: _count(program, node) for node in dict.fromkeys(divided)}
     kept = [node for node, count in counts.items() if count]
@@ -56,39 +59,48 @@ def derive_reductions(
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown
 
 
-def derive(program: Program, larger: Larger | None = None) -> dict[str, Known]:
-    """What is known of every loss and output of a flat program, by port name."""
-    known = _derive(program, None)
-    if larger and any(isinstance(one, Unknown) and one.numbers for one in known.values()):
-        for gradients in (False, True):  # a forward alone is traced in a third of the time
-            try:
-                twin = larger(gradients)
-            except Exception:  # a step that twice the rows break tells nothing
-                continue
-            if _form(twin, program) == _form(program, program):
-                return _derive(program, twin)
-    return known
+def derive(
+    program: Program,
+    larger: Larger | None = None,
+    sample: Callable[[], Sample] | None = None,
+) -> dict[str, Known]:
+    """What is known of every loss and output of a flat program, by port name; the arguments are as
+    in `derive_reductions`."""
+    known = _derive(program)
+    stuck = [one for one in known.values() if isinstance(one, Unknown)]
+    if larger is None or not any(one.numbers or sample for one in stuck):
+        return known
+    twins: dict[fx.Node, fx.Node] = {}
+    for gradients in (False, True):  # a forward alone is traced in a third of the time
+        with suppress(Exception):  # a step that twice the rows break tells nothing
+            twice = larger(gradients)
+            twins = paired(*_wanted(program), *_wanted(twice))
+        if twins:
+            break
+    else:
+        return known
+    known = _derive(program, twins)
+    if sample is None or not any(isinstance(one, Unknown) for one in known.values()):
+        return known
+    seen = seen_rows((program, twice), (tuple(twins), tuple(twins.values())), sample())
+    return _derive(program, twins, seen)
 
 
-def _form(program: Program, like: Program) -> list[tuple]:
-    """The operations of a program's forward, as far as results depend on them that the other has,
-    too."""
-    names = {port.name for port in like.ports(Role.LOSS, Role.OUTPUT)}
-    wanted = [node for name, node in returned(program.module).items() if name in names]
-    return form(program.module.graph, wanted)
-
-
-def _derive(program: Program, twin: Program | None) -> dict[str, Known]:
-    graph = program.module.graph
+def _derive(program: Program, *more: Mapping[fx.Node, Any]) -> dict[str, Known]:
+    """The same by the rules and what `follow` is given beside them."""
+    graph, wanted = _wanted(program)
     inputs = {program.node(p.name): _given(p) for p in program.ports(Role.BATCH)}
     places = [(p, _given(p).dim) for p in program.ports(Role.BATCH)]
     rows = math.gcd(*[p.shape[dim] for p, dim in places if dim is not None]) or 1
+    found = follow(graph, inputs, wanted, rows, *more)
     names = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
-    wanted = [returned(program.module)[name] for name in names]
-    other = twin.module.graph if twin else None
-    twins = [returned(twin.module).get(name) for name in names] if twin else []
-    found = follow(graph, inputs, wanted, rows, other, [node for node in twins if node])
     return {name: found[node] for name, node in zip(names, wanted, strict=True)}
+
+
+def _wanted(program: Program) -> tuple[fx.Graph, list[fx.Node]]:
+    """A program's graph, and what it returns of its forward."""
+    results = returned(program.module)
+    return program.module.graph, [results[p.name] for p in program.ports(Role.LOSS, Role.OUTPUT)]
 
 
 def _given(port: Port) -> Rows:

@@ -7,7 +7,8 @@ steers it: two runs must do the same, and what the step reaches (`places`) must 
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.answers import Answer, Answering, Asking
+from pfeife.frontend.answers import Answering, Known, Noted, Noting
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
@@ -52,16 +53,26 @@ def traced(step: Step, call: Arguments, device: torch.device | None = None) -> T
 
 
 def _traced(step: Step, call: Arguments, told: Told, device: torch.device | None) -> Traced:
-    tracer, left = _Tracer(step, call, told, device), frozenset[Slot]()
+    make = partial(_Tracer, step, call, told, device)
+    tracer, left = make(), frozenset[Slot]()
     try:
         first = tracer.run()
     except _Asks:
         first = None
-    if first is None or first.changes:  # perhaps what a first call alone does: caches, hooks
-        left, answers = tracer.warm()
-        tracer = _Tracer(step, call, told, device, answers)
-        first = tracer.run()
-    return tracer.traced(first, left)
+    if first is not None and not first.changes:
+        return tracer.traced(first, left)
+    left, noted = tracer.warm()  # perhaps what a first call alone does: caches, hooks
+    try:
+        return _again(make(Known(noted)), left)
+    except ValueError:
+        if noted:
+            with suppress(ValueError):
+                return _again(make(Known(noted, pinned=True)), left)
+        raise
+
+
+def _again(tracer: "_Tracer", left: frozenset[Slot]) -> Traced:
+    return tracer.traced(tracer.run(), left)
 
 
 class _Tracer:
@@ -73,14 +84,14 @@ class _Tracer:
         call: Arguments,
         told: Told,
         device: torch.device | None,
-        answers: Sequence[Answer] = (),
+        known: Known | None = None,
     ):
-        self.step, self.call, self.told, self.answers = step, call, told, answers
+        self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
         firsts = {id(leaf.first): leaf.first for leaf in call.leaves}
-        known = {at: fake_like(self.mode, one, device=device) for at, one in firsts.items()}
-        self.batch = [known[id(leaf.first)] for leaf in call.leaves]
+        fakes = {at: fake_like(self.mode, one, device=device) for at, one in firsts.items()}
+        self.batch = [fakes[id(leaf.first)] for leaf in call.leaves]
         self.values = stand_ins(self.places, self.mode, device)
         self.paths = {
             id(module): f"@{root}.{path}".rstrip(".")
@@ -113,7 +124,7 @@ class _Tracer:
 
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
-        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.answers)
+        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
         run = (held, self.mode, symbols, seen, self.told(), told)
         with ExitStack() as stack, reading() as opened:
             for one in run:
@@ -121,33 +132,34 @@ class _Tracer:
             result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations
-        return Run(*known, result, changes, tuple(opened), told.flags)
+        return Run(*known, result, changes, tuple(opened), told.flags, told.answers)
 
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
         now: torch.Tensor = slot.get()
         return bool(now.requires_grad != self.values[slot].requires_grad)
 
-    def _called(self, batch: Sequence[torch.Tensor]) -> Any:
+    def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
-        with _torch.eager_stance(), _torch.converting_others():
+        numbers = _torch.extremes() if traced else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), numbers:
             return self.step(*args, **kwargs)
 
-    def warm(self) -> tuple[frozenset[Slot], Sequence[Answer]]:
+    def warm(self) -> tuple[frozenset[Slot], Noted]:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
         tensors and the state of the generator. Gives the slots in which it has left something, and
-        the values of tensors that it has asked for."""
+        what data have decided."""
         tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
-        held, asking = Held(self.places, {}), Asking()
+        held, noting = Held(self.places, {}), Noting()
         try:
-            with values_kept(tensors), held, torchs_generators(), self.told(), asking:
+            with values_kept(tensors), held, torchs_generators(), self.told(), noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        return frozenset(change.slot for change in held.changes), asking.answers
+        return frozenset(change.slot for change in held.changes), noting.noted
 
     def traced(self, first: Run, left: frozenset[Slot]) -> Traced:
         """The step's forward, after a first run; `left` are the slots in which an eager run leaves
@@ -175,10 +187,10 @@ class _Tracer:
         taken: set[str] = set()
         arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
         examples = tuple(one.example for one in arguments)
-        run = self._forward(reads, leaves, kept)
+        run = self._forward(reads, leaves, kept, len(second.answers))
         changing = {slot for read in reads for slot in read} | {*kept}
         return Traced(
-            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in self.answers)),
+            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
             self._inputs(arguments, reads, written, tuple(flags)),
             tuple(reads),
             {slot: value for slot, value in self.places.now().items() if slot not in changing},
@@ -186,7 +198,7 @@ class _Tracer:
             kind_of(self.call),
             second.result,
             written,
-            tuple(self.answers),
+            tuple(second.answers),
             tuple(m for root in self.places.roots.values() for m in root.modules()),
         )
 
@@ -274,7 +286,7 @@ class _Tracer:
             yield
 
     def _forward(
-        self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot]
+        self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot], asked: int
     ) -> Callable[..., list[torch.Tensor]]:
         """Runs the step on values of its arguments."""
 
@@ -283,21 +295,22 @@ class _Tracer:
             given = {one: value for one, value in pairs if isinstance(one, Slot)}
             firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held, told = Held(self.places, given), Answering(self.answers)
+            held, told = Held(self.places, given), Answering(self.mode, self.known)
             traced = fx.traceback.has_preserved_node_meta()
             try:
                 with held, self._as_traced(told) if traced else nullcontext():
-                    result = self._called(batch)
+                    result = self._called(batch, traced)
             except Exception as error:
+                if not traced:  # eager's own
+                    raise
                 raise plain_reason(error) from error
             found = list(tensors_in(result))
             after = {change.slot: change.after for change in held.changes}
             same = [path for path, _ in found] == [leaf.path for leaf in leaves]
-            if not same or any(slot not in after for slot in kept):
+            flags = told.flags if traced else [torch.zeros(())] * asked  # eager answers itself
+            if not same or len(flags) != asked or any(slot not in after for slot in kept):
                 raise ValueError("the step returns something else in a second run")
             distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
-            # In eager the step finds its own answers.
-            flags = told.flags if traced else [torch.zeros(())] * len(self.answers)
             ordered = [distinct[at] for at in sorted(distinct)]
             return [*ordered, *(after[slot] for slot in kept), *flags]
 

@@ -113,6 +113,96 @@ def branches_that_all_microbatches_take():
     assert len(run(scaled(factor)).backend.compiled) == 1
 
 
+def branch_on_a_size(model, x):
+    """As models ask whether there are labels at all."""
+    y, chosen = model(x), (x[:, 0] > -5).nonzero()
+    if chosen.size(0) > 0:
+        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).sum()
+    return torch.zeros(())
+
+
+def turns(model, x):
+    """Each turn has another number of rows in each microbatch; there are always two turns."""
+    found, y = torch.zeros_like(x), model(x)
+    kinds = torch.arange(4)[:, None] == torch.arange(len(x)) % 2
+    for kind in kinds.any(1).nonzero():
+        (rows,) = torch.where(kinds[kind[0]] & (x[:, 0] > 0))
+        found = found.index_add(0, rows, y[rows])
+    return found.sum()
+
+
+def made(loss):
+    """Makes steps with this loss."""
+
+    def make():
+        model = net()
+        return (lambda x: loss(model, x)), model
+
+    return make
+
+
+@row()
+def a_branch_on_a_size_that_data_decide():
+    run(made(branch_on_a_size))
+
+
+@row(f'File "{__file__}", line')
+def a_branch_on_a_size_that_a_later_call_takes_the_other_way():
+    model = net()
+    step = pfeife.compile(lambda x: branch_on_a_size(model, x), microbatches=2, capture="trace")
+    assert step(torch.ones(4, 4)).isfinite()
+    step(torch.cat([torch.ones(2, 4), torch.full((2, 4), -9.0)]))
+
+
+@row()
+def a_loop_over_what_data_choose():
+    assert len(run(made(turns)).backend.compiled) == 1
+
+
+@row()
+def numbers_beside_a_branch():
+    """What nobody asks for is that of each microbatch."""
+
+    def factor(model, x):
+        return x.abs().max().item() if x.isfinite().all() else 2.0
+
+    assert len(run(scaled(factor)).backend.compiled) == 1
+
+
+@row()
+def a_choice_by_torchs_random_numbers():
+    run(scaled(lambda model, x: [2.0][int(torch.empty(1).uniform_(0.0, 1.0).item())]))
+
+
+@row()
+def the_larger_of_two_counts():
+    def factor(model, x):
+        count = (x > 0.5).sum()
+        return 2.0 / max(1, count) + 1.0 / min(count.item(), 3 if count.isfinite() else 4)
+
+    run(scaled(factor))
+
+
+@row()
+def a_key_that_data_decide():
+    run(scaled(lambda model, x: {8: 3.0}[(x < 9).sum().item()]))
+
+
+@row()
+def a_list_of_tensors_that_is_set_anew():
+    def make():
+        model = net()
+        model.anchors = [torch.ones(2), torch.zeros(2)]
+
+        def step(x):
+            model.anchors = [one.to(x.dtype) for one in model.anchors]
+            return model(x).mean() * sum(model.anchors).sum()
+
+        return step, model
+
+    run(make)
+
+
 @row()
 def sizes_that_data_decide():
     run(scaled(lambda model, x: x[x[:, 0] > 0].sum()))

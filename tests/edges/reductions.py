@@ -151,6 +151,85 @@ def a_loss_that_nobody_can_tell():
     assert rank or ("sqrt in File" in found[0] and "loss_reduction=" in found[0]), found
 
 
+class Experts(nn.Module):
+    """Each token is handled by one expert, those of all rows side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.weights = nn.Linear(8, 3), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        chosen = self.route(tokens).argmax(-1)
+        order = chosen.argsort()
+        found = torch.bmm(tokens[order].unsqueeze(1), self.weights[chosen[order]]).squeeze(1)
+        return x + torch.zeros_like(tokens).index_add(0, order, found).view_as(x)
+
+
+def with_experts() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 8), Experts(), nn.Dropout(0.0), nn.Linear(8, WORDS))
+    return nn.Sequential(nn.Embedding(WORDS, 8), *layers)
+
+
+def unwarned(model: nn.Module, step: Callable, divisor: int) -> None:
+    """How its loss combines is found without asking anybody."""
+    batch = text()
+    expected = plainly(model, step, parts(batch, 2), divisor)
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+    assert not found, found
+
+
+@row(ranks=(1, 2))
+def tokens_that_experts_sort():
+    """No rule follows rows through a sort of all tokens: a run shows where they are back."""
+    model = with_experts()
+    unwarned(model, lambda x, y: F.cross_entropy(scores(model, x), y.flatten()), 2)
+
+
+@row()
+def a_sum_behind_experts():
+    model = with_experts()
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens), targets.flatten(), reduction="sum")
+
+    unwarned(model, step, 1)
+
+
+@row()
+def tokens_that_stay_sorted():
+    """What a run shows not to be rows is not taken for rows: a sum of differences of neighbours
+    that may be of two rows is averaged, with a warning."""
+    model, batch = with_experts(), text()
+
+    def step(tokens, targets):
+        sorted_ones = scores(model, tokens).sum(-1).sort()[0]
+        return (sorted_ones[1:] - sorted_ones[:-1]).square().sum() + 0 * targets.sum()
+
+    expected = plainly(model, step, parts(batch, 2), 2)
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+    assert len(found) == 1 and "combine is not known, because of sort in" in found[0], found
+
+
+@row()
+def experts_by_the_name():
+    """Nobody has said that the rows are the batch: that a run shows it is enough."""
+    model, (tokens, targets) = with_experts(), text()
+    expected = plainly(
+        model, lambda x, y: F.cross_entropy(scores(model, x), y.flatten()), [(tokens, targets)]
+    )
+    step = torch.compile(
+        lambda x, y: F.cross_entropy(scores(model, x), y.flatten()),
+        backend="pfeife",
+        dynamic=True,
+        options={"microbatches": 2},
+    )
+    check(model, step(tokens, targets), expected, torch.testing.assert_close)
+
+
 @row(ranks=(1, 2))
 def a_token_mean_with_uneven_masks():
     """The mean of all tokens, as of the uncut batch; not the mean of the microbatches' means."""

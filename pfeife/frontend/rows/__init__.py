@@ -1,5 +1,6 @@
 """How values depend on the rows of the batch, operation by operation.
 
 `follow` runs a graph by rules, `table` says which rule an operation has, `value` what is known of
-a value; read these in this order. The rules are in `elements`, `shapes` and `layers`.
+a value; read these in this order. The rules are in `elements`, `shapes` and `layers`; where there
+is none, `seen` looks at a run.
 """

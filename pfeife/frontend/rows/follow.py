@@ -9,31 +9,35 @@ from torch import fx
 from pfeife.frontend.rows.table import rule_of
 from pfeife.frontend.rows.value import FIXED, Known, Operation, Rows, Stuck, Unknown, bound
 
+_NONE: Mapping[fx.Node, Any] = {}
+
 
 def follow(
     graph: fx.Graph,
     inputs: Mapping[fx.Node, Rows],
     wanted: Sequence[fx.Node],
     rows: int,
-    twin: fx.Graph | None = None,
-    twins: Sequence[fx.Node] = (),
+    twins: Mapping[fx.Node, fx.Node] = _NONE,
+    seen: Mapping[fx.Node, int] = _NONE,
 ) -> dict[fx.Node, Known]:
     """What is known of the `wanted` nodes of a graph captured for so many `rows`.
 
-    `twin` is the graph for twice the rows, of the same form, and `twins` are its wanted nodes: it
-    tells numbers that count rows from others.
+    `twins` are the nodes of the graph for twice the rows: they tell numbers that count rows from
+    others. `seen` has the dimensions that are known to have rows where no rule says it.
     """
     nodes = ancestors(graph, wanted)
-    others = dict(zip(nodes, ancestors(twin, twins), strict=True)) if twin else {}
     known: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.op == "placeholder" or "val" not in node.meta:  # a branch of torch.cond
             known[node] = inputs.get(node, FIXED)
             continue
-        one = Operation(node, bound(node), known, rows, others.get(node))
+        one = Operation(node, bound(node), known, rows, twins.get(node))
         stuck = next(
             (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
+        if stuck and node in seen:
+            known[node] = Rows(varies=True, dim=seen[node])
+            continue
         try:
             known[node] = stuck or _noting_losses(one, rule_of(one)(one))
         except Stuck as reason:
@@ -71,7 +75,13 @@ def ancestors(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in graph.nodes if node in found]
 
 
-def form(graph: fx.Graph, wanted: Sequence[fx.Node]) -> list[tuple]:
-    """The operations that the wanted nodes are computed by, in order."""
-    nodes = ancestors(graph, wanted)
-    return [(node.op, node.target if node.op == "call_function" else "") for node in nodes]
+def paired(
+    graph: fx.Graph, wanted: Sequence[fx.Node], other: fx.Graph, twins: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """All that the wanted nodes are computed from, each with the same of another graph; none if
+    that has another form."""
+    pairs = ancestors(graph, wanted), ancestors(other, twins)
+    forms = [
+        [(n.op, n.target if n.op == "call_function" else "") for n in nodes] for nodes in pairs
+    ]
+    return dict(zip(*pairs, strict=True)) if forms[0] == forms[1] else {}

@@ -1,0 +1,178 @@
+"""Questions that a branch asks of sizes and numbers which only data tell: what answers them where a
+step is traced, and how a graph computes whether an answer is right."""
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import TensorReferenceAnalysis
+
+from pfeife._torch.tensors import FakeTensorMode
+
+Tell = Callable[[Any], Any]  # the value of an expression, None where it is not known
+
+
+class Environment(ShapeEnv):
+    """Symbols, of which somebody may `tell` what they are; it is asked where torch would refuse.
+
+    If `_evaluate_expr` moves: steps that branch on what data decide are refused. (torch's own way,
+    `fake_tensor_propagate_real_tensors`, computes all values twice and checks no floats.)
+    """
+
+    tell: Tell | None = None
+    told: dict[Any, Any]  # also for the backward, in which nobody tells anything new
+
+    def _evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            value = self.told.get(orig_expr)
+            if value is None and self.tell:
+                value = self.tell(orig_expr)
+            if value is None:
+                raise
+            self.told[orig_expr] = value
+            if orig_expr.is_Symbol and orig_expr.is_integer:
+                self._set_replacement(orig_expr, value, "told")  # for sizes of what is made of it
+            return value
+
+
+def symbolic_mode() -> FakeTensorMode:
+    """A mode in which what only data tell has a symbol while a graph is traced."""
+    environment = Environment()
+    environment.told = {}
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+
+
+@contextmanager
+def telling(mode: FakeTensorMode, tell: Tell) -> Iterator[None]:
+    """While a mode's symbols are asked what they are, and are told."""
+    environment: Any = mode.shape_env
+    before, environment.tell = environment.tell, tell
+    try:
+        yield
+    finally:
+        environment.tell = before
+
+
+@contextmanager
+def extremes() -> Iterator[None]:
+    """While Python's max and min of numbers that only data tell (`max(1, count)`) are such numbers,
+    as Dynamo has it, and no question which is the larger one. Of all else they are as ever."""
+
+    def instead(python: Callable[..., Any], *kinds: Callable[..., Any]) -> Callable[..., Any]:
+        def extreme(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 2 and not kwargs:
+                for is_unknown, one_of in zip((_is_number, _is_count), kinds, strict=True):
+                    numbers = all(is_unknown(one) or type(one) is int for one in args)
+                    if numbers and any(map(is_unknown, args)):
+                        return one_of(*args)
+            return python(*args, **kwargs)
+
+        return extreme
+
+    before = builtins.max, builtins.min
+    builtins.max = instead(max, torch.sym_max, _larger)
+    builtins.min = instead(min, torch.sym_min, _smaller)
+    try:
+        yield
+    finally:
+        builtins.max, builtins.min = before
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat) and not value.node.has_hint()
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number in a tensor."""
+    plain = isinstance(value, torch.Tensor) and not value.dim()
+    return plain and value.dtype == torch.int64
+
+
+def _larger(one: Any, other: Any) -> torch.Tensor:
+    return torch.maximum(*_tensors(one, other))
+
+
+def _smaller(one: Any, other: Any) -> torch.Tensor:
+    return torch.minimum(*_tensors(one, other))
+
+
+def _tensors(*numbers: Any) -> list[torch.Tensor]:
+    """Numbers beside a tensor as tensors where that one is."""
+    device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
+    return [torch.as_tensor(one, dtype=torch.int64, device=device) for one in numbers]
+
+
+def is_decided_by_data(operation: Any) -> bool:
+    """Whether data may decide the sizes of what an operation gives, or numbers in it."""
+    tags = getattr(operation, "tags", ())
+    known = getattr(operation, "namespace", "") in ("aten", "prim", "prims", "")
+    kinds = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+    return not known or any(kind in tags for kind in kinds)
+
+
+def sizes_and_numbers(result: Any) -> list[Any]:
+    """The sizes of all tensors that an operation gives, and the numbers among them."""
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(result):
+        found += leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
+    return found
+
+
+def symbol_of(value: Any) -> Any:
+    """The symbol that stands for a number alone, None if there is none."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    expression = value.node.expr
+    if isinstance(value, torch.SymBool) and expression.is_Relational:  # u0 == 1
+        expression = expression.lhs
+    return expression if expression.is_Symbol else None
+
+
+def as_answer(number: Any) -> Any:
+    """A number as torch is told it; booleans have symbols for 0 and 1."""
+    return sympy.sympify(int(number) if isinstance(number, bool) else number)
+
+
+def as_number(answer: Any) -> bool | int | float:
+    """The number that torch was told."""
+    if answer in (sympy.true, sympy.false):
+        return bool(answer)
+    return int(answer) if answer.is_integer else float(answer)
+
+
+def value_of(expression: Any, known: Mapping[Any, Any]) -> Any:
+    """The value of an expression, None if it is not known."""
+    found = expression.xreplace(known)
+    return None if found.free_symbols else found
+
+
+def computed(expression: Any, tensors: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    """An expression as a tensor, of tensors for its symbols. Raises ValueError for what no tensors
+    compute."""
+    try:
+        found: torch.Tensor = sympy_interp(_Tensors, dict(tensors), expression)
+    except Exception as error:
+        raise ValueError(f"no graph computes {expression}, which the step asks for") from error
+    return found
+
+
+class _Tensors(TensorReferenceAnalysis):
+    """How expressions are computed by tensors, with what torch leaves out."""
+
+    @staticmethod
+    def mod(x: Any, y: Any) -> Any:
+        return torch.remainder(x, y)
+
+    python_mod = mod
+
+    @staticmethod
+    def where(condition: Any, one: Any, other: Any) -> torch.Tensor:
+        return torch.where(condition, one, other)

@@ -1,0 +1,53 @@
+"""Runs in which what is drawn is what is expected of it, so that two of them can be compared."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.ir.seeding import is_random, seeded
+
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; other dtypes: a tenth
+
+
+class Draws(Exception):
+    """The step draws numbers that have no expected value to put in their place."""
+
+
+class Expected(_torch.TorchDispatchMode):
+    """Runs operations with the expected values of what they draw: dropout keeps everything. The
+    generators are left alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func is aten.native_dropout.default and args[1] != 1:  # which drops all, and draws not
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        if is_random(func, args, kwargs):
+            raise Draws(str(func))
+        return func(*args, **kwargs)
+
+
+class Unseeded(fx.Interpreter):
+    """Runs a graph whose random operations are called as eager calls them, for `Expected`."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target is seeded:
+            target, args = args[0], args[3:]
+        return super().call_function(target, args, kwargs)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether floating values agree to within rounding, as a share of their size."""
+    if one.shape != other.shape or not one.is_floating_point() or not one.numel():
+        return True
+    one, other = one.detach(), other.detach()
+    size = float(torch.maximum(one.abs(), other.abs()).max())
+    rounding = _ROUNDING.get(one.dtype, 0.1)
+    return float((one - other).abs().max()) <= rounding * size + 1e-6
