@@ -2,10 +2,11 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph), then `sizes` and `questions` (what only data tell); `modules`, `recurrent`, `tensors`,
-`gloo` and `trace` are about what their names say.
+joint graph), then `sizes` and `questions` (what only data tell); `modules`, `recurrent`, `speech`,
+`tensors`, `gloo` and `trace` are about what their names say.
 """
 
+from pfeife._torch import speech as speech
 from pfeife._torch.aot import (
     BufferAOTInput,
     GradAOTOutput,
@@ -14,6 +15,8 @@ from pfeife._torch.aot import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    enter_autocast,
+    exit_autocast,
     flop_formulas,
     inductor,
     joint_graph,
@@ -102,6 +105,8 @@ __all__ = [
     "converting_others",
     "draws_by_numpy",
     "eager_stance",
+    "enter_autocast",
+    "exit_autocast",
     "extremes",
     "flop_formulas",
     "forgetting_symbols",

@@ -12,6 +12,11 @@ from torch._C import DispatchKey
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+# What Dynamo's graph calls where an autocast region begins and ends. If they move: a run that ends
+# in between leaves autocast switched on.
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+
 from pfeife._torch.recurrent import FLOPS
 from pfeife._torch.sizes import with_assertions
 
@@ -35,6 +40,8 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "enter_autocast",
+    "exit_autocast",
     "flop_formulas",
     "inductor",
     "joint_graph",

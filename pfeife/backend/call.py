@@ -14,6 +14,7 @@ from pfeife.backend.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
 from pfeife.data.schedule import Schedule
+from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, divisors
@@ -172,6 +173,7 @@ class Call:
         )
         self._run("first forward" if later else "first step", backward=not later)
         result = self.step.result()
+        self._check_answers(result)
         if not later:
             self.step, self.result = None, result
         with torch.no_grad():
@@ -193,6 +195,13 @@ class Call:
             slots[name].copy_(joined[captured.carried[name]])
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
+
+    def _check_answers(self, result: Result) -> None:
+        """Raises WrongAnswer, on all ranks, before anything is written."""
+        ports = {port.name: port.fqn for port in self.program.outputs}
+        for index, name in enumerate(self.compiled.captured.flags):
+            if any(bool(one[ports[name]]) for one in result.outputs):
+                raise WrongAnswer(index)
 
     def _run(self, label: str, **part: bool) -> None:
         """Runs the step or a part of it; the first one is shown."""

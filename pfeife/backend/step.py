@@ -19,6 +19,7 @@ from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.steps import Steps
 from pfeife.frontend.again import check_again, check_settled
+from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
 from pfeife.frontend.captured import Door, neither, taken
@@ -175,23 +176,47 @@ class Step:
         return result
 
     def _by_trace(self, call: Arguments) -> Any:
-        """Runs what was traced of the step for such a call, or traces it."""
-        self.asked, broken = "trace", "nothing was traced"
-        for at in reversed(range(len(self.traced))):
-            broken = self.traced[at][0].broken(call)
-            if not broken:
-                self.traced.append(self.traced.pop(at))
-                break
+        """Runs what was traced of the step for such a call, or traces it. Where a trace has another
+        answer than the call, another one is taken, with the same random numbers. (On ranks those
+        that there are: each lacks parameters, without which nobody knows the answers.)"""
+        self.asked = "trace"
+        state, tried = torch.get_rng_state(), list[Traced]()
+        while True:
+            traced, steps, is_new = self._fitting(call, tried)
+            try:
+                return traced.returned(self._run(steps, traced.values(call.leaves)))
+            except WrongAnswer as wrong:
+                tried.append(traced)
+                if is_new or (world_so_far() and not self._untried(call, tried)):
+                    raise traced.wrong(wrong.index) from wrong
+                log.debug("%s is traced anew: %s", self.name, traced.answers[wrong.index].line)
+            torch.set_rng_state(state)
+
+    def _fitting(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps, bool]:
+        """What was traced last of those that hold for a call and were not tried, or a new trace."""
+        found = self._untried(call, tried)
+        if not found and len(self.traced) == PROGRAMS:
+            raise ValueError(
+                f"{self.name} has been traced {PROGRAMS} times, the last time because of "
+                f"{self._broken(call)}: keep what changes with every call in a tensor"
+            )
+        if found:
+            self.traced.remove(found)
         else:
-            log.debug("%s is traced because of %s", self.name, broken)
-            if len(self.traced) == PROGRAMS:
-                raise ValueError(
-                    f"{self.name} has been traced {PROGRAMS} times, the last time because of "
-                    f"{broken}: keep what changes with every call in a tensor"
-                )
-            self.traced.append(self._traced(call))
-        traced, steps = self.traced[-1]
-        return traced.returned(self._run(steps, traced.values(call.leaves)))
+            log.debug("%s is traced because of %s", self.name, self._broken(call))
+        self.traced.append(found or self._traced(call))
+        return *self.traced[-1], not found
+
+    def _untried(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps] | None:
+        """What was traced last of those that hold for a call and were not tried."""
+        known = (one for one in reversed(self.traced) if one[0] not in tried)
+        return next((one for one in known if not one[0].broken(call)), None)
+
+    def _broken(self, call: Arguments) -> str:
+        """Why the last trace does not hold for a call."""
+        if not self.traced:
+            return "nothing was traced"
+        return self.traced[-1][0].broken(call) or "the values of tensors that it asks for"
 
     def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
         found = traced(self.step, call)

@@ -4,7 +4,7 @@
 `arguments` (what goes in) and `results` (what comes out), `joint` (the gradients), `ports`,
 `captured`. The other door is `tracing`, which runs the step (`fake_run`) and gives a `traced`
 one; `places` knows what the step reaches by itself, `answers` what it is told of values,
-`user_lines` where its operations come from.
+`user_lines` where its operations come from, `data_writes` what `p.data = value` means.
 
 `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on

@@ -8,9 +8,10 @@ the answer that a run on real data had, and whether this holds for other data is
     traced              mask.any() is u0 == 1
                         `if u0 == 1` gets False      flag = ((u0 == 1) != False)
 
-A flag is one more result of the step, 0.0 in every microbatch for which the answer is right. What
-is done with numbers without asking (`x * scale.item()`) is done with those of each microbatch.
-Where Python takes no symbols (a key of a dict), all numbers are `pinned`, each with a flag.
+A flag is one more result of the step, 0.0 in every microbatch for which the answer is right: else
+the step is traced anew, for the answers of that call. What is done with numbers without asking
+(`x * scale.item()`) is done with those of each microbatch. Where Python takes no symbols (a key of
+a dict), all numbers are `pinned`, each with a flag.
 """
 
 import math
@@ -42,6 +43,15 @@ class Answer:
 
     value: Any
     line: str
+
+
+class WrongAnswer(ValueError):
+    """Raised in a call that would have got another answer; nothing has changed by then. `index` is
+    that of the answer."""
+
+    def __init__(self, index: int):
+        super().__init__(f"answer {index} of a trace is wrong")
+        self.index = index
 
 
 class Noting(_torch.TorchDispatchMode):

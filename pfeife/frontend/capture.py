@@ -133,7 +133,7 @@ class _Doors:
 
 def with_flags(captured: Captured, flags: Collection[int]) -> Captured:
     """The same where flags, results by their indices, are added up over microbatches."""
-    names = {captured.results[index] for index in flags}
+    names = tuple(captured.results[index] for index in flags)
     ports = [
         attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
         if port.name in names
@@ -142,7 +142,7 @@ def with_flags(captured: Captured, flags: Collection[int]) -> Captured:
     ]
     program = attrs.evolve(captured.program, outputs=tuple(ports))
     unknown = {name: why for name, why in captured.unknown.items() if name not in names}
-    return attrs.evolve(captured, program=program, unknown=unknown)
+    return attrs.evolve(captured, program=program, unknown=unknown, flags=names)
 
 
 def with_reductions(

@@ -58,7 +58,8 @@ class Captured:
     whose value in the next microbatch they are, and `in_place` such ports that are their own
     result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
     and of the values of those that are `assumed` something is assumed. `door` is how the step was
-    captured, `premises` what a trace takes for granted (Dynamo has guards for that).
+    captured, `premises` what a trace takes for granted (Dynamo has guards for that), `flags` the
+    results that are not 0 in microbatches for which a trace is wrong (`answers`).
     """
 
     program: Program
@@ -75,6 +76,7 @@ class Captured:
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
     premises: tuple[Premise, ...] = ()
+    flags: tuple[str, ...] = ()
 
     @property
     def ports(self) -> list[Port | None]:

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.data_writes import WritingData, check_writes
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import leaves_of
 from pfeife.ir.program import returned
@@ -45,9 +46,30 @@ def dynamo_forward(module: fx.GraphModule) -> Forward:
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     arguments = tuple(node.meta.get("example_value") for node in nodes)
     results = tuple(node.meta.get("example_value") for node in returned(module))
-    return Forward(
-        lambda *values: fx.Interpreter(module).run(*values), arguments, results, leaves_of(module)
-    )
+    check_writes(module)
+    return Forward(lambda *values: _Run(module).run(*values), arguments, results, leaves_of(module))
+
+
+class _Run(WritingData):
+    """A run of Dynamo's graph. In it modes are switched on and off by calls, so where it ends in
+    between (a draw that has no expected value), they are put back as they were."""
+
+    def run(self, *values: Any, **options: Any) -> Any:
+        self.entered: list[Any] = []
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                return super().run(*values, **options)
+        finally:
+            while self.entered:
+                _torch.exit_autocast(self.entered.pop())
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().call_function(target, args, kwargs)
+        if target is _torch.enter_autocast:
+            self.entered.append(found)
+        elif target is _torch.exit_autocast:
+            self.entered.remove(args[0])
+        return found
 
 
 def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:

@@ -30,8 +30,15 @@ def check_traced(step: Forward, captured: Captured, args: Sequence[Any]) -> None
     runs = Runs(step, captured, args)
     values = runs.part(_count(runs) - 1)
     try:
-        expected = _by_eager(runs, values)
         found = _by_program(captured.program, runs, values)
+        wrong = [at for at, name in enumerate(captured.flags) if found[name]]
+        if wrong:
+            raise ValueError(
+                "the step was traced on the first microbatch of a call, and does something else on "
+                f"the last one: {step.asked[wrong[0]]} asks for the value of a tensor; compute it "
+                "with tensors (torch.where)"
+            )
+        expected = _by_eager(runs, values)
     except Draws as draws:
         log.debug("a traced step is not checked, since it draws by %s", draws)
         return
@@ -66,9 +73,9 @@ def _copies(runs: Runs, values: Values) -> Values:
     return [
         value
         if port is None
-        else value.detach().clone()
-        if port.role == Role.BUFFER
-        else value.detach().requires_grad_(port.fqn in trained)
+        else (
+            value.detach().clone() if port.role == Role.BUFFER else value.detach()
+        ).requires_grad_(port.fqn in trained)
         for value, port in zip(values, runs.ports, strict=True)
     ]
 
@@ -94,7 +101,7 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
             found |= {port.name: g for port, g in pairs if g is not None}
     carried = {f"new_{name}" for name in captured.carried}
     updates = [port for port in program.ports(Role.BUFFER_UPDATE) if port.name not in carried]
-    return found | {port.name: named[port.fqn] for port in updates}
+    return found | {port.name: named[port.fqn].detach() for port in updates}
 
 
 def _by_program(program: Program, runs: Runs, values: Values) -> Named:

@@ -18,6 +18,7 @@ from pfeife.ir.program import (
     is_sized_by_data,
     output_node,
     size_tensor,
+    source_line,
 )
 from pfeife.ir.seeding import is_random, seeded
 from pfeife.ir.verify import verify
@@ -226,16 +227,23 @@ class Porter:
 
     def _changed(self, source: Any) -> str:
         """Why an input that the step changes in place is refused."""
+        output = output_node(self.joint)
+        changes: Any = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        line = next(
+            source_line(node)
+            for node, desc in changes
+            if isinstance(desc, _torch.InputMutationAOTOutput) and desc.mutated_input == source
+        )
         if isinstance(source, _torch.ParamAOTInput):
             return (
                 f"the step changes the parameter {self.by_name[source.target].names[0]} in place, "
                 "and autograd would have to follow it: do that under torch.no_grad(), or after "
-                "optimizer.step()"
+                f"optimizer.step() ({line})"
             )
         where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
         return (
             f"the step changes its input {where} in place; only buffers of modules may be "
-            "changed: copy the input first (x = x.clone())"
+            f"changed: copy the input first, by x = x.clone() ({line})"
         )
 
     def _output(self, desc: Any, value: torch.Tensor) -> Port:

@@ -92,17 +92,17 @@ class Traced:
             for read in self.reads
         ]
 
+    def wrong(self, index: int) -> ValueError:
+        """What to say where a call's microbatches do not all get an answer."""
+        answer = self.answers[index]
+        return ValueError(
+            f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+            "the step was traced, and is not in each microbatch of this call, so the step would do "
+            "something else there; compute it with tensors (torch.where)"
+        )
+
     def returned(self, results: Sequence[torch.Tensor]) -> Any:
-        """What the step returns, of the results of a call; writes what the step keeps. Raises
-        ValueError where the step would have got other answers in this call."""
-        flags = results[len(results) - len(self.answers) :]
-        for answer, flag in zip(self.answers, flags, strict=True):
-            if flag:
-                raise ValueError(
-                    f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
-                    "the step was traced, and is not in each microbatch of this call, so the step "
-                    "would do something else there; compute it with tensors (torch.where)"
-                )
+        """What the step returns, of the results of a call; writes what the step keeps."""
         for index, slot in self.kept.items():
             slot.put(results[index])
         memo: dict[int, Any] = {id(one): one for one in self.modules}

@@ -19,6 +19,7 @@ from pfeife import _torch
 from pfeife.frontend.answers import Answering, Known, Noted, Noting
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.data_writes import DataWrites
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
@@ -125,7 +126,8 @@ class _Tracer:
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
-        run = (held, self.mode, symbols, seen, self.told(), told)
+        writes = DataWrites([*self.values.values(), *self.batch])
+        run = (held, self.mode, symbols, seen, self.told(), told, writes)
         with ExitStack() as stack, reading() as opened:
             for one in run:
                 stack.enter_context(one)
@@ -282,7 +284,7 @@ class _Tracer:
     @contextmanager
     def _as_traced(self, told: Answering) -> Iterator[None]:
         """While AOTAutograd runs the step, as it ran on fake tensors."""
-        with self.told(), noted(self.paths), told:
+        with self.told(), noted(self.paths), told, DataWrites():
             yield
 
     def _forward(

@@ -53,3 +53,19 @@ def an_array_of_numpys():
 @row("the step could not be captured as one graph")
 def a_number_of_numpys():
     run(lambda: np.random.normal())
+
+
+@row()
+def draws_without_gradients_or_under_autocast():
+    """The first call is not checked, and that it ends in between leaves no mode behind."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(x):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            noise = torch.rand(x.shape) @ x.new_ones(8, 8)
+        return model(x + noise).square().mean()
+
+    for door in ("dynamo", "trace"):
+        compiled = pfeife.compile(step, microbatches=2, stages=2, capture=door)
+        assert compiled(torch.randn(4, 8)).requires_grad
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")

@@ -82,10 +82,11 @@ def signed(model, x):
     return 1.0 if x.sum() > 0 else -1.0
 
 
-def branching():
+def branching(**options):
     model = net()
     step = pfeife.compile(
-        lambda x: model(x).mean() * (1.0 if x.sum() > 0 else -1.0), microbatches=2, capture="trace"
+        lambda x: model(x).mean() * (1.0 if x.sum() > 0 else -1.0),
+        **{"microbatches": 2, "capture": "trace", **options},
     )
     return step, torch.ones(2, 4), -torch.ones(2, 4)
 
@@ -96,11 +97,55 @@ def a_branch_that_the_first_call_takes_both_ways():
     step(torch.cat([up, down]))
 
 
-@row(f'File "{__file__}", line')
+@row("the step was traced on the first microbatch of a call")
 def a_branch_that_a_later_call_takes_both_ways():
     step, up, down = branching()
     assert step(torch.cat([up, up])).isfinite()
     step(torch.cat([down, up]))
+
+
+@row(f'File "{__file__}", line')
+def a_branch_that_is_taken_both_ways_and_not_checked():
+    step, up, down = branching(check=False)
+    step(torch.cat([up, down]))
+
+
+@row(f'File "{__file__}", line', ranks=(2,))
+def a_branch_that_a_later_call_takes_the_other_way_on_ranks():
+    """No rank has all parameters by then."""
+    step, up, down = branching()
+    assert step(torch.cat([up, up])).isfinite()
+    step(torch.cat([down, down]))
+
+
+@row()
+def a_branch_that_a_later_call_takes_the_other_way():
+    """It is traced anew for that call, and what was assumed has left nothing behind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 4))
+    other = copy.deepcopy(model)
+
+    def loss_of(net, x):
+        y = net(x).square().mean()
+        return y if x.sum() > 0 else 3 * y
+
+    step = pfeife.compile(lambda x: loss_of(model, x), microbatches=2, stages=2, capture="trace")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    for sign in (1, -1, -1, 1):
+        x = sign * torch.rand(4, 4, generator=torch.Generator().manual_seed(sign + 1))
+        loss = step(x)
+        loss.backward()
+        expected = [loss_of(other, part) / 2 for part in x.chunk(2)]
+        for one in expected:
+            one.backward()
+        assert torch.equal(loss, sum(expected).detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(step.backend.compiled) == 2
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(found[name], value)
 
 
 @row()
@@ -117,7 +162,7 @@ def branch_on_a_size(model, x):
     """As models ask whether there are labels at all."""
     y, chosen = model(x), (x[:, 0] > -5).nonzero()
     if chosen.size(0) > 0:
-        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).sum()
+        return torch.gather(y, 0, chosen.expand(chosen.size(0), 4)).mean()
     return torch.zeros(())
 
 
@@ -128,7 +173,7 @@ def turns(model, x):
     for kind in kinds.any(1).nonzero():
         (rows,) = torch.where(kinds[kind[0]] & (x[:, 0] > 0))
         found = found.index_add(0, rows, y[rows])
-    return found.sum()
+    return found.mean()
 
 
 def made(loss):
@@ -146,8 +191,8 @@ def a_branch_on_a_size_that_data_decide():
     run(made(branch_on_a_size))
 
 
-@row(f'File "{__file__}", line')
-def a_branch_on_a_size_that_a_later_call_takes_the_other_way():
+@row("the step was traced on the first microbatch of a call")
+def a_branch_on_a_size_that_a_later_call_takes_both_ways():
     model = net()
     step = pfeife.compile(lambda x: branch_on_a_size(model, x), microbatches=2, capture="trace")
     assert step(torch.ones(4, 4)).isfinite()
@@ -383,6 +428,61 @@ def a_hook_that_the_first_call_adds():
 
     run(make)
     assert [len(model[0]._forward_hooks) for model in models] == [1, 1]
+
+
+def momentum(door, write):
+    """An encoder that follows another one, without gradients."""
+    encoders = []
+
+    def make():
+        model, keys = net(), net().requires_grad_(False)
+        torch._foreach_mul_(list(keys.parameters()), 0.5)
+        encoders.append(keys)
+
+        def step(x):
+            for key, parameter in zip(keys.parameters(), model.parameters(), strict=True):
+                write(key, parameter)
+            return (model(x) - keys(x)).square().mean()
+
+        return step, model
+
+    run(make, door=door)
+    one, other = (keys.state_dict() for keys in encoders)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def moved(key, parameter):
+    key.data = key.data * 0.9 + parameter.data * 0.1
+
+
+def clipped(key, parameter):
+    parameter.data = parameter.data.clamp(-0.4, 0.4)
+
+
+def shared(key, parameter):
+    key.data = parameter.data
+
+
+@row()
+def data_that_is_set():
+    momentum("trace", moved)
+    momentum("trace", clipped)
+
+
+@row()
+def data_that_is_set_through_dynamo():
+    momentum("dynamo", moved)
+    momentum("dynamo", clipped)
+
+
+@row("the step could not be traced: the step gives two tensors the same memory (File")
+def data_that_is_shared():
+    momentum("trace", shared)
+
+
+@row("the step gives two tensors the same memory (File")
+def data_that_is_shared_through_dynamo():
+    momentum("dynamo", shared)
 
 
 @row()

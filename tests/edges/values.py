@@ -178,6 +178,29 @@ def a_size_that_nobody_bounds():
     same(Net(repeated))
 
 
+class Spelling(nn.Module):
+    """Reads signs off frames, as speech models do: the loss keeps a table of which only the
+    longest target tells the size."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        frames = torch.tanh(self.middle(torch.tanh(self.first(x.reshape(len(x), -1, 2)))))
+        signs = (x[:, :2] > 0).long() + 1
+        times = torch.full((len(x),), frames.shape[1])
+        return nn.functional.ctc_loss(
+            self.last(frames).log_softmax(-1).transpose(0, 1), signs, times, (x[:, 0] > 0) + 1
+        )
+
+
+@row(ranks=(1, 2))
+def speech_without_alignment():
+    same(Spelling())
+
+
 class Throughout(Net):
     """What a mask selects goes through all layers."""
 
