@@ -2,8 +2,9 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph), then `sizes` and `questions` (what only data tell); `modules`, `recurrent`, `speech`,
-`tensors`, `gloo` and `trace` are about what their names say.
+joint graph) and `surroundings` (what that depends on), then `sizes` and `questions` (what only
+data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and `trace` are about what their
+names say.
 """
 
 from pfeife._torch import speech as speech
@@ -65,13 +66,16 @@ from pfeife._torch.sizes import (
     without_symbols,
 )
 from pfeife._torch.sources import is_there, placeholder_source, source_value, source_words
+from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs, surroundings
 from pfeife._torch.tensors import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
     TorchDispatchMode,
     asks_for_values,
     converting_others,
+    fake_tensor,
     hooks_of,
     is_shared,
     leaf_dims,
@@ -86,6 +90,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -108,6 +113,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "extremes",
+    "fake_tensor",
     "flop_formulas",
     "forgetting_symbols",
     "frame",
@@ -123,10 +129,13 @@ __all__ = [
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
+    "is_higher_order",
     "is_last_compilation",
     "is_limit_of_compilations",
+    "is_operation",
     "is_shared",
     "is_there",
+    "is_torchs",
     "is_unwritten",
     "joint_graph",
     "leaf_dims",
@@ -141,6 +150,7 @@ __all__ = [
     "sizes_and_numbers",
     "source_value",
     "source_words",
+    "surroundings",
     "symbol_of",
     "symbolic_mode",
     "telling",

@@ -2,11 +2,15 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+# One of torch's operations for one set of arguments. If it moves: the type of
+# `torch.ops.aten.add.Tensor`.
+from torch._ops import OpOverload
 
 # A mode in which tensors have shapes and no storage, and what it raises where a value is asked for;
 # there are no public names for them. If they move: torch.export uses them, and imports them.
@@ -16,6 +20,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+# While no mode sees what is computed. If it moves: `torch._C._DisableTorchDispatch`.
+from torch.utils._mode_utils import no_dispatch
+
 # Sees every operation of a thread; documented in torch's tutorials, yet in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,14 +30,36 @@ __all__ = [
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "asks_for_values",
     "converting_others",
+    "fake_tensor",
     "hooks_of",
     "is_shared",
     "leaf_dims",
     "marked_dims",
 ]
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> FakeTensor:
+    """A tensor without storage, at a place in a storage of its own. If the constructor moves:
+    `torch.empty_strided` in the mode, which is slower by a factor of ten."""
+    with no_dispatch():
+        if offset:
+            last = offset + sum(s * (n - 1) for n, s in zip(shape, stride, strict=True))
+            base = torch.empty(max(last + 1, 0), dtype=dtype, device="meta")
+            like = base.as_strided(shape, stride, offset)
+        else:
+            like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, like, device)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:

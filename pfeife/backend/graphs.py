@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
 from pfeife.frontend.capture import with_flags, with_reductions
+from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, Premise
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
@@ -108,9 +109,11 @@ class MicrobatchGraph:
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger()[1].numbers)
         captured = with_reductions(
-            trace(self.step, self.inputs, loss),
+            trace(self.step, self.inputs, loss, cache=options.cache),
             options.loss_reduction,
-            lambda gradients: trace(*larger(), loss, gradients=gradients).program,
+            lambda gradients: (
+                trace(*larger(), loss, gradients=gradients, cache=options.cache).program
+            ),
             args if options.microbatches > 1 else None,
         )
         captured = with_flags(captured, self.inputs.flags)
@@ -258,10 +261,11 @@ class BatchedGraph:
             self._check_rows(args, count)
             self._check_pairs()
         loss = self.losses.asked(options)
+        at = functools.partial(self._at, args, count, loss, cache=options.cache)
         captured = with_reductions(
-            self._at(args, count, loss),
+            at(),
             options.loss_reduction,
-            lambda gradients: self._at(args, count, loss, 2, gradients).program,
+            lambda gradients: at(times=2, gradients=gradients).program,
             args if count > 1 and self.shows else None,
         )
         self.losses.note(captured)
@@ -277,6 +281,7 @@ class BatchedGraph:
         loss: Loss,
         times: int = 1,
         gradients: bool = True,
+        cache: Folder = None,
     ) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
@@ -289,7 +294,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        return trace(self.step, inputs, loss, dims, gradients)
+        return trace(self.step, inputs, loss, dims, gradients, cache)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]

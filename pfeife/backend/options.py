@@ -160,7 +160,7 @@ class Options:
     machine: what to estimate for, a Machine, the name of a shipped one ("h100-sxm") or a path to
         its JSON; this machine's kind unless given.
     network: what `pfeife bench-network` has measured, a Network or the path to its JSON.
-    cache: a folder in which measured costs are kept.
+    cache: a folder in which measured costs and captured programs are kept.
     memory_limit: bytes a rank may use; the machine's memory unless given.
     optimizer: whose state counts beside the parameters, for the limit: an optimizer, its class,
         the class's name in torch.optim ("adamw"), or how many bytes are kept for each element

@@ -120,6 +120,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _typed(data: Any, kind: Any, where: str) -> Any:
+    if kind in (int, str, bool):
+        return _simple(data, kind, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
@@ -151,6 +153,10 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
             ) from None
     if kind is float:
         return _finite(data, where)
+    return _simple(data, kind, where)
+
+
+def _simple(data: Any, kind: Any, where: str) -> Any:
     if type(data) is not kind:
         whole = kind is int and type(data) is float and data.is_integer()
         write = f"; write {int(data)}" if whole and abs(data) < 2**63 else ""

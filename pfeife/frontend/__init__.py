@@ -2,9 +2,12 @@
 
 `capture` has the whole way; read it first, then its stops: `dynamo` finds the `forward`,
 `arguments` (what goes in) and `results` (what comes out), `joint` (the gradients), `ports`,
-`captured`. The other door is `tracing`, which runs the step (`fake_run`) and gives a `traced`
-one; `places` knows what the step reaches by itself, `answers` what it is told of values,
-`user_lines` where its operations come from, `data_writes` what `p.data = value` means.
+`captured`. Joint programs are kept on disk (`capture_cache`) by what they are made of
+(`capture_key`), as data (`stored`, `spelling`).
+
+The other door is `tracing`, which runs the step (`fake_run`) and gives a `traced` one; `places`
+knows what the step reaches by itself, `answers` what it is told of values, `user_lines` where its
+operations come from, `data_writes` what `p.data = value` means.
 
 `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on

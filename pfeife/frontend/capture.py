@@ -13,6 +13,7 @@ from torch import fx
 from pfeife.data.progress import Progress
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter
+from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
@@ -34,6 +35,7 @@ def capture(
     device: torch.device | str = "cpu",
     door: Door | Literal["auto"] = "auto",
     progress: Progress | None = None,
+    cache: Folder = None,
     **kwargs: Any,
 ) -> Program:
     """The flat joint graph of a training step on one microbatch.
@@ -69,11 +71,12 @@ def capture(
     through, refused, found = steps.first(door)
     log.info("%s", taken(cutter.name, through, refused))
     told(1, 3)
-    flat = trace(*found, loss)
+    flat = trace(*found, loss, cache=cache)
     told(2, 3)
 
     def larger(gradients: bool) -> Program:
-        return trace(*steps.by(through, times=2), loss, gradients=gradients).program
+        twice = steps.by(through, times=2)
+        return trace(*twice, loss, gradients=gradients, cache=cache).program
 
     captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
     told(3, 3)

@@ -47,7 +47,13 @@ def dynamo_forward(module: fx.GraphModule) -> Forward:
     arguments = tuple(node.meta.get("example_value") for node in nodes)
     results = tuple(node.meta.get("example_value") for node in returned(module))
     check_writes(module)
-    return Forward(lambda *values: _Run(module).run(*values), arguments, results, leaves_of(module))
+    return Forward(
+        lambda *values: _Run(module).run(*values),
+        arguments,
+        results,
+        leaves_of(module),
+        graph=module,
+    )
 
 
 class _Run(WritingData):

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import fx
 
 from pfeife.frontend.results import Leaf
 
@@ -16,7 +17,8 @@ class Forward:
     `run` takes a value for every argument, in their order, and gives the results. `arguments` and
     `results` are examples of both: fake tensors that share storage where the real ones do, and
     `requires_grad` as these. `leaves` says where each result stands in what the step returns, None
-    where that cannot be seen; `asked` are the user's lines that ask for values of tensors.
+    where that cannot be seen; `asked` are the user's lines that ask for values of tensors. `graph`
+    is what `run` runs, if that is nothing but a graph.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -24,6 +26,7 @@ class Forward:
     results: tuple[Any, ...]
     leaves: tuple[Leaf, ...] | None
     asked: tuple[str, ...] = ()
+    graph: fx.GraphModule | None = None
 
     def shared(self) -> set[int]:
         """The indices of results that look at the storage of another result or of an argument."""

@@ -1,5 +1,6 @@
 """The joint graph of a step: AOTAutograd traces its forward together with its gradients."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -9,11 +10,13 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept
+from pfeife.frontend.capture_cache import Folder, kept
+from pfeife.frontend.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.ports import Porter, registered, result_name, stateless
 from pfeife.frontend.results import Loss, find_loss
-from pfeife.ir.program import Role
+from pfeife.ir.program import Program, Role
 
 
 class _Joint(nn.Module):
@@ -23,7 +26,7 @@ class _Joint(nn.Module):
     them in its descriptors by that alone, while a `Forward` takes all of them as arguments.
     """
 
-    def __init__(self, step: Forward, arguments: list[Argument], loss: int | None):
+    def __init__(self, step: Forward, arguments: Sequence[Argument], loss: int | None):
         super().__init__()
         self.step, self.arguments, self.loss = step, arguments, loss
         for argument in arguments:
@@ -63,11 +66,13 @@ def trace(
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
     gradients: bool = True,
+    cache: Folder = None,
 ) -> Captured:
     """The joint program of a step at the shapes of the arguments' examples, or its forward alone,
     without `gradients`.
 
-    `result_dims` says for every result along which dimension microbatches are joined.
+    `result_dims` says for every result along which dimension microbatches are joined, `cache` in
+    which folder programs are kept.
     """
     at = find_loss(step.results, loss, step.leaves)
     arguments = [  # a tensor from outside of any module is trained if it asks for gradients
@@ -79,25 +84,26 @@ def trace(
     carried = _carried(step, inputs.kept, arguments, at)
     for place in carried:  # as buffers they may change from microbatch to microbatch
         arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
-    wrapper = _Joint(step, arguments, at)
-    given = tuple(a.example for a in stateless(arguments))
-    try:
-        with nullcontext() if gradients else torch.no_grad():
-            joint = _torch.joint_graph(wrapper, given)
-    except ValueError:
-        raise
-    except Exception as error:  # of a kernel's rules for shapes, say
-        raise ValueError(_reason(error)) from error
-    porter = Porter(joint, arguments, at, result_dims or [None] * len(step.results))
     # A buffer that is changed in place has its update from AOTAutograd already.
     in_place = [place for place, index in carried.items() if step.is_itself(place, index)]
-    porter.carried = [
+    anew = [
         (result_name(i, at), arguments[place])
         for place, i in carried.items()
         if place not in in_place
     ]
-    return attrs.evolve(
-        porter.capture(step.results if gradients else (), inputs.roots),
+    dims = result_dims or [None] * len(step.results)
+    plain = (
+        step if gradients else attrs.evolve(step, results=tuple(r.detach() for r in step.results))
+    )
+    asked = Traceable(plain, arguments, at, dims, anew, inputs.roots)
+    with nullcontext() if gradients else torch.no_grad():  # the key has the mode, too
+        program = kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked))
+    return Captured(
+        program,
+        tuple(None if a.role is None else a.name for a in arguments),
+        tuple(a.example if a.role is None else None for a in arguments),
+        tuple(result_name(i, at) for i in range(len(step.results))),
+        tuple(i for i, value in enumerate(step.results) if not value.requires_grad),
         leaves=step.leaves,
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},
@@ -113,6 +119,18 @@ def trace(
             if arguments[place].role is not None
         ),
     )
+
+
+def _program(asked: Traceable) -> Program:
+    wrapper = _Joint(asked.step, asked.arguments, asked.loss)
+    examples = tuple(a.example for a in stateless(asked.arguments))
+    try:
+        joint = _torch.joint_graph(wrapper, examples)
+    except ValueError:
+        raise
+    except Exception as error:  # of a kernel's rules for shapes, say
+        raise ValueError(_reason(error)) from error
+    return Porter(joint, asked).program()
 
 
 def _reason(error: Exception) -> str:

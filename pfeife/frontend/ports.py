@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below
-from pfeife.frontend.captured import Captured
+from pfeife.frontend.capture_key import Traceable
 from pfeife.ir.program import (
     Port,
     Program,
@@ -33,25 +33,19 @@ class Porter:
         PlainAOTInput    ->  batch        GradAOTOutput of state  ->  gradient
         TangentAOTInput  ->  tangent                of the batch  ->  batch_gradient
 
-    `carried` adds updates of what the step assigns anew. A parameter that the step changes in place
-    is read and updated like a buffer, and may have a gradient: in eager, that is the gradient of
-    its new value. The first random operation adds a seed.
+    What the step assigns anew adds updates. A parameter that the step changes in place is read and
+    updated like a buffer, and may have a gradient: in eager, that is the gradient of its new value.
+    The first random operation adds a seed.
     """
 
-    def __init__(
-        self,
-        joint: fx.GraphModule,
-        arguments: list[Argument],
-        loss: int | None,
-        result_dims: Sequence[int | None],
-    ):
+    def __init__(self, joint: fx.GraphModule, asked: Traceable):
         _simplify(joint.graph)
         _take_changes_apart(joint.graph)
         joint.graph.eliminate_dead_code(has_effects)
-        self.joint, self.loss, self.result_dims = joint, loss, result_dims
+        self.joint, self.asked, self.loss = joint, asked, asked.loss
+        arguments = asked.arguments
         self.by_name = {registered(argument): argument for argument in arguments}
         self.rest = stateless(arguments)
-        self.arguments = arguments
         self.graph = fx.Graph()
         self.inputs: list[Port] = []
         self.here: dict[fx.Node, fx.Node] = {}
@@ -59,7 +53,6 @@ class Porter:
         self.draws = 0
         shapes = [a.example.shape for a in arguments if isinstance(a.example, torch.Tensor)]
         self.largest = max((size for shape in shapes for size in shape), default=1)
-        self.carried: list[tuple[str, Argument]] = []
         self.changed = {
             desc.mutated_input.target
             for desc in output_node(joint).meta["desc"]
@@ -67,8 +60,8 @@ class Porter:
             and isinstance(desc.mutated_input, _torch.ParamAOTInput)
         }
 
-    def capture(self, values: Sequence[torch.Tensor], roots: Mapping[str, str]) -> Captured:
-        """What was captured; `values` are examples of the results, `roots` as in `Inputs`."""
+    def program(self) -> Program:
+        """The flat program. Raises ValueError for what has no place in one."""
         nodes = list(self.joint.graph.nodes)
         # All inputs first: no node that is copied may take a name that is promised to a port.
         for node in nodes:
@@ -76,24 +69,16 @@ class Porter:
                 self._input(node)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
-                self._copy(node, roots)
+                self._copy(node)
         outputs, results = self._outputs(output_node(self.joint))
-        self._check_tangents(values)
+        self._check_tangents(self.asked.step.results)
         self.graph.output(results)
         holder = nn.Module()
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
-        program = Program(
-            _torch.graph_module(holder, self.graph), tuple(self.inputs), tuple(outputs)
-        )
-        return Captured(
-            verify(program),
-            tuple(None if a.role is None else a.name for a in self.arguments),
-            tuple(a.example if a.role is None else None for a in self.arguments),
-            tuple(result_name(i, self.loss) for i in range(len(self.result_dims))),
-            tuple(i for i, value in enumerate(values) if not value.requires_grad),
-        )
+        module = _torch.graph_module(holder, self.graph)
+        return verify(Program(module, tuple(self.inputs), tuple(outputs)))
 
     def _input(self, node: fx.Node) -> None:
         desc: Any = node.meta["desc"]
@@ -142,9 +127,11 @@ class Porter:
         self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
         return node
 
-    def _copy(self, node: fx.Node, roots: Mapping[str, str]) -> None:
+    def _copy(self, node: fx.Node) -> None:
         copied = self.graph.node_copy(node, self.here.__getitem__)
-        stack = copied.meta["module_stack"] = _module_stack(node, roots)
+        for said in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
+            copied.meta.pop(said, None)
+        stack = copied.meta["module_stack"] = _module_stack(node, self.asked.roots)
         copied.meta["module_path"] = stack[-1][0] if stack else ""
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
             operation: Any = node.target
@@ -193,7 +180,7 @@ class Porter:
                 results[port.name] = self._made(port, self.here[node])
         # What the step assigns to an attribute that it has read is a result for Dynamo. The next
         # microbatch must read it, so it also updates the attribute's port, as batch norm does.
-        for result, argument in self.carried:
+        for result, argument in self.asked.carried:
             node = results[result]
             port = _port(
                 f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"]
@@ -250,7 +237,7 @@ class Porter:
         if isinstance(desc, _torch.PlainAOTOutput):
             name = result_name(desc.idx, self.loss)
             role = Role.LOSS if name == "loss" else Role.OUTPUT
-            return _port(name, role, (name,), value, self.result_dims[desc.idx])
+            return _port(name, role, (name,), value, self.asked.result_dims[desc.idx])
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
             if not isinstance(source, _torch.BufferAOTInput | _torch.ParamAOTInput):
