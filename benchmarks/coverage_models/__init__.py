@@ -24,6 +24,7 @@ FAMILIES = (
     "graphs",
     "tabular",
     "physics",
+    "learning",
 )
 
 

@@ -35,6 +35,24 @@ def masked(
     return build
 
 
+def answers(kind: str, sizes: Mapping[str, Any]) -> Callable[[], Example]:
+    """The first and the last word of an answer."""
+
+    def build() -> Example:
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        model = transformers.AutoModelForQuestionAnswering.from_config(config)
+
+        def step(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=tokens, start_positions=first, end_positions=last).loss
+
+        def draw(rows: int, size: int) -> tuple[torch.Tensor, ...]:
+            return words(rows, size), torch.randint(size, (rows,)), torch.randint(size, (rows,))
+
+        return Example(model, step, draw, (8, 10))
+
+    return build
+
+
 def classifier(kind: str, sizes: Mapping[str, Any]) -> Callable[[], Example]:
     """A classifier of sequences that are padded."""
 
@@ -56,6 +74,10 @@ def classifier(kind: str, sizes: Mapping[str, Any]) -> Callable[[], Example]:
 
 MODELS = {
     "bert": masked("bert", USUAL),
+    "bert_answers": answers("bert", USUAL),
+    "splinter": answers("splinter", USUAL | {"question_token_id": 5}),
+    "nystromformer": masked("nystromformer", USUAL | {
+        "num_landmarks": 4, "segment_means_seq_len": 8, "conv_kernel_size": 3}, (8, 8)),
     "roberta": masked("roberta", USUAL | {"pad_token_id": 1}),
     "electra": masked("electra", USUAL | {"embedding_size": 8}),
     "albert": masked("albert", USUAL | {"embedding_size": 8, "num_hidden_groups": 1,

@@ -66,7 +66,8 @@ class Noting(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        func, args, kwargs = _as_number(func, args, kwargs or {})
+        found = func(*args, **kwargs)
         if _torch.is_decided_by_data(func):
             self.noted[_call(func)].append(_torch.sizes_and_numbers(found))
         return found
@@ -110,13 +111,14 @@ class Answering(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         self._flag()
+        func, args, kwargs = _as_number(func, args, kwargs or {})
         noted = self._noted(func) if self.known.noted and _torch.is_decided_by_data(func) else []
         if noted and func is _NUMBER and self.known.pinned:
             (value,) = noted
             self.answers.append(Answer(value, calling_line()))
             self.flags.append(_differs(args[0].detach(), value))
             return value
-        found = func(*args, **(kwargs or {}))
+        found = func(*args, **kwargs)
         sizes = _torch.sizes_and_numbers(found)
         if len(noted) == len(sizes):
             of = args[0] if func is _NUMBER else None
@@ -149,6 +151,16 @@ class Answering(_torch.TorchDispatchMode):
         for expression, value in asked:
             found = _torch.computed(expression, self.tensors)
             self.flags.append(_differs(found, _torch.as_number(value)))
+
+
+def _as_number(func: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+    """Comparisons of whole tensors as questions for a number, which has a symbol."""
+    aten = torch.ops.aten
+    if func is aten.equal.default and args[0].shape == args[1].shape:
+        return _NUMBER, (aten.all.default(aten.eq.Tensor(*args)),), {}
+    if func is aten.allclose.default:
+        return _NUMBER, (torch.isclose(*args, **kwargs).all(),), {}
+    return func, args, kwargs
 
 
 def _call(func: Any) -> str:

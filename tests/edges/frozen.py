@@ -229,6 +229,14 @@ def the_larger_of_two_counts():
 
 
 @row()
+def whole_tensors_that_are_compared():
+    def factor(model, x):
+        return 2.0 if torch.equal(x, x.clone()) and not torch.allclose(x, 2 * x) else 3.0
+
+    run(scaled(factor))
+
+
+@row()
 def a_key_that_data_decide():
     run(scaled(lambda model, x: {8: 3.0}[(x < 9).sum().item()]))
 
