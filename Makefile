@@ -48,6 +48,7 @@ coverage: .venv/coverage
 benchmarks: .venv/dev
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/planning_time.py
+	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/together.py
 	$(BIN)/python benchmarks/runtime.py

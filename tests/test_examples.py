@@ -16,7 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 # What is said to an example that runs in one process, and what it says.
 SAME = "3 of 3 losses are the same"
 ALONE: dict[str, tuple[list[str], str]] = {
-    "explain.py": ([], "mended is captured by Dynamo, as one graph"),
+    "explain.py": ([], "mended is captured by Dynamo as one graph"),
     "own_compiler.py": ([], SAME),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),

@@ -3,7 +3,8 @@
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes` and `questions` (what only
-data tell); `recurrent`, `speech`, `tensors`, `gloo` and `trace` are about what their names say.
+data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and `trace` are about what their
+names say.
 """
 
 from pfeife._torch import speech as speech
@@ -44,6 +45,7 @@ from pfeife._torch.dynamo import (
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.modules import graph_module, is_unwritten
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -63,7 +65,7 @@ from pfeife._torch.sizes import (
     order_of_facts,
     without_symbols,
 )
-from pfeife._torch.sources import placeholder_source, source_value, source_words
+from pfeife._torch.sources import is_there, placeholder_source, source_value, source_words
 from pfeife._torch.surroundings import is_higher_order, is_operation, is_torchs, surroundings
 from pfeife._torch.tensors import (
     DataDependentOutputException,
@@ -120,6 +122,7 @@ __all__ = [
     "gloo_device",
     "gloo_group",
     "graph_break",
+    "graph_module",
     "guards",
     "hooks_of",
     "inductor",
@@ -131,7 +134,9 @@ __all__ = [
     "is_limit_of_compilations",
     "is_operation",
     "is_shared",
+    "is_there",
     "is_torchs",
+    "is_unwritten",
     "joint_graph",
     "leaf_dims",
     "marked_dims",

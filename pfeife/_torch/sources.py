@@ -71,6 +71,18 @@ def source_value(source: str) -> Any:
     return _resolved(source)[0]
 
 
+def is_there(source: str, value: Any) -> bool:
+    """Whether an attribute is this number or text already, by its source in the frame that Dynamo
+    compiles right now; False if that cannot be told. (Of a list, its length might be another.)"""
+    if source.endswith("]"):
+        return False
+    try:
+        found = _walk(ast.parse(source, mode="eval").body)[0]
+    except (LookupError, AttributeError, TypeError, SyntaxError):
+        return False
+    return type(found) is type(value) and bool(found == value)
+
+
 def source_words(source: str) -> list[str]:
     """The names in a source as a person would say them: `["model", "table"]`."""
     return _resolved(source)[1] or ["step"]

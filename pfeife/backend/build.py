@@ -186,7 +186,8 @@ class _Build:
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())
         with self.show.phase("fusing") as phase:
-            history = record(program, *passes, *self.passes.get("clusters", ()))
+            more = self.passes.get("clusters", ())
+            history = record(program, *passes, *more, progress=phase.progress)
             clusters = history[-1].program
             phase.outcome = lambda: f"{clusters.units} clusters"
         self.artifacts.history(history)

@@ -110,7 +110,7 @@ def explain(
     ...     return net(x).square().mean()
     >>> found = pfeife.explain(step, torch.ones(8, 4), options={"microbatches": 2, "stages": 2})
     >>> found.why, found.pipelined, found.clusters
-    ('step is captured by Dynamo, as one graph', 1.0, 2)
+    ('step is captured by Dynamo as one graph', 1.0, 2)
     """
     if entry not in ("pfeife.compile", "torch.compile"):
         raise ValueError(f'entry={entry!r}: must be "pfeife.compile" or "torch.compile"')

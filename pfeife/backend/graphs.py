@@ -12,7 +12,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
-from pfeife.frontend.capture import with_reductions
+from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, Premise
 from pfeife.frontend.dynamo import dynamo_forward
@@ -111,10 +111,13 @@ class MicrobatchGraph:
         captured = with_reductions(
             trace(self.step, self.inputs, loss, cache=options.cache),
             options.loss_reduction,
-            lambda: trace(*larger(), loss, cache=options.cache).program,
+            lambda gradients: (
+                trace(*larger(), loss, gradients=gradients, cache=options.cache).program
+            ),
             args if options.microbatches > 1 else None,
         )
-        captured = self._with_flags(attrs.evolve(captured, door=self.door, premises=self.premises))
+        captured = with_flags(captured, self.inputs.flags)
+        captured = attrs.evolve(captured, door=self.door, premises=self.premises)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger()[0])
@@ -133,19 +136,6 @@ class MicrobatchGraph:
                     "size of one microbatch: assign it outside of the step, where the whole batch "
                     "is, or compute it with tensors"
                 )
-
-    def _with_flags(self, captured: Captured) -> Captured:
-        """The same where flags of all microbatches are added up."""
-        flags = tuple(captured.results[index] for index in self.inputs.flags)
-        ports = [
-            attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
-            if port.name in flags
-            else port
-            for port in captured.program.outputs
-        ]
-        program = attrs.evolve(captured.program, outputs=tuple(ports))
-        unknown = {name: why for name, why in captured.unknown.items() if name not in flags}
-        return attrs.evolve(captured, program=program, unknown=unknown, flags=flags)
 
     def _with_dims(self, captured: Captured, other: Forward) -> Captured:
         """The same with the dimension that grows with the rows (as `other` tells, the step for
@@ -275,7 +265,7 @@ class BatchedGraph:
         captured = with_reductions(
             at(),
             options.loss_reduction,
-            lambda: at(times=2).program,
+            lambda gradients: at(times=2, gradients=gradients).program,
             args if count > 1 and self.shows else None,
         )
         self.losses.note(captured)
@@ -285,7 +275,13 @@ class BatchedGraph:
         """Nothing: such a step is taken at the caller's word."""
 
     def _at(
-        self, args: Sequence[Any], count: int, loss: Loss, times: int = 1, cache: Folder = None
+        self,
+        args: Sequence[Any],
+        count: int,
+        loss: Loss,
+        times: int = 1,
+        gradients: bool = True,
+        cache: Folder = None,
     ) -> Captured:
         """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
@@ -298,7 +294,7 @@ class BatchedGraph:
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
-        return trace(self.step, inputs, loss, dims, cache)
+        return trace(self.step, inputs, loss, dims, gradients, cache)
 
     def _result_dim(self, shape: Sequence[Any]) -> int | None:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]

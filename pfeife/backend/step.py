@@ -254,7 +254,8 @@ class Step:
         forward = dynamo_forward(module)
         inputs = describe(module, examples, given=_given(self.call.leaves))
         changed = {name for _, name, *_ in _torch.changed_attributes()}
-        others = {name for name in inputs.numbers if name.rpartition(".")[2] not in changed}
+        new = inputs.numbers.keys() - inputs.settled
+        others = {name for name in new if name.rpartition(".")[2] not in changed}
         if others and self.call.microbatches > 1:
             self.unsettled = str(module.graph), inputs
         self.hooks |= _hooks(inputs.modules)

@@ -48,7 +48,12 @@ class Shown:
             self.log.log(self.level, "%s%s, %.2f s%s", self.who, label, seconds, outcome)
 
 
-def shown(log: logging.Logger, *, progress: bool = True, rank: int = 0) -> Shown:
+def shown(
+    log: logging.Logger = logging.getLogger("pfeife"),  # noqa: B008
+    *,
+    progress: bool = True,
+    rank: int = 0,
+) -> Shown:
     """Bars on standard error if there shall be `progress`, this is rank 0 and a terminal sees it.
 
     The log's lines are of the level INFO on rank 0, and DEBUG on the others, which do the same.

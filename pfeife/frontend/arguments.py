@@ -61,7 +61,8 @@ class Inputs:
     of the arguments that it assigns to others than their own. `numbers` has what Python alone has
     computed of what the step assigns, `assumed` the places of the arguments of whose values
     something is assumed, such as which branch they lead to; `flags` the results that are added up
-    over microbatches, see `answers`."""
+    over microbatches, see `answers`; `settled` are the names of `numbers` that were there
+    already."""
 
     arguments: list[Argument]
     roots: dict[str, str]
@@ -71,6 +72,7 @@ class Inputs:
     numbers: Mapping[str, Any]
     assumed: frozenset[int] = frozenset()
     flags: tuple[int, ...] = ()
+    settled: frozenset[str] = frozenset()
 
     @property
     def mode(self) -> str:
@@ -116,10 +118,14 @@ def describe(
         for place in assigned.get(node.name, ())
         if place != source and not _hidden(place, describer.order)
     }
-    numbers = {_assigned_name(place): one for place, one in _torch.assigned_constants().items()}
+    constants = _torch.assigned_constants()
+    numbers = {_assigned_name(place): one for place, one in constants.items()}
+    settled = {_assigned_name(at) for at, one in constants.items() if _torch.is_there(at, one)}
     asked = _torch.assumed_values()
     assumed = frozenset(at for at, source in enumerate(sources) if source in asked)
-    return Inputs(arguments, describer.roots, found, kept, moved, numbers, assumed)
+    return Inputs(
+        arguments, describer.roots, found, kept, moved, numbers, assumed, settled=frozenset(settled)
+    )
 
 
 class _Describer:

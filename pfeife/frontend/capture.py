@@ -1,25 +1,28 @@
-"""A training step in, a `Program` out: Dynamo finds the graph, AOTAutograd the gradients."""
+"""A training step in, a `Program` out: Dynamo or a trace finds its forward, AOTAutograd the
+gradients."""
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import fx
 
+from pfeife.data.progress import Progress
 from pfeife.frontend.arguments import Given, Inputs, describe
-from pfeife.frontend.batch import Cutter
+from pfeife.frontend.batch import Arguments, Cutter
 from pfeife.frontend.capture_cache import Folder
-from pfeife.frontend.captured import Captured
+from pfeife.frontend.captured import Captured, Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
-from pfeife.frontend.reductions import LossReduction, derive_reductions
+from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.seen import Sample
-from pfeife.ir.program import Port, Program
+from pfeife.frontend.tracing import traced
+from pfeife.ir.program import Port, Program, Role
 
 log = logging.getLogger("pfeife")
 
@@ -30,6 +33,8 @@ def capture(
     loss: Loss = None,
     loss_reduction: LossReduction = "auto",
     device: torch.device | str = "cpu",
+    door: Door | Literal["auto"] = "auto",
+    progress: Progress | None = None,
     cache: Folder = None,
     **kwargs: Any,
 ) -> Program:
@@ -41,8 +46,14 @@ def capture(
     `frontend.reductions`.
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
-    device, which is captured as `device`: nothing is run or allocated. Raises ValueError when
-    no single graph can be captured.
+    device, which is captured as `device`: nothing is run or allocated.
+
+    `door` says how: by Dynamo ("dynamo"), traced as it runs ("trace"), or so where Dynamo finds no
+    single graph ("auto"). Who evaluates what was traced must know that it holds for what the trace
+    has assumed (the log says it at DEBUG); where the step asks for values of tensors, each answer
+    has a last result that counts the microbatches in which it is another. `progress` is called with
+    how many of how many parts of the work are done. Raises ValueError when no single graph can be
+    captured.
 
     >>> net = torch.nn.Linear(4, 1)
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
@@ -51,36 +62,96 @@ def capture(
     >>> [port.name for port in flat.outputs]
     ['loss', 'grad_weight', 'grad_bias']
     """
-    call = Cutter(step, None, 1)(example_microbatch, kwargs)
-    target = torch.device(device)
+    if door not in ("auto", "dynamo", "trace"):
+        raise ValueError(f'door={door!r}: must be "auto", "dynamo" or "trace"')
+    told = progress or (lambda done, total: None)
+    told(0, 3)
+    cutter = Cutter(step, None, 1)
+    steps = _Doors(step, cutter(example_microbatch, kwargs), torch.device(device))
+    through, refused, found = steps.first(door)
+    log.info("%s", taken(cutter.name, through, refused))
+    told(1, 3)
+    flat = trace(*found, loss, cache=cache)
+    told(2, 3)
 
-    def flat(values: Sequence[torch.Tensor]) -> Captured:
-        given = {
-            id(one): Given(leaf.name, i)
-            for i, (leaf, one) in enumerate(zip(call.leaves, values, strict=True))
-        }
+    def larger(gradients: bool) -> Program:
+        twice = steps.by(through, times=2)
+        return trace(*twice, loss, gradients=gradients, cache=cache).program
 
-        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
-            moved = copied(module, target)
-            return dynamo_forward(moved), describe(moved, examples, target, given)
-
-        args, named = call.made(values)
-        return trace(*dynamo_graph(step, args, named, read), loss, cache=cache)
-
-    def larger() -> Program:
-        values = [leaf.first for leaf in call.leaves]
-        return flat([torch.cat([one, one]) if one.dim() else one for one in values]).program
-
-    captured = with_reductions(flat([leaf.first for leaf in call.leaves]), loss_reduction, larger)
+    captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
+    told(3, 3)
     if captured.warning():
         log.warning(captured.warning())
     return captured.program
 
 
+@attrs.frozen(eq=False)
+class _Doors:
+    """A step that is called with what a call has for its first microbatch."""
+
+    step: Callable[..., Any]
+    call: Arguments
+    device: torch.device
+
+    def first(
+        self, asked: Door | Literal["auto"]
+    ) -> tuple[Door, Exception | None, tuple[Forward, Inputs]]:
+        """The door that is asked for, or the first that takes the step; what Dynamo has refused;
+        and what was found."""
+        if asked != "auto":
+            return asked, None, self.by(asked)
+        try:
+            return "dynamo", None, self.by("dynamo")
+        except Exception as error:
+            refused = error
+        try:
+            return "trace", refused, self.by("trace")
+        except Exception as error:
+            raise neither(refused, error) from error
+
+    def by(self, door: Door, times: int = 1) -> tuple[Forward, Inputs]:
+        """The step's forward and its inputs, for so many times as many rows."""
+        firsts = (leaf.first for leaf in self.call.leaves)
+        values = [torch.cat([one] * times) if one.dim() and times > 1 else one for one in firsts]
+        args, kwargs = self.call.made(values)
+        pairs = list(zip(self.call.leaves, values, strict=True))
+        if door == "trace":
+            leaves = tuple(attrs.evolve(leaf, first=one) for leaf, one in pairs)
+            call = attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
+            found = traced(self.step, call, self.device)
+            for premise in found.premises:
+                log.debug("assumed: %s", premise)
+            arguments = [
+                attrs.evolve(a, role=Role.BATCH) if a.given else a for a in found.inputs.arguments
+            ]
+            return found.forward, attrs.evolve(found.inputs, arguments=arguments)
+        given = {id(one): Given(leaf.name, at) for at, (leaf, one) in enumerate(pairs)}
+
+        def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
+            moved = copied(module, self.device)
+            return dynamo_forward(moved), describe(moved, examples, self.device, given)
+
+        return dynamo_graph(self.step, args, kwargs, read)
+
+
+def with_flags(captured: Captured, flags: Collection[int]) -> Captured:
+    """The same where flags, results by their indices, are added up over microbatches."""
+    names = tuple(captured.results[index] for index in flags)
+    ports = [
+        attrs.evolve(port, reduction="sum", counts=(), batch_dim=None)
+        if port.name in names
+        else port
+        for port in captured.program.outputs
+    ]
+    program = attrs.evolve(captured.program, outputs=tuple(ports))
+    unknown = {name: why for name, why in captured.unknown.items() if name not in names}
+    return attrs.evolve(captured, program=program, unknown=unknown, flags=names)
+
+
 def with_reductions(
     captured: Captured,
     loss_reduction: LossReduction,
-    larger: Callable[[], Program] | None = None,
+    larger: Larger | None = None,
     args: Sequence[Any] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see

@@ -41,9 +41,9 @@ class RefusedByBoth(ValueError):
 def taken(name: str, door: Door, refused: Exception | None = None) -> str:
     """How a step is captured, and why: what Dynamo has `refused`, if it was asked."""
     if door == "dynamo":
-        return f"{name} is captured by Dynamo, as one graph"
-    why = f"since {refused}" if refused else "as it was asked for"
-    return f"{name} is traced as it runs, {why}"
+        return f"{name} is captured by Dynamo as one graph"
+    why = f", since {refused}" if refused else " because that was asked for"
+    return f"{name} is traced as it runs{why}"
 
 
 @attrs.frozen(eq=False)

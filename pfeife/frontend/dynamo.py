@@ -92,7 +92,7 @@ def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.Gra
         copied = here[node] = graph.node_copy(node, here.__getitem__)
         copied.args = fx.node.map_aggregate(copied.args, moved)
         copied.kwargs = fx.node.map_aggregate(copied.kwargs, moved)
-    return fx.GraphModule(module, graph)
+    return _torch.graph_module(module, graph)
 
 
 class _Enough(Exception):

@@ -61,8 +61,10 @@ class Seen(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stand_ins(places: Places, mode: _torch.FakeTensorMode) -> dict[Slot, torch.Tensor]:
-    """Fake tensors for those that a step reaches, one for each."""
+def stand_ins(
+    places: Places, mode: _torch.FakeTensorMode, device: torch.device | None = None
+) -> dict[Slot, torch.Tensor]:
+    """Fake tensors for those that a step reaches, one for each, on `device` for meta tensors."""
     found: dict[int, torch.Tensor] = {}
     values = {}
     for slot in places.slots:
@@ -70,7 +72,7 @@ def stand_ins(places: Places, mode: _torch.FakeTensorMode) -> dict[Slot, torch.T
         plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer)
         if plain and one.layout == torch.strided and slot.is_open:
             if id(one) not in found:
-                found[id(one)] = fake_like(mode, one)
+                found[id(one)] = fake_like(mode, one, device=device)
             values[slot] = found[id(one)]
     return values
 

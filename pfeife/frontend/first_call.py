@@ -217,7 +217,7 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
     results = returned(program.module)
     graph.output({name: here[results[name]] for name in wanted})
     graph.eliminate_dead_code()
-    module = fx.GraphModule(program.module, graph)
+    module = _torch.graph_module(program.module, graph)
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
         given = [values.get(port.name) for port in program.inputs]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -64,9 +65,11 @@ def trace(
     inputs: Inputs,
     loss: Loss,
     result_dims: Sequence[int | None] | None = None,
+    gradients: bool = True,
     cache: Folder = None,
 ) -> Captured:
-    """The joint program of a step at the shapes of the arguments' examples.
+    """The joint program of a step at the shapes of the arguments' examples, or its forward alone,
+    without `gradients`.
 
     `result_dims` says for every result along which dimension microbatches are joined, `cache` in
     which folder programs are kept.
@@ -89,9 +92,14 @@ def trace(
         if place not in in_place
     ]
     dims = result_dims or [None] * len(step.results)
-    asked = Traceable(step, arguments, at, dims, anew, inputs.roots)
+    plain = (
+        step if gradients else attrs.evolve(step, results=tuple(r.detach() for r in step.results))
+    )
+    asked = Traceable(plain, arguments, at, dims, anew, inputs.roots)
+    with nullcontext() if gradients else torch.no_grad():  # the key has the mode, too
+        program = kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked))
     return Captured(
-        kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked)),
+        program,
         tuple(None if a.role is None else a.name for a in arguments),
         tuple(a.example if a.role is None else None for a in arguments),
         tuple(result_name(i, at) for i in range(len(step.results))),

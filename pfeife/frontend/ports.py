@@ -77,7 +77,7 @@ class Porter:
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
-        module = fx.GraphModule(holder, self.graph)
+        module = _torch.graph_module(holder, self.graph)
         return verify(Program(module, tuple(self.inputs), tuple(outputs)))
 
     def _input(self, node: fx.Node) -> None:

@@ -7,12 +7,14 @@ not ignored (averaged by that count).
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import fx, nn
 
+from pfeife import _torch
 from pfeife.frontend.rows.follow import ancestors, follow, paired
 from pfeife.frontend.rows.seen import Sample, seen_rows
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
@@ -20,19 +22,20 @@ from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
 
 LossReduction = Literal["mean", "sum", "auto"]
+Larger = Callable[[bool], Program]
 
 
 def derive_reductions(
     program: Program,
     loss_reduction: LossReduction = "auto",
-    larger: Callable[[], Program] | None = None,
+    larger: Larger | None = None,
     sample: Callable[[], Sample] | None = None,
 ) -> tuple[Program, dict[str, str]]:
     """A flat program whose ports say how their microbatches are put together, and by port name
     what kept that from being known: such a loss is averaged.
 
-    `larger` gives the program for twice the rows; it is asked only where a number may count rows
-    or no rule tells, and then `sample` for values with which both are run.
+    `larger` gives the program for twice the rows, with or without gradients; it is asked only where
+    a number may count rows or no rule tells, and then `sample` for values with which both are run.
     """
     known = derive(program, larger, sample)
     divided = [node for one in known.values() if isinstance(one, Rows) for node in one.counts]
@@ -58,7 +61,7 @@ def derive_reductions(
 
 def derive(
     program: Program,
-    larger: Callable[[], Program] | None = None,
+    larger: Larger | None = None,
     sample: Callable[[], Sample] | None = None,
 ) -> dict[str, Known]:
     """What is known of every loss and output of a flat program, by port name; the arguments are as
@@ -67,13 +70,17 @@ def derive(
     stuck = [one for one in known.values() if isinstance(one, Unknown)]
     if larger is None or not any(one.numbers or sample for one in stuck):
         return known
-    try:
-        twice = larger()
-    except Exception:  # a step that twice the rows break tells nothing
+    twins: dict[fx.Node, fx.Node] = {}
+    for gradients in (False, True):  # a forward alone is traced in a third of the time
+        with suppress(Exception):  # a step that twice the rows break tells nothing
+            twice = larger(gradients)
+            twins = paired(*_wanted(program), *_wanted(twice))
+        if twins:
+            break
+    else:
         return known
-    twins = paired(*_wanted(program), *_wanted(twice))
     known = _derive(program, twins)
-    if sample is None or not twins or not any(isinstance(one, Unknown) for one in known.values()):
+    if sample is None or not any(isinstance(one, Unknown) for one in known.values()):
         return known
     seen = seen_rows((program, twice), (tuple(twins), tuple(twins.values())), sample())
     return _derive(program, twins, seen)
@@ -144,7 +151,7 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
     for node in graph.nodes:
         if node.op == "get_attr":
             setattr(holder, node.target, getattr(program.module, node.target))
-    module = fx.GraphModule(holder, graph)
+    module = _torch.graph_module(holder, graph)
     return Count(module, source_line(divided), classes or target is not divided)
 
 

@@ -3,7 +3,7 @@
 JSON                            value
 null, true, 3, "mean"           None, a bool, an int, a str
 [...]                           a list
-{"tuple": [...]}                a tuple; so {"dict": {...}}, {"slice": [...]}
+{"tuple": [...]}                a tuple; so {"dict": {...}}, {"slice": [...]}, {"ellipsis": []}
 {"float": "0x1.8p+1"}           a float, bit for bit; {"complex": [..., ...]}
 {"node": "add_1"}               what a node of the graph computes
 {"torch": "float32"}            a dtype, layout or memory format of torch's
@@ -112,6 +112,8 @@ def _plain(value: Any) -> Any:
         return {"float": value.hex()}
     if kind is complex:
         return {"complex": [value.real.hex(), value.imag.hex()]}
+    if value is Ellipsis:
+        return {"ellipsis": []}
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, _ENUMS):
@@ -202,6 +204,9 @@ class Reader:
         real, imag = map(float.fromhex, inside)
         return complex(real, imag)
 
+    def of_ellipsis(self, inside: list) -> Any:
+        return ...
+
     def of_node(self, inside: str) -> fx.Node:
         return self.nodes[inside]
 
@@ -228,7 +233,7 @@ class Reader:
 
 
 _KINDS = (
-    *("tuple", "dict", "slice", "float", "complex"),
+    *("tuple", "dict", "slice", "ellipsis", "float", "complex"),
     *("node", "torch", "device", "operation", "value"),
 )
 

@@ -54,9 +54,12 @@ class Traced:
             found.append(Premise("tensor", what.replace("torch.", "")))
         for slot, value in self.assumed.items():
             found.append(Premise("value", f"{slot.name} is {short(value)}"))
-        for _, contents, words in self.contents:
-            count = f"{len(contents)} names" if isinstance(contents, tuple) else contents
-            found.append(Premise("contents", f"{'.'.join(words) or 'step'} has {count}"))
+        full = [(contents, words) for _, contents, words in self.contents if contents]
+        for contents, words in full:
+            count = len(contents) if isinstance(contents, tuple) else contents
+            found.append(Premise("contents", f"{'.'.join(words) or 'step'} has {count} entries"))
+        empty = len(self.contents) - len(full)
+        found.append(Premise("contents", f"{empty} lists, dicts and sets are empty"))
         found.append(Premise("call", "its arguments are built alike, its modes are the same"))
         return tuple(found)
 
@@ -111,7 +114,7 @@ class Traced:
 def kind_of(call: Arguments) -> tuple:
     """All about a call that a trace depends on, but for what the step reaches by itself."""
     first = [leaf.first for leaf in call.leaves]
-    types = sorted({one.device.type for one in first} | {"cpu"})
+    types = sorted({one.device.type for one in first if not one.is_meta} | {"cpu"})
     at = [id(one) for one in first]
     return (
         pytree.tree_structure((call.args, call.kwargs)),

@@ -8,6 +8,7 @@ steers it: two runs must do the same, and what the step reaches (`places`) must 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import attrs
@@ -34,25 +35,27 @@ Step = Callable[..., Any]
 Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
 
 
-def traced(step: Step, call: Arguments) -> Traced:
+def traced(step: Step, call: Arguments, device: torch.device | None = None) -> Traced:
     """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
     gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
-    many from asking for values; one that fails so, but not in eager, is traced without.
+    many from asking for values; one that fails so, but not in eager, is traced without. Tensors on
+    the meta device are traced as those of a `device`.
 
     Raises ValueError, with the line of the step, for one that does something else in a second run,
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
     try:
-        return _traced(step, call, _torch.said_to_compile)
+        return _traced(step, call, _torch.said_to_compile, device)
     except ValueError as error:
         if error.__cause__ is None:  # it is refused for what it does, not since it has failed
             raise
-        return _traced(step, call, nullcontext)
+        return _traced(step, call, nullcontext, device)
 
 
-def _traced(step: Step, call: Arguments, told: Told) -> Traced:
-    tracer, left = _Tracer(step, call, told), frozenset[Slot]()
+def _traced(step: Step, call: Arguments, told: Told, device: torch.device | None) -> Traced:
+    make = partial(_Tracer, step, call, told, device)
+    tracer, left = make(), frozenset[Slot]()
     try:
         first = tracer.run()
     except _Asks:
@@ -61,11 +64,11 @@ def _traced(step: Step, call: Arguments, told: Told) -> Traced:
         return tracer.traced(first, left)
     left, noted = tracer.warm()  # perhaps what a first call alone does: caches, hooks
     try:
-        return _again(_Tracer(step, call, told, Known(noted)), left)
+        return _again(make(Known(noted)), left)
     except ValueError:
         if noted:
             with suppress(ValueError):
-                return _again(_Tracer(step, call, told, Known(noted, pinned=True)), left)
+                return _again(make(Known(noted, pinned=True)), left)
         raise
 
 
@@ -76,13 +79,21 @@ def _again(tracer: "_Tracer", left: frozenset[Slot]) -> Traced:
 class _Tracer:
     """Runs of a step on a call's first microbatch."""
 
-    def __init__(self, step: Step, call: Arguments, told: Told, known: Known | None = None):
+    def __init__(
+        self,
+        step: Step,
+        call: Arguments,
+        told: Told,
+        device: torch.device | None,
+        known: Known | None = None,
+    ):
         self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
-        fakes = {id(leaf.first): fake_like(self.mode, leaf.first) for leaf in call.leaves}
+        firsts = {id(leaf.first): leaf.first for leaf in call.leaves}
+        fakes = {at: fake_like(self.mode, one, device=device) for at, one in firsts.items()}
         self.batch = [fakes[id(leaf.first)] for leaf in call.leaves]
-        self.values = stand_ins(self.places, self.mode)
+        self.values = stand_ins(self.places, self.mode, device)
         self.paths = {
             id(module): f"@{root}.{path}".rstrip(".")
             for root, outer in reversed(self.places.roots.items())

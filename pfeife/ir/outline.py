@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.ir.program import (
     STATE_ROLES,
     Call,
@@ -60,7 +61,7 @@ def inline(program: Program) -> tuple[Program, dict[str, Group]]:
     inliner = _Inliner(program)
     for node in program.module.graph.nodes:
         inliner.add(node)
-    module = fx.GraphModule(inliner.holder, inliner.graph)
+    module = _torch.graph_module(inliner.holder, inliner.graph)
     flat = attrs.evolve(program, module=module, calls=(), reductions=())
     return flat, inliner.groups
 
@@ -223,7 +224,7 @@ class _Outliner:
                 here[node].meta = dict(node.meta)
         graph.output({name: here[node] for name, node in self.results.items()})
         return attrs.evolve(
-            self.flat, module=fx.GraphModule(root, graph), calls=tuple(calls), reductions=()
+            self.flat, module=_torch.graph_module(root, graph), calls=tuple(calls), reductions=()
         )
 
     def _body(self, group: Group, results: list[fx.Node], name: str) -> fx.GraphModule:
@@ -237,7 +238,7 @@ class _Outliner:
             if node in self.subgraphs:
                 setattr(root, str(node.target), _attribute(self.flat.module, node.target))
         body.output(tuple(inside[node] for node in results))
-        return fx.GraphModule(root, body, name)
+        return _torch.graph_module(root, body, name)
 
     def _ordered(self) -> list[Group]:
         for group, reads in self.reads.items():

@@ -48,11 +48,13 @@ def _settled(module: fx.GraphModule, bodies: Bodies) -> fx.GraphModule:
             here[node].meta["val"] = values[node]
         if node.op == "get_attr":
             held[str(node.target)] = _attribute(module, node)
-    return fx.GraphModule(held, graph, type(module).__name__)
+    return _torch.graph_module(held, graph, type(module).__name__)
 
 
 def _runs_its_graph(module: fx.GraphModule) -> bool:
     """Whether a module's code is that of its graph; two functions may have one name in it."""
+    if _torch.is_unwritten(module):
+        return True
     code = module.graph.python_code("self")
     mine = getattr(type(module).forward, "__globals__", {})
     same = all(mine.get(name) is value for name, value in code.globals.items())

@@ -5,6 +5,7 @@ from functools import reduce
 
 import attrs
 
+from pfeife.data.progress import Progress
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 
@@ -29,8 +30,11 @@ class Recorded:
         return f"# ---- {self.maker} ----\n{self.program}"
 
 
-def record(program: Program, *passes: Pass, start: str = "start") -> tuple[Recorded, ...]:
+def record(
+    program: Program, *passes: Pass, start: str = "start", progress: Progress | None = None
+) -> tuple[Recorded, ...]:
     """The program before and after every pass, each verified and headed by the pass's name.
+    `progress` is called with how many of how many passes are done.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -40,8 +44,10 @@ def record(program: Program, *passes: Pass, start: str = "start") -> tuple[Recor
     [('capture', 0), ('fuse', 2), ('partition', 2)]
     """
     history = [Recorded(start, program)]
-    for one in passes:
+    for done, one in enumerate(passes):
         history.append(Recorded(pass_name(one), verify(one(history[-1].program))))
+        if progress:
+            progress(done + 1, len(passes))
     return tuple(history)
 
 

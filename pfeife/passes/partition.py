@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.data.plan import Plan
 from pfeife.ir.outline import Group, inline, outline, viewed
 from pfeife.ir.program import (
@@ -172,7 +173,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     graph.output(results)
     graph.eliminate_dead_code()
     names = {node.name for node in graph.nodes}
-    module = fx.GraphModule(flat.module, graph)
+    module = _torch.graph_module(flat.module, graph)
     kept = {name: group for name, group in new_groups.items() if name in names}
     return attrs.evolve(flat, module=module, outputs=tuple(outputs)), kept
 

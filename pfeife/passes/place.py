@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.ir.program import Program
 
 
@@ -33,10 +34,10 @@ def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]
                 body = program.module.get_submodule(str(node.target))
                 placed = _copy(body.graph, {"device": places[ranks[node.name]]})  # type: ignore[arg-type]
                 node.target = node.name
-                held[node.name] = fx.GraphModule(body, placed, node.name)
+                held[node.name] = _torch.graph_module(body, placed, node.name)
             elif node.op == "get_attr":
                 held[str(node.target)] = operator.attrgetter(str(node.target))(program.module)
-        return attrs.evolve(program, module=fx.GraphModule(held, graph))
+        return attrs.evolve(program, module=_torch.graph_module(held, graph))
 
     return run
 

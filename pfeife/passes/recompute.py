@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import attrs
 from torch import fx
 
+from pfeife import _torch
 from pfeife.data.plan import Plan
 from pfeife.ir.outline import Group
 from pfeife.ir.program import Kind, Program, Role, has_effects
@@ -29,7 +30,7 @@ def recomputed(
         again.add(node)
     before = _readers_of_updated(flat, groups)
     again.graph.eliminate_dead_code(has_effects)
-    result = attrs.evolve(flat, module=fx.GraphModule(flat.module, again.graph))
+    result = attrs.evolve(flat, module=_torch.graph_module(flat.module, again.graph))
     for name in sorted(before - _readers_of_updated(result, again.groups)):
         raise ValueError(
             f"the plan recomputes all that the forward reads buffer {name} for, and the "

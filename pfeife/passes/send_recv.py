@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 from torch import fx
 
+from pfeife import _torch
 from pfeife.ir.program import (
     Call,
     Kind,
@@ -43,7 +44,7 @@ def insert_send_recv(
         unplaced = [call.node for call in program.calls if call.rank is None]
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
-        module = fx.GraphModule(program.module, _Sender(program).graph())
+        module = _torch.graph_module(program.module, _Sender(program).graph())
         shared = _shared_gradients(program, owners or {})
         return attrs.evolve(program, module=module, reductions=shared)
 

@@ -54,10 +54,10 @@ def test_the_log_has_a_line_a_phase(lines):
     step = pfeife.compile(one.step, microbatches=2, stages=2, costs="measure")
     for seed in range(3):
         step(*one.batch(4, seed)).backward()
-    *texts, last = [record.getMessage() for record in lines.records]
+    *texts, last, door = [record.getMessage() for record in lines.records]
     assert [text.split(",")[0] for text in texts] == PHASES, "one line each, none for later steps"
     said = "compiled _words.<locals>.step: 2 stages on 2 ranks, 2 microbatches of 2 rows"
-    assert last == said
+    assert last == said and door == "_words.<locals>.step is captured by Dynamo as one graph"
     assert {record.levelno for record in lines.records} == {logging.INFO}
     compiled = step.backend.compiled[0]
     program = compiled.captured.program
@@ -71,7 +71,7 @@ def test_the_log_has_a_line_a_phase(lines):
     assert "s: 1f1b, " in texts[3] and report.summary(compiled.plan, compiled.program) in texts[3]
     assert "at the peak of the worst rank" in texts[3]
     step(*one.batch(8))
-    later = [r.getMessage().split(",")[0] for r in lines.records[7:-1]]
+    later = [r.getMessage().split(",")[0] for r in lines.records[8:-1]]
     assert later == PHASES, "another shape"
 
 
@@ -96,7 +96,8 @@ def test_a_loss_outside_is_shown_in_two_parts(monkeypatch, lines):
     monkeypatch.undo()
     labels = [record.getMessage().split(",")[0] for record in lines.records]
     compiled = "compiled GPT: 2 stages on 2 ranks"
-    assert labels[-3:] == ["first forward", compiled, "first backward"]
+    door = "GPT is captured by Dynamo as one graph"
+    assert labels[-4:] == ["first forward", compiled, door, "first backward"]
     assert len(labels) == len(set(labels))
     count = len(model.backend.compiled[0].schedule.ranks[0])
     assert f"first backward [{'#' * 30}] {count}/{count}" in terminal.getvalue()

@@ -1,5 +1,6 @@
 """Capturing: names, tied parameters, batch inputs, and models that were never allocated."""
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,7 +166,11 @@ def test_what_is_no_graph_is_said():
         return model(x).sum() if x.sum().item() > 0 else model(-x).sum()
 
     with pytest.raises(ValueError, match="could not be captured as one graph"):
-        pfeife.capture(breaks, torch.randn(2, 3))
+        pfeife.capture(breaks, torch.randn(2, 3), door="dynamo")
+    with pytest.raises(ValueError, match=r"one graph: .*; nor by .*on meta tensors"):
+        pfeife.capture(lambda x: breaks(x), torch.randn(2, 3, device="meta"))
+    with pytest.raises(ValueError, match="door='dynamos'"):
+        pfeife.capture(breaks, torch.randn(2, 3), door="dynamos")
 
     def changes(x):
         x.mul_(2)
@@ -173,6 +178,49 @@ def test_what_is_no_graph_is_said():
 
     with pytest.raises(ValueError, match=r"changes its input x in place.* \(File .*, in changes\)"):
         pfeife.capture(changes, torch.randn(2, 3))
+
+
+def test_what_dynamo_breaks_is_traced(lines):
+    """With the numbers of eager where its answers hold, and a count of where they do not."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def step(x):
+        if x.abs().max() > 9:
+            x = x / 2
+        return model(x).square().mean()
+
+    batches = [(torch.randn(4, 3),) for _ in range(3)]
+    program = pfeife.capture(step, *batches[0])
+    assert "step is traced as it runs, since" in lines.records[-1].getMessage()
+    assert names(program, Role.BATCH) == {"x": ("x",)}
+    state = pfeife.state_of(program, model)
+    found = pfeife.evaluate(program, state, batches)
+    expected = eager_accumulation(step, model, batches)
+    assert_same(attrs.evolve(found, outputs=expected.outputs), expected)
+    (flag,) = program.ports(Role.OUTPUT)
+    assert flag.reduction == "sum" and [float(one[flag.fqn]) for one in found.outputs] == [0.0] * 3
+    wrong = pfeife.evaluate(program, state, [*batches[:2], (torch.full((4, 3), 10.0),)])
+    assert [float(one[flag.fqn]) for one in wrong.outputs] == [0.0, 0.0, 1.0]
+
+
+def test_a_trace_of_the_meta_device():
+    with torch.device("meta"):
+        net, x = nn.Linear(4, 1), torch.ones(2, 4)
+
+    def step(x):
+        return net(x).mean()
+
+    texts = {str(pfeife.capture(step, x, door=door)) for door in ("dynamo", "trace")}
+    assert len(texts) == 1 and " meta" not in texts.pop()
+
+
+@pytest.mark.parametrize("door", ["dynamo", "trace"])
+def test_progress_is_told(door):
+    net, told = nn.Linear(4, 1), []
+    pfeife.capture(
+        lambda x: net(x).mean(), torch.ones(2, 4), door=door, progress=lambda *at: told.append(at)
+    )
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_state_is_checked():

@@ -165,6 +165,12 @@ def test_what_python_computes_of_the_rows(tmp_path):
         torch._dynamo.reset()
 
 
+def test_parts_of_tensors(tmp_path):
+    net, x = nn.Linear(3, 4), torch.ones(2, 3)
+    pfeife.capture(lambda x: net(x)[..., None, 1:3].sum(), x, cache=tmp_path)
+    assert keys(tmp_path)
+
+
 SWITCHES = {
     "set_default_dtype": [torch.float64],
     "use_deterministic_algorithms": [True],

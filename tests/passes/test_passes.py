@@ -74,6 +74,13 @@ def test_random_programs(data):
     assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
 
 
+def test_progress_of_passes_is_told():
+    net, told = torch.nn.Linear(4, 4), []
+    flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
+    pfeife.record(flat, pfeife.fuse(), pfeife.fuse(), progress=lambda *at: told.append(at))
+    assert told == [(1, 2), (2, 2)]
+
+
 def test_every_pass_has_a_row():
     assert {row.name for row in ROWS} == set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
 

@@ -1,0 +1,162 @@
+"""How long a first call takes until the step runs, beside torch's own `aot_eager`.
+
+    python benchmarks/capture_time.py [--repeats 3] [--only gpt] [--door dynamo]
+
+For each model one call and its backward by `torch.compile(step, backend="aot_eager")`, and by
+`pfeife.compile` with 4 microbatches in 2 stages, in processes of their own and in turn, so that a
+busy machine slows both. Times are seconds of the CPU, medians; what is captured includes the checks
+of a first call. `gpt2-meta` is of GPT-2's width and lives on no device: captured and planned alone.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from pfeife import report, sched
+from pfeife.cost import estimate, machine
+
+MODELS = ("gpt-48", "bert-12", "resnet-50", "gpt2-meta")
+OPTIONS = {"microbatches": 4, "stages": 2, "progress": False}
+PHASES = {"capturing": "capture", "fusing": "fuse", "planning": "plan", "first step": "first step"}
+Step = Callable[..., torch.Tensor]
+
+
+def language(layers: int, width: int, device: str = "cpu") -> tuple[Step, tuple[torch.Tensor, ...]]:
+    """Hugging Face's GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = {"vocab_size": 256, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32}
+    with torch.device(device):
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **(small if width < 128 else {})))
+        tokens = torch.zeros(8, 16, dtype=torch.long)
+    return lambda tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss, (tokens,)
+
+
+def bert(layers: int) -> tuple[Step, tuple[torch.Tensor, ...]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
+    config = BertConfig(num_hidden_layers=layers, vocab_size=256, **sizes)
+    model, tokens = BertForMaskedLM(config), torch.randint(256, (8, 16))
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss, (tokens,)
+
+
+def resnet() -> tuple[Step, tuple[torch.Tensor, ...]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32, 64, 128], num_labels=10)
+    model = ResNetForImageClassification(config)
+    images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    return lambda x, y: F.cross_entropy(model(x).logits, y), (images, labels)
+
+
+def case(name: str) -> tuple[Step, tuple[torch.Tensor, ...]]:
+    found = {
+        "gpt-48": lambda: language(48, 64),
+        "bert-12": lambda: bert(12),
+        "resnet-50": resnet,
+        "gpt2-meta": lambda: language(48, 1600, "meta"),
+    }
+    return found[name]()
+
+
+class _Phases(logging.Handler):
+    """Notes when each phase has ended, in seconds of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[tuple[str, float]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage().partition(",")[0]
+        if said in PHASES:
+            self.ends.append((PHASES[said], time.process_time()))
+
+
+def one(name: str, how: str, door: str) -> dict[str, float]:
+    """The seconds of one way, once torch has been warmed up by a small step."""
+    torch.set_num_threads(1)
+    small = nn.Linear(4, 4)
+    torch.compile(lambda x: small(x).sum(), backend="aot_eager")(torch.ones(2, 4)).backward()
+    pfeife.compile(lambda x: small(x).sum(), microbatches=2)(torch.ones(2, 4)).backward()
+    step, batch = case(name)
+    phases = _Phases()
+    log = logging.getLogger("pfeife")
+    log.addHandler(phases)
+    log.setLevel(logging.INFO)
+    start = time.process_time()
+    if how == "aot_eager":
+        torch.compile(step, backend="aot_eager")(*batch).backward()
+    elif batch[0].is_meta:
+        _planned(step, [one[:2] for one in batch], door, phases)
+    else:
+        pfeife.compile(step, capture=door, **OPTIONS)(*batch).backward()
+    found = {"all": time.process_time() - start}
+    for phase, end in phases.ends:
+        found[phase], start = end - start, end
+    return found
+
+
+def _planned(step: Step, batch: list[torch.Tensor], door: str, phases: _Phases) -> None:
+    host = machine("h100-sxm")
+    flat = pfeife.capture(step, *batch, door=door)
+    phases.ends.append(("capture", time.process_time()))
+    clusters = pfeife.fuse()(flat)
+    phases.ends.append(("fuse", time.process_time()))
+    clusters = pfeife.annotate(estimate(clusters, host))(clusters)
+    sched.plan(clusters, machine=host, microbatches=4, stages=2)
+    phases.ends.append(("plan", time.process_time()))
+
+
+def measured(name: str, how: str, door: str) -> dict[str, float]:
+    """`one` in a process of its own."""
+    command = [sys.executable, __file__, "--child", name, how, "--door", door]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"{name} by {how}: {run.stderr}")
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--only", default="", help="models with this in their names")
+    arguments.add_argument("--door", default="auto", choices=("auto", "dynamo", "trace"))
+    arguments.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.child:
+        print(json.dumps(one(*given.child, given.door)))
+        return
+    rows = []
+    for name in (name for name in MODELS if given.only in name):
+        taken: dict[str, list[float]] = {}
+        for _ in range(given.repeats):
+            ways = ("pfeife",) if "meta" in name else ("aot_eager", "pfeife")
+            for how in ways:
+                for what, seconds in measured(name, how, given.door).items():
+                    taken.setdefault(how if what == "all" else what, []).append(seconds)
+        medians = {what: statistics.median(each) for what, each in taken.items()}
+        shown = [
+            f"{medians[what]:.1f} s" if what in medians else "" for what in (*PHASES.values(),)
+        ]
+        both = medians["pfeife"], medians.get("aot_eager")
+        ratio = f"{both[0] / both[1]:.2f}" if both[1] else ""
+        theirs = f"{both[1]:.1f} s" if both[1] else ""
+        rows.append((name, theirs, f"{both[0]:.1f} s", *shown, ratio))
+    print(report.table(rows, ("model", "aot_eager", "pfeife", *PHASES.values(), "ratio")))
+
+
+if __name__ == "__main__":
+    main()
