@@ -132,7 +132,7 @@ def _examined(row: Row, quick: bool) -> Iterator[None]:
         accumulated(example, args)
     row.eager_seconds = round(seconds() / MICROBATCHES, 4)
     again = accumulated(built(build), args)
-    if not all(bool(value.isfinite().all()) for value in expected.values()):
+    if not finite(expected):
         row.verdict, row.cause = "unfit", "eager's own numbers are not finite"
         return
     error, where = difference(expected, again)
@@ -212,6 +212,8 @@ def _piped(row: Row, build: Callable[[], Example], way: Way, compiled: Values | 
             row.seconds = row.seconds or round(seconds(), 2)
             _describe(row, step)
         expected = accumulated(reference, args, "sum" if row.reduction == "sum" else "mean")
+        if not finite(expected):
+            return  # eager diverges, and what comes of that cannot be compared
         error, where = difference(expected, found)
         row.error = max(row.error or 0.0, error)
         if compiled is not None and row.compiled_error is None:
@@ -317,6 +319,10 @@ def values_of(model: nn.Module, loss: torch.Tensor) -> Values:
     buffers = {f"buffer {name}": one.clone() for name, one in model.named_buffers()}
     parameters = {f"parameter {n}": one.detach().clone() for n, one in model.named_parameters()}
     return {"loss": loss.clone(), **gradients, **buffers, **parameters}
+
+
+def finite(values: Values) -> bool:
+    return all(bool(value.isfinite().all()) for value in values.values())
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

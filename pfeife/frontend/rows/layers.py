@@ -74,11 +74,16 @@ def batchwise(one: Operation) -> Rows:
 
 
 def attended(one: Operation) -> Rows:
-    """Attention: every row by itself."""
-    operands = [rows for _, rows in one.operands() if moves(rows)]
-    if any(rows.dim != 0 or rows.before != 1 or rows.power for rows in operands):
+    """Attention: every row by itself, in front or where heads are (tensors without heads get a
+    dimension in front)."""
+    operands = [(node, rows) for node, rows in one.operands() if moves(rows)]
+    dims = {rows.dim for _, rows in operands}
+    if any(rows.before != 1 or rows.power for _, rows in operands) or len(dims) != 1:
         raise Stuck
-    return Rows(True, 0)
+    (dim,) = dims
+    if dim != 0 and (dim != 1 or any(len(shape_of(node)) != 4 for node, _ in operands)):
+        raise Stuck
+    return Rows(True, dim)
 
 
 def recurrent(one: Operation) -> tuple[Rows, ...]:

@@ -94,6 +94,7 @@ TOLD = [
     ("sum", BATCH, lambda x, y: NET.one(x).mean(0) @ torch.full((4,), 1.0 * len(x))),
     ("sum", BATCH, lambda x, y: -0.5 * torch.sum(1 + NET.one(x) - NET.one(x).exp())),
     ("sum", BATCH, lambda x, y: (NET.one(x) * NET.two(x)).sum(1).unsqueeze(0).sum()),
+    ("sum", SEQUENCES, lambda x, y: F.scaled_dot_product_attention(*[NET.one(x)[None]] * 3).sum()),
 ]  # fmt: skip
 UNKNOWN = [
     # numbers that count rows, in functions of rows
