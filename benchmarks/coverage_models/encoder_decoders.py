@@ -108,6 +108,7 @@ MODELS = {
     "longt5": translator("longt5", T5 | {"local_radius": 3}),
     "switch_transformers": translator("switch_transformers", T5 | {
         "num_experts": 2, "expert_capacity": 16, "num_sparse_encoder_layers": 1,
+        "router_jitter_noise": 0.0,
         "num_sparse_decoder_layers": 1}),
     "bart": translator("bart", BART),
     "mbart": translator("mbart", BART),

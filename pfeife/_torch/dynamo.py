@@ -108,6 +108,15 @@ def _source_of(guard: Any) -> str:
     return str(name() if callable(name) else name)
 
 
+def sets_data(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a call in Dynamo's graph is `args[0].data = args[1]`: an operator of its own since
+    torch 2.15, before that `set_`. If it has another form: such a step is refused without its
+    line."""
+    own = getattr(torch.ops.aten, "shallow_copy_data_", None)
+    kinds = (torch.Tensor.set_, own, getattr(own, "default", None))
+    return len(args) == 2 and any(target is kind for kind in kinds if kind is not None)
+
+
 def draws_by_numpy(target: Any) -> bool:
     """Whether a function in Dynamo's graph stands for one of numpy.random. If the wrapper moves:
     False, and such numbers come from torch's generator."""

@@ -114,7 +114,7 @@ class MicrobatchGraph:
             lambda gradients: (
                 trace(*larger(), loss, gradients=gradients, cache=options.cache).program
             ),
-            args if options.microbatches > 1 else None,
+            args if options.microbatches > 1 and options.check else None,
         )
         captured = with_flags(captured, self.inputs.flags)
         captured = attrs.evolve(captured, door=self.door, premises=self.premises)
@@ -266,7 +266,7 @@ class BatchedGraph:
             at(),
             options.loss_reduction,
             lambda gradients: at(times=2, gradients=gradients).program,
-            args if count > 1 and self.shows else None,
+            args if count > 1 and self.shows and options.check else None,
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, count)

@@ -185,7 +185,7 @@ class Options:
         does not find one graph.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch; and a
-        backward where the step was traced).
+        backward where the step was traced); and looked at where no rule tells what becomes of rows.
     compare_batches: whether ranks compare at every call the values of the batch that each of them
         was given, and the gradients that arrive where the loss is outside.
     progress: whether rank 0 shows its progress on standard error, if that is a terminal.

@@ -163,6 +163,17 @@ def _as_number(func: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
     return func, args, kwargs
 
 
+class Spelling(torch.overrides.TorchFunctionMode):
+    """The text of a number in a tensor (`f"expert_{index}"`) is that of its value, as in eager."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.Tensor.__format__ and not args[0].dim():
+            return format(args[0].item(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 def _call(func: Any) -> str:
     """An operation and the user's line that calls it. (Lines apart, what torch's own functions
     check on real data would count.)"""

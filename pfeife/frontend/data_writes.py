@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pfeife import _torch
 from pfeife.frontend.user_lines import calling_line
 from pfeife.ir.program import source_line
 
@@ -37,11 +38,12 @@ class DataWrites(torch.overrides.TorchFunctionMode):
 
 
 class WritingData(fx.Interpreter):
-    """Makes copies of such writes in Dynamo's graph, where they are calls of `set_`."""
+    """Makes copies of such writes in Dynamo's graph."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        write = target is torch.Tensor.set_ and len(args) == 2
-        return _written(*args) if write else super().call_function(target, args, kwargs)
+        if _torch.sets_data(target, args):
+            return _written(*args)
+        return super().call_function(target, args, kwargs)
 
 
 def check_writes(module: fx.GraphModule) -> None:
@@ -50,7 +52,7 @@ def check_writes(module: fx.GraphModule) -> None:
         node: node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")
     }
     for node in module.graph.nodes:
-        if node.target is torch.Tensor.set_ and len(node.args) == 2:
+        if _torch.sets_data(node.target, node.args):
             target, value = node.args
             others = [one for other, one in values.items() if other is not target]
             storages = {_storage(one) for one in others if isinstance(one, torch.Tensor)}

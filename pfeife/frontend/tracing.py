@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.answers import Answering, Known, Noted, Noting
+from pfeife.frontend.answers import Answering, Known, Noted, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
@@ -149,7 +149,8 @@ class _Tracer:
     def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
         numbers = _torch.extremes() if traced else nullcontext()
-        with _torch.eager_stance(), _torch.converting_others(), numbers:
+        texts = Spelling() if traced and self.known.pinned else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), numbers, texts:
             return self.step(*args, **kwargs)
 
     def warm(self) -> tuple[frozenset[Slot], Noted]:

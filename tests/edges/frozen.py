@@ -237,6 +237,24 @@ def whole_tensors_that_are_compared():
 
 
 @row()
+def a_module_by_the_text_of_a_number():
+    """As a mixture of experts calls those that data have chosen."""
+
+    def make():
+        torch.manual_seed(1)
+        parts = nn.ModuleDict({f"part_{index}": nn.Linear(4, 4) for index in range(2)})
+
+        def step(x):
+            chosen = (x.detach().abs().sum() * torch.arange(1, 3)).gt(0).nonzero()
+            found = [parts[f"part_{index[0]}"](x) for index in chosen]
+            return torch.stack(found).square().mean()
+
+        return step, parts
+
+    run(make, door="trace")
+
+
+@row()
 def a_key_that_data_decide():
     run(scaled(lambda model, x: {8: 3.0}[(x < 9).sum().item()]))
 
