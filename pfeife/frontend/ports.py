@@ -194,7 +194,7 @@ class Porter:
 
     def _made(self, port: Port, value: fx.Node) -> fx.Node:
         """The node of an output; a copy for what arrives as it is handed back (a gradient, or an
-        input that an other one becomes in place), so that some rank computes it."""
+        input that another one becomes in place), so that some rank computes it."""
         if value.op != "placeholder" or port.role in (Role.LOSS, Role.BUFFER_UPDATE):
             return value
         copied = self.graph.call_function(torch.ops.aten.clone.default, (value,))

@@ -131,7 +131,7 @@ class _Tracer:
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
-        writes = DataWrites([*self.values.values(), *self.batch])
+        writes = DataWrites(self.values.values(), self.batch)
         run = (held, self.mode, symbols, seen, self.told(), told, writes)
         with ExitStack() as stack, reading() as opened:
             for one in run:

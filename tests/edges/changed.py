@@ -245,3 +245,36 @@ def an_argument_that_is_transposed_in_place():
         return model.layers(x.t_()).square().mean()
 
     pfeife.compile(step, microbatches=2, stages=2, capture="trace")(torch.randn(12, 6))
+
+
+def _sets_data(**options):
+    model = Masking()
+
+    def step(x):
+        x.data = x.data * 2
+        return model.layers(x).square().mean()
+
+    pfeife.compile(step, microbatches=2, stages=2, **options)(data()[0])
+
+
+@row("the step sets the data of an argument or of a part of a tensor (File")
+def an_argument_whose_data_are_set():
+    """What it is a part of stays as it is in eager."""
+    _sets_data(capture="dynamo")
+
+
+@row("the step could not be traced: the step sets the data of an argument or of a part of a tensor")
+def an_argument_whose_data_a_traced_step_sets():
+    _sets_data(capture="trace")
+
+
+@row("the step could not be traced: the step sets the data of an argument or of a part of a tensor")
+def a_part_of_a_weight_whose_data_are_set():
+    model = Masking()
+
+    def step(x):
+        part = model.layers[0].weight[:2]
+        part.data = part.data * 2
+        return model.layers(x).square().mean()
+
+    pfeife.compile(step, microbatches=2, stages=2, capture="trace")(data()[0])
