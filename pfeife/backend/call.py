@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from pfeife import _torch
+from pfeife.backend.changed import write_changed
 from pfeife.backend.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
@@ -191,6 +192,7 @@ class Call:
         if result.loss is not None:
             joined["loss"] = result.loss
         captured = self.compiled.captured
+        write_changed(captured, slots, joined)
         for name in captured.in_place:
             slots[name].copy_(joined[captured.carried[name]])
         places = {port.name: port.device for port in self.program.outputs}
@@ -223,7 +225,11 @@ class Call:
         return watch
 
     def _microbatches(self, slots: Slots) -> list[dict[str, torch.Tensor]]:
-        whole = {p.fqn: slots[p.name].detach() for p in self.program.ports(Role.BATCH)}
+        changed = self.compiled.captured.changed  # before what is read later
+        whole = {
+            p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
+            for p in self.program.ports(Role.BATCH)
+        }
         if self.count == 1:  # also what has no dimensions
             return [whole]
         dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}

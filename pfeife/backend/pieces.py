@@ -118,6 +118,8 @@ class Piece(BatchedGraph):
                 )
         own = attrs.evolve(options, loss=self._loss(), reduce={}, loss_reduction="auto")
         captured = super().capture(args, own)
+        if captured.changed:  # what looks at the same memory in eager is a copy between graphs
+            raise ValueError(f"it changes {next(iter(captured.changed))} in place")
         carried = set(captured.carried.values())
         for port in captured.program.ports(Role.LOSS, Role.OUTPUT):
             uneven = port.reduction == "mean" and port.counts

@@ -14,6 +14,7 @@ from pfeife import _torch
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.build import Builder
 from pfeife.backend.call import Compiled, run_step
+from pfeife.backend.changed import agree_on_changed
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.data.progress import Shown, shown
@@ -65,10 +66,12 @@ class Steps:
             seed = self._agreed(world, args, compiled, options, seed)
         if compiled is not None:
             self.known[key] = self.known.pop(key)
+            agree_on_changed(compiled.captured, args, world)
             return run_step(compiled, options, args, seed)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
             compiled = self._built(builder, args, world, show)
+            agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, world)
         seed = _seed(compiled)
         if world and _draws(compiled):

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
+from pfeife.frontend.data_writes import check_given
 from pfeife.frontend.frozen import check_draws
 from pfeife.ir.program import Role, returned
 
@@ -105,6 +106,8 @@ def describe(
         describer.argument(node.name, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
+    pairs = zip(nodes, arguments, strict=True)
+    check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
     found = weakref.WeakSet(one for one in describer.holders if isinstance(one, nn.Module))
     assigned = {node.name: places for node, places in _torch.assigned().items()}
     kept = {

@@ -56,10 +56,12 @@ class Captured:
     detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
     are the results that the step assigns to attributes, `carried` has those by the input ports
     whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`). `moved` are input ports that the step assigns to attributes,
-    and of the values of those that are `assumed` something is assumed. `door` is how the step was
-    captured, `premises` what a trace takes for granted (Dynamo has guards for that), `flags` the
-    results that are not 0 in microbatches for which a trace is wrong (`answers`).
+    result (`self.n += 1`). `changed` has the output ports that are what the step makes of batch
+    inputs which it changes in place, by the names of these. `moved` are input ports that the step
+    assigns to attributes, and of the values of those that are `assumed` something is assumed.
+    `door` is how the step was captured, `premises` what a trace takes for granted (Dynamo has
+    guards for that), `flags` the results that are not 0 in microbatches for which a trace is wrong
+    (`answers`).
     """
 
     program: Program
@@ -72,6 +74,7 @@ class Captured:
     kept: Mapping[str, Kept] = attrs.field(factory=dict)
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
+    changed: Mapping[str, str] = attrs.field(factory=dict)
     moved: Mapping[str, str] = attrs.field(factory=dict)
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"

@@ -5,9 +5,10 @@ In eager `p` gets the storage of `value`. Where nothing else looks at that stora
 
     k.data = k.data * 0.9 + q.data * 0.1        k.copy_(k.data * 0.9 + q.data * 0.1)
     k.data = q.data                             refused: from then on both would be one
+    k[:2].data = q.data                         refused: in eager, k stays as it is
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from pfeife.ir.program import source_line
 
 class DataWrites(torch.overrides.TorchFunctionMode):
     """Makes copies of such writes while a step runs. Raises ValueError for those that give away the
-    memory of one of the `known` tensors, or change a shape or dtype."""
+    memory of one of the `known` tensors or of those `given` by the caller, change a shape or dtype,
+    or write to what may be a part of another tensor: all that is given may."""
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()):
+    def __init__(self, known: Iterable[torch.Tensor] = (), given: Sequence[torch.Tensor] = ()):
         super().__init__()
-        self.storages = {_storage(one) for one in known}
+        self.given = given
+        self.storages = {_storage(one) for one in (*known, *given)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -33,6 +36,8 @@ class DataWrites(torch.overrides.TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self.storages:
             target, value = args
+            if any(target is one for one in self.given):
+                raise _of_a_part(calling_line())
             _check(target, value, self.storages, calling_line())
         return _written(*args)
 
@@ -60,12 +65,28 @@ def check_writes(module: fx.GraphModule) -> None:
             _check(*examples, storages, source_line(node))
 
 
+def check_given(module: fx.GraphModule, given: Collection[fx.Node]) -> None:
+    """Raises ValueError where Dynamo's graph sets the data of what the caller has given."""
+    for node in module.graph.nodes:
+        if _torch.sets_data(node.target, node.args) and node.args[0] in given:
+            raise _of_a_part(source_line(node))
+
+
 def _written(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return target.copy_(value)
 
 
+def _of_a_part(line: str) -> ValueError:
+    return ValueError(
+        f"the step sets the data of an argument or of a part of a tensor ({line}), where eager "
+        "leaves the whole as it is: write to it, by one.copy_(other), or make a new one"
+    )
+
+
 def _check(target: torch.Tensor, value: torch.Tensor, storages: Iterable[int], line: str) -> None:
+    if target._is_view():
+        raise _of_a_part(line)
     if target.shape != value.shape or target.dtype != value.dtype or target.device != value.device:
         raise ValueError(
             "the step sets the data of a tensor to one of another shape, dtype or device "

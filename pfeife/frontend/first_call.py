@@ -57,16 +57,21 @@ class Runs:
         }
         self.rows = sizes.pop() if len(sizes) == 1 else 1
         outputs = {port.name: port for port in captured.program.outputs}
-        self.results = [outputs[name] for name in captured.results]
+        names = (*captured.results, *captured.changed.values())
+        self.results = [outputs[name] for name in names]
 
     def __call__(self, values: Values) -> list[torch.Tensor]:
-        """The results, floating ones alone; buffers are not changed."""
+        """The results, and what becomes of arguments that the step changes in place; neither these
+        nor buffers are changed."""
+        changed = self.captured.changed
         copies = [
-            value.clone() if port and port.role == Role.BUFFER else value
+            value.clone() if port and (port.role == Role.BUFFER or port.name in changed) else value
             for port, value in zip(self.ports, values, strict=True)
         ]
         with Expected():  # gradients inside of the step are asked for as ever
-            return list(self.step.run(*copies))
+            results = list(self.step.run(*copies))
+        given = self.captured.slots(copies)
+        return [*results, *(given[name] for name in changed)]
 
     def first(self) -> list[torch.Tensor] | None:
         """The results of the first microbatch; None if it fails: the step will say where."""
@@ -99,11 +104,12 @@ class Runs:
         """Raises ValueError unless the program's forward gives the same."""
         program = self.captured.program
         results = forward_of(program)(self.captured.slots(self.part(0)))
-        for name, value in zip(self.captured.results, found, strict=True):
-            if not close(results[name], value):
+        for port, value in zip(self.results, found, strict=True):
+            other = results[port.name]
+            if not close(other, value):
                 raise ValueError(
-                    f"the captured program computes another {name} than the step on the first "
-                    f"microbatch: {_short(results[name])} for {_short(value)}; please report it "
+                    f"the captured program computes another {port.name} than the step on the first "
+                    f"microbatch: {_short(other)} for {_short(value)}; please report it "
                     "(check=False leaves this check out)"
                 )
 

@@ -14,7 +14,7 @@ from pfeife.frontend.capture_cache import Folder, kept
 from pfeife.frontend.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.ports import Porter, registered, result_name, stateless
+from pfeife.frontend.ports import Porter, new_name, registered, result_name, stateless
 from pfeife.frontend.results import Loss, find_loss
 from pfeife.ir.program import Program, Role
 
@@ -98,6 +98,7 @@ def trace(
     asked = Traceable(plain, arguments, at, dims, anew, inputs.roots)
     with nullcontext() if gradients else torch.no_grad():  # the key has the mode, too
         program = kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked))
+    outputs = {port.name for port in program.ports(Role.OUTPUT)}
     return Captured(
         program,
         tuple(None if a.role is None else a.name for a in arguments),
@@ -108,6 +109,7 @@ def trace(
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},
         in_place=tuple(arguments[place].name for place in in_place),
+        changed={a.name: new_name(a) for a in arguments if new_name(a) in outputs},
         moved={
             arguments[place].name: to
             for place, to in inputs.moved.items()

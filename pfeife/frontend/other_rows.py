@@ -68,13 +68,15 @@ def _count(runs: Runs) -> int:
 
 def _copies(runs: Runs, values: Values) -> Values:
     """The arguments as leaves of autograd; what the step changes in place are copies."""
-    program = runs.captured.program
+    program, changed = runs.captured.program, runs.captured.changed
     trained = {port.fqn for port in program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)}
     return [
         value
         if port is None
         else (
-            value.detach().clone() if port.role == Role.BUFFER else value.detach()
+            value.detach().clone()
+            if port.role == Role.BUFFER or port.name in changed
+            else value.detach()
         ).requires_grad_(port.fqn in trained)
         for value, port in zip(values, runs.ports, strict=True)
     ]
@@ -90,6 +92,7 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
         results = dict(zip(captured.results, runs.step.run(*given), strict=True))
         found = {name: value.detach() for name, value in results.items()}
         slots = captured.slots(given)
+        found |= {new: slots[name].detach() for name, new in captured.changed.items()}
         named = {port.fqn: slots[port.name] for port in program.inputs if port.name in slots}
         wanted = program.ports(Role.GRADIENT, Role.BATCH_GRADIENT)
         ends = [results[port.fqn] for port in program.ports(Role.TANGENT)]

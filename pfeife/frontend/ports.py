@@ -30,6 +30,7 @@ class Porter:
         placeholders                      returned
         ParamAOTInput, BufferAOTInput     PlainAOTOutput          ->  loss, output
           ->  parameter, buffer           InputMutationAOTOutput  ->  buffer_update
+                                            of the batch  ->  output
         PlainAOTInput    ->  batch        GradAOTOutput of state  ->  gradient
         TangentAOTInput  ->  tangent                of the batch  ->  batch_gradient
 
@@ -182,9 +183,7 @@ class Porter:
         # microbatch must read it, so it also updates the attribute's port, as batch norm does.
         for result, argument in self.asked.carried:
             node = results[result]
-            port = _port(
-                f"new_{argument.name}", Role.BUFFER_UPDATE, argument.names, node.meta["val"]
-            )
+            port = _port(new_name(argument), Role.BUFFER_UPDATE, argument.names, node.meta["val"])
             if port.name in results:
                 raise ValueError(
                     f"the step changes {argument.names[0]} in place and assigns it anew: do one"
@@ -194,9 +193,9 @@ class Porter:
         return ports, results
 
     def _made(self, port: Port, value: fx.Node) -> fx.Node:
-        """The node of an output; a copy for a gradient that arrives as it is handed back, so
-        that some rank computes it."""
-        if value.op != "placeholder" or port.role not in (Role.GRADIENT, Role.BATCH_GRADIENT):
+        """The node of an output; a copy for what arrives as it is handed back (a gradient, or an
+        input that another one becomes in place), so that some rank computes it."""
+        if value.op != "placeholder" or port.role in (Role.LOSS, Role.BUFFER_UPDATE):
             return value
         copied = self.graph.call_function(torch.ops.aten.clone.default, (value,))
         copied.meta = dict(value.meta)
@@ -229,9 +228,18 @@ class Porter:
             )
         where = self.rest[source.idx].names[0] if hasattr(source, "idx") else str(source)
         return (
-            f"the step changes its input {where} in place; only buffers of modules may be "
-            f"changed: copy the input first, by x = x.clone() ({line})"
+            f"the step changes its input {where} in place; only buffers of modules may be changed, "
+            "and inputs that are cut into microbatches and have no gradients: copy the input "
+            f"first, by x = x.clone() ({line})"
         )
+
+    def _new(self, source: Any, value: torch.Tensor) -> Port:
+        """What an input becomes that the step changes in place: a result with its rows."""
+        argument = self.rest[source.idx] if isinstance(source, _torch.PlainAOTInput) else None
+        if argument is None or argument.batch_dim is None or not _in_its_place(argument, value):
+            raise ValueError(self._changed(source))
+        name = new_name(argument)
+        return _port(name, Role.OUTPUT, (name,), value, argument.batch_dim)
 
     def _output(self, desc: Any, value: torch.Tensor) -> Port:
         if isinstance(desc, _torch.PlainAOTOutput):
@@ -241,10 +249,9 @@ class Porter:
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
             if not isinstance(source, _torch.BufferAOTInput | _torch.ParamAOTInput):
-                raise ValueError(self._changed(source))
-            names = self.by_name[source.target].names
-            name = self.by_name[source.target].name
-            return _port(f"new_{name}", Role.BUFFER_UPDATE, names, value)
+                return self._new(source, value)
+            argument = self.by_name[source.target]
+            return _port(new_name(argument), Role.BUFFER_UPDATE, argument.names, value)
         if isinstance(desc, _torch.GradAOTOutput):
             source = desc.grad_of
             if isinstance(source, _torch.PlainAOTInput):
@@ -305,6 +312,17 @@ def stateless(arguments: Sequence[Argument]) -> list[Argument]:
 
 def result_name(index: int, loss: int | None) -> str:
     return "loss" if index == loss else f"output_{index}"
+
+
+def new_name(argument: Argument) -> str:
+    """The port of what an argument becomes that the step changes in place."""
+    return f"new_{argument.name}"
+
+
+def _in_its_place(argument: Argument, value: torch.Tensor) -> bool:
+    """Whether a value can be written to where an argument is, and autograd need not know of it."""
+    old = argument.example
+    return old.shape == value.shape and old.dtype == value.dtype and not old.requires_grad
 
 
 def _port(

@@ -38,8 +38,9 @@ def derive_reductions(
     a number may count rows or no rule tells, and then `sample` for values with which both are run.
     """
     known = derive(program, larger, sample)
-    divided = [node for one in known.values() if isinstance(one, Rows) for node in one.counts]
-    counts = {node: _count(program, node) for node in dict.fromkeys(divided)}
+    among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
+    divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
+    counts = {node: _count(program, node) for node in divided}
     kept = [node for node, count in counts.items() if count]
     ports, unknown = [], {}
     for port in program.outputs:
@@ -47,7 +48,8 @@ def derive_reductions(
         if port.role == Role.LOSS and loss_reduction != "auto":
             found, port = None, attrs.evolve(port, reduction=loss_reduction)
         if isinstance(found, Rows):
-            found = next((Unknown(n) for n in found.counts if n not in kept), found)
+            without = [n for n in divided if n in found.counts and n not in kept]
+            found = Unknown(without[0]) if without else found
         if isinstance(found, Rows):
             port = _with_reduction(program, port, found, kept)
         elif found is not None and port.batch_dim is None:

@@ -102,7 +102,7 @@ class _Tracer:
 
     def run(self) -> Run:
         """A run on fake tensors. Raises ValueError if it does more than can be traced."""
-        before = torch.get_rng_state()
+        before, layouts = torch.get_rng_state(), list(map(_layout, self.batch))
         try:
             with torch.random.fork_rng(devices=[]), watching() as moved:
                 found = self._on_fakes()
@@ -111,6 +111,11 @@ class _Tracer:
             raise plain_reason(error) from error
         if moved:
             raise refusal(drawing_line(self._on_fakes, moved))
+        if layouts != list(map(_layout, self.batch)):
+            raise ValueError(
+                "the step changes the shape or strides of one of its arguments in place: do that "
+                "with a view (x = x.t())"
+            )
         frozen = [slot for slot in self.values if self._is_frozen(slot)]
         if frozen:
             raise ValueError(
@@ -126,7 +131,7 @@ class _Tracer:
     def _on_fakes(self) -> Run:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
-        writes = DataWrites([*self.values.values(), *self.batch])
+        writes = DataWrites(self.values.values(), self.batch)
         run = (held, self.mode, symbols, seen, self.told(), told, writes)
         with ExitStack() as stack, reading() as opened:
             for one in run:
@@ -152,7 +157,8 @@ class _Tracer:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
         tensors and the state of the generator. Gives the slots in which it has left something, and
         what data have decided."""
-        tensors = {id(one): one for one in (slot.get() for slot in self.values)}.values()
+        given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
+        tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
         held, noting = Held(self.places, {}), Noting()
         try:
             with values_kept(tensors), held, torchs_generators(), self.told(), noting:
@@ -318,6 +324,10 @@ class _Tracer:
             return [*ordered, *(after[slot] for slot in kept), *flags]
 
         return run
+
+
+def _layout(value: torch.Tensor) -> tuple:
+    return value.shape, value.stride()
 
 
 def plain_reason(error: Exception) -> Exception:

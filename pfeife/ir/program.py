@@ -50,7 +50,8 @@ class Port:
 
     `names` are fully qualified names, the canonical one first and the aliases of a tied
     parameter after it. An output's `names` are those of the input that it belongs to: the
-    parameter of a gradient, the buffer of an update, the output of a tangent. Several gradient
+    parameter of a gradient, the buffer of an update, the output of a tangent. (What becomes of a
+    batch input that the step changes in place is an output of its own.) Several gradient
     ports may share their names: the gradient is their sum in the order of the ports.
     `batch_dim` is the dimension along which microbatches are cut or joined, None where there
     is none or nobody said. `reduction` says how the microbatches of a loss or another result

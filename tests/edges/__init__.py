@@ -9,6 +9,7 @@ TOPICS = (
     "autograd",
     "batch",
     "breaks",
+    "changed",
     "draws",
     "dynamo",
     "frozen",

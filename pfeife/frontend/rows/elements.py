@@ -1,5 +1,6 @@
 """Rules for numbers, for functions of elements, and for sums over dimensions."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,6 +173,17 @@ def chosen(one: Operation) -> Rows:
         raise Stuck
     maybe = [rows.maybe for _, rows in one.operands()]
     return attrs.evolve(found, maybe=frozenset().union(*maybe))
+
+
+def put(one: Operation) -> Rows:
+    """`x[mask] = number`, which is `x.masked_fill(mask, number)`."""
+    masks, value = one.arguments["indices"], one.arguments["values"]
+    if one.arguments["accumulate"] or len(masks) != 1 or math.prod(shape_of(value)) != 1:
+        raise Stuck
+    mask = masks[0].meta["val"]
+    if mask.dtype != torch.bool or tuple(mask.shape) != one.shape:
+        raise Stuck
+    return chosen(one)
 
 
 def clamped(one: Operation) -> Rows:

@@ -58,6 +58,7 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     ),
     **_table("clone alias detach _to_copy lift_fresh_copy lift_fresh neg", elements.same),
     **_table("where masked_fill", elements.chosen),
+    **_table("index_put", elements.put),
     **_table("clamp clamp_min maximum", elements.clamped),
     **_table("sum", elements.summed),
     **_table("mean", elements.averaged),

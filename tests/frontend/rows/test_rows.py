@@ -51,6 +51,19 @@ def unbatched(x, y):
     )
 
 
+ZERO = torch.zeros(())
+
+
+def put(x, where, value):
+    return x.index_put((where,), value)
+
+
+def unpadded(x, y):
+    y = y.clone()
+    y[y == 0] = -100
+    return F.cross_entropy(NET.one(x), y)
+
+
 TOLD = [
     # the mean of all rows
     ("mean", BATCH, lambda x, y: NET.one(x).square().mean()),
@@ -81,6 +94,7 @@ TOLD = [
     # by the targets that are not ignored, or by a mask
     ("weighted", IMAGES, lambda x, y: F.cross_entropy(NET.image(x), y)),
     ("weighted", SEQUENCES, words),
+    ("weighted", BATCH, unpadded),
     ("weighted", SEQUENCES, unbatched),
     ("weighted", SEQUENCES, lambda x, y: 2 * words(x, y) + NET.one.weight.square().sum()),
     ("weighted", SEQUENCES, lambda x, y: F.nll_loss(NET.one(x).log_softmax(2).mT, y)),
@@ -126,6 +140,9 @@ UNKNOWN = [
     (BATCH, lambda x, y: NET.one(x)[:, None].expand(-1, len(x), -1).mean(0).sum()),
     (BATCH, lambda x, y: torch.zeros(len(x), 4).copy_(NET.one(x).mean(0)).sum()),
     # rows by a number
+    (BATCH, lambda x, y: put(NET.one(x) / len(x), x[:, :4] > 0, ZERO).sum()),
+    (BATCH, lambda x, y: put(NET.one(x), torch.arange(1), ZERO).sum()),
+    (BATCH, lambda x, y: put(NET.one(x), y > 0, ZERO).sum()),
     (BATCH, lambda x, y: (NET.one(x) / len(x)).masked_fill(x[:, :4] > 0, 0.0).sum()),
     (BATCH, lambda x, y: torch.atan2(NET.one(x) / len(x), NET.two(x)).sum() / len(x)),
     (BATCH, lambda x, y: F.layer_norm(NET.one(x) * len(x), (4,)).sum() / len(x)),
