@@ -131,8 +131,9 @@ def _compiled(
         slots = [example(node.meta["val"]) for node in inputs_of(piece)]
         return as_cuda_graph(known[key], slots) if slots else known[key]
 
-    computing = (node for node in body.graph.nodes if node.op == "call_function")
-    if any(has_effects(node) or is_number(node) or is_sized_by_data(node) for node in computing):
+    nodes = list(body.graph.nodes)
+    effects = any(has_effects(n) or is_number(n) for n in nodes if n.op == "call_function")
+    if effects or any(map(is_sized_by_data, nodes)):
         return body.forward
     return around_draws(body, compiled)
 

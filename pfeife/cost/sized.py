@@ -190,7 +190,7 @@ class SizedMessages(Buffered):
 
     def _buffer(self, envelope: Envelope, piece: tuple[int, ...]) -> Storage | ReceiveBuffer:
         size = envelope.piece_bytes(piece)
-        if not envelope.layouts[piece[0]].large:
+        if not envelope.kept(piece[0]):
             return self.ledger.allocated(size, "received")
         buffer = ReceiveBuffer(self.used, size)
         self.most[size] = max(self.most[size], self.used[size])

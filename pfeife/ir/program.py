@@ -272,7 +272,7 @@ def is_number(node: fx.Node) -> bool:
 
 def is_sized_by_data(node: fx.Node) -> bool:
     """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
-    most that this can be. Such a value stays within the cluster that computes it."""
+    most that this can be; where it is sent, the sizes travel first (`lowering.announced`)."""
     return bool(node.meta.get("sized_by_data"))
 
 

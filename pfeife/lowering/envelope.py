@@ -1,4 +1,4 @@
-"""How values travel between ranks: their layout, what is packed together, what is posted ahead.
+"""How values travel between ranks: their layout, and what is packed together.
 
 The runtime, the account of memory and all that tells the time of a message go by this.
 """
@@ -12,8 +12,6 @@ import torch
 from pfeife.data.machine import Link, Machine
 
 PACKED = 2**17  # bytes up to which a value is copied into one piece with others of its message
-AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
-FEWEST, MOST = 2, 64  # messages ahead, whatever their size
 APART = 2**20  # bytes from which a message is sent while the rank computes
 _ALIGNED = 64  # bytes; no dtype is wider
 _SENT_AS_IS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -31,8 +29,12 @@ class Layout:
 
     @staticmethod
     def of(value: torch.Tensor) -> "Layout":
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return Layout(tuple(value.shape), torch.empty_like(meta).stride(), value.dtype)
+        return Layout(tuple(value.shape), value.stride(), value.dtype).dense()
+
+    def dense(self) -> "Layout":
+        """The same values without gaps, in the same order."""
+        meta = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return attrs.evolve(self, strides=torch.empty_like(meta).stride())
 
     @cached_property
     def bytes(self) -> int:
@@ -65,12 +67,21 @@ class Layout:
 
     def check(self, value: torch.Tensor) -> None:
         """Raises ValueError for a value that the receiver does not expect."""
-        if value.shape != self.shape or value.dtype != self.dtype:
-            raise ValueError(
-                f"a value of {value.dtype} {list(value.shape)} is to be sent, but "
-                f"{self.dtype} {list(self.shape)} was captured and is expected: an operation of "
-                "the model gives other shapes than it gave when the step was captured"
-            )
+        if value.shape != self.shape:
+            raise self._unexpected(value)
+        self.check_kind(value)
+
+    def check_kind(self, value: torch.Tensor) -> None:
+        """Raises ValueError for a value that is another one than in its sizes."""
+        if value.dtype != self.dtype or value.dim() != len(self.shape):
+            raise self._unexpected(value)
+
+    def _unexpected(self, value: torch.Tensor) -> ValueError:
+        return ValueError(
+            f"a value of {value.dtype} {list(value.shape)} is to be sent, but "
+            f"{self.dtype} {list(self.shape)} was captured and is expected: an operation of "
+            "the model gives other shapes than it gave when the step was captured"
+        )
 
 
 @attrs.frozen(slots=False)
@@ -95,9 +106,18 @@ class Envelope:
     def bytes(self) -> int:
         return sum(self.piece_bytes(piece) for piece in self.pieces)
 
+    def kept(self, index: int) -> bool:
+        """Whether a value arrives in a buffer that is used again."""
+        return self.layouts[index].large
+
     def piece_bytes(self, piece: tuple[int, ...]) -> int:
         """What the buffer of a piece takes."""
         return bytes_of(self.sizes, piece)
+
+    def check(self, values: Tensors) -> None:
+        """Raises ValueError for values that the receiver does not expect."""
+        for value, layout in zip(values, self.layouts, strict=True):
+            layout.check(value)
 
     def pack(self, values: Tensors) -> list[torch.Tensor]:
         """What is sent of the values, a tensor a piece. Raises ValueError for other shapes."""
@@ -134,7 +154,7 @@ class Envelope:
         for piece in self.pieces:
             if len(piece) == 1:
                 layout = self.layouts[piece[0]]
-                one = large(layout) if large and layout.large else layout.empty(device)
+                one = large(layout) if large and self.kept(piece[0]) else layout.empty(device)
                 values[piece[0]] = one
                 buffers.append(layout.flat(one))
                 continue
@@ -184,52 +204,3 @@ def travel(sizes: Sequence[int], link: Link | Machine) -> Travel:
         before + link.send_seconds(sent[-1]),
         sum(link.receive_seconds(size) for size in sent),
     )
-
-
-@attrs.frozen(slots=False)
-class Channel:
-    """The messages that one rank will receive from another, in their order."""
-
-    envelopes: tuple[Envelope, ...]
-
-    @cached_property
-    def ahead(self) -> list[int]:
-        """How many have had their receives posted when 0, 1, 2, ... of them have been taken."""
-        return posted_ahead([envelope.bytes for envelope in self.envelopes])
-
-
-def posted_ahead(sizes: Sequence[int]) -> list[int]:
-    """How many of a channel's messages (of so many bytes, in their order) have had their receives
-    posted when 0, 1, 2, ... of them have been taken.
-
-    At least the next two are, and as many as fit into `AHEAD` bytes; they are posted several at a
-    time, when half of them are gone, since the sender's thread then wakes up once for all:
-
-        taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
-        posted    4  4  6  6  8 ...
-    """
-    found, posted, ahead = [], 0, 0
-    for taken in range(len(sizes) + 1):
-        if posted - taken <= max(ahead // 2, FEWEST - 1):
-            posted = _filled(sizes, taken, posted)
-            ahead = posted - taken
-        found.append(posted)
-    return found
-
-
-def _filled(sizes: Sequence[int], taken: int, posted: int) -> int:
-    """How many are posted once there is room for no more."""
-    held = sum(sizes[taken:posted])
-    while posted < len(sizes) and posted - taken < MOST:
-        if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
-            break
-        held += sizes[posted]
-        posted += 1
-    return posted
-
-
-def window(sizes: Sequence[int], microbatches: int) -> int:
-    """Bytes of the messages of a channel that are posted beside the first one, where every
-    microbatch sends messages of such sizes."""
-    later = (list(sizes) * min(microbatches, MOST + 1))[1:]
-    return sum(later[: _filled(later, 0, 0)])

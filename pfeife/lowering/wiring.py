@@ -17,10 +17,12 @@ from pfeife.ir.program import (
     Program,
     Role,
     find_node,
+    is_sized_by_data,
     messages,
     returned,
 )
-from pfeife.lowering.envelope import Envelope, Layout
+from pfeife.lowering.announced import envelope_of
+from pfeife.lowering.envelope import Envelope
 
 
 def summed_in_place(program: Program, call: Call) -> set[str]:
@@ -90,7 +92,9 @@ class Wiring:
 
     def envelope(self, message: Message) -> Envelope:
         """How a message's values travel."""
-        return Envelope(tuple(Layout.of(self.nodes[name].meta["val"]) for name in message.values))
+        nodes = [self.nodes[name] for name in message.values]
+        told = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
+        return envelope_of([node.meta["val"] for node in nodes], told)
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""

@@ -15,11 +15,9 @@ from pfeife.ir.program import (
     Program,
     Role,
     is_number,
-    is_sized_by_data,
     is_source,
     node_bytes,
     returned,
-    source_line,
 )
 from pfeife.ir.seeding import seeded
 from pfeife.passes.compose import Pass
@@ -35,9 +33,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
     operations the border lies where the fewest bytes cross; among equals, where the most
     modules are left. There is always a border before a `stage_boundary` and at the start or end
     of the modules that `boundaries` names. Backward nodes belong to the cluster of the forward
-    node that they differentiate. A value whose size data decide stays in one cluster with all that
-    reads it. Raises ValueError for a module that computes nothing, and for a border that was asked
-    for where such a value would have to cross it.
+    node that they differentiate. Raises ValueError for a module that computes nothing.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -54,7 +50,7 @@ def fuse(*, boundaries: Mapping[str, Side] | None = None) -> Pass:
         groups = {node.name: Group(unit, Kind.FORWARD) for node, unit in clusters.items()}
         for node, unit in _backward_clusters(backward, clusters).items():
             groups[node.name] = Group(unit, Kind.BACKWARD)
-        return outline(flat, _merged(flat, groups), word="cluster")
+        return outline(flat, groups, word="cluster")
 
     return run
 
@@ -95,17 +91,9 @@ def _starts(
     #
     #     matmul  gelu  mul  matmul        crossing bytes decide, then the modules that end
     #            ^     ^    ^
-    torn = _torn(forward)
-    for i in sorted(forced & torn.keys()):
-        raise ValueError(
-            f"split before {source_line(forward[i])}: {source_line(torn[i])} computes a value "
-            "whose size data decide, which cannot go to another stage: split where it is not read"
-        )
     starts = {0} | (forced - {len(forward)})
     for first, second in pairwise(heavy):
-        between = [
-            i for i in range(first + 1, second + 1) if i not in torn and _may_start(forward[i])
-        ]
+        between = [i for i in range(first + 1, second + 1) if _may_start(forward[i])]
         if between and not any(first < i <= second for i in forced):
             starts.add(min(between, key=dislike))
     return sorted(starts)
@@ -129,37 +117,6 @@ def _read(starts: list[int], forward: list[fx.Node], wanted: set[fx.Node]) -> li
         if wanted_before[kept[-1]] < wanted_before[start] < wanted_before[-1]:
             kept.append(start)
     return kept
-
-
-def _torn(forward: list[fx.Node]) -> dict[int, fx.Node]:
-    """The positions at which no cluster may start, for it would read a value whose size data
-    decide; and that value."""
-    position = {node: i for i, node in enumerate(forward)}
-    torn: dict[int, fx.Node] = {}
-    for i, node in enumerate(forward):
-        if is_sized_by_data(node):
-            last = max((position[user] for user in node.users if user in position), default=i)
-            torn |= dict.fromkeys(range(i + 1, last + 1), node)
-    return torn
-
-
-def _merged(flat: Program, groups: Mapping[str, Group]) -> dict[str, Group]:
-    """Groups of which none hands a value whose size data decide to another cluster: those that
-    would, and what is between them, become one.
-
-    clusters    0   1   2   3        a value of cluster 1 is read by the backward of cluster 2
-    merged      0   1   1   2
-    """
-    ends: list[tuple[int, int]] = []
-    for node in flat.module.graph.nodes:
-        readers = [user for user in node.users if user.name in groups]
-        if is_sized_by_data(node) and readers:
-            units = [groups[one.name].unit for one in (node, *readers)]
-            ends.append((min(units), max(units)))
-    joined = {unit for low, high in ends for unit in range(low, high)}  # each with the next one
-    count = 1 + max((group.unit for group in groups.values()), default=-1)
-    before = [0, *accumulate(int(unit not in joined) for unit in range(count))]
-    return {n: group._replace(unit=before[group.unit]) for n, group in groups.items()}
 
 
 def _is_heavy(node: fx.Node, matrices: set[str]) -> bool:

@@ -5,7 +5,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from pfeife.lowering.envelope import Channel, Envelope, Tensors
+from pfeife.lowering.channel import Channel
+from pfeife.lowering.envelope import Envelope, Tensors
 
 
 class Buffered(ABC):
@@ -21,7 +22,8 @@ class Buffered(ABC):
 
     def __init__(self) -> None:
         self.inboxes: dict[int, _Inbox] = {}
-        self.waiting: defaultdict[int, deque[tuple[Tensors, Sequence[Any]]]] = defaultdict(deque)
+        self.waiting: defaultdict[int, deque[tuple[Tensors, Sequence[Any], Envelope]]]
+        self.waiting = defaultdict(deque)
         self.leaving: defaultdict[int, deque[tuple[Sequence[Any], Sequence[Any]]]]
         self.leaving = defaultdict(deque)
         self.finished: Counter[int] = Counter()
@@ -40,17 +42,22 @@ class Buffered(ABC):
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         """Until they are done."""
 
+    def _whole(self, source: int, arrived: Tensors, envelope: Envelope) -> Tensors:
+        """All values of a message, of which what was posted has arrived."""
+        return arrived
+
     def expect(self, source: int, channel: Channel) -> None:
         self.inboxes[source] = _Inbox(channel)
         self._post(source)
 
     def _post(self, source: int) -> None:
         for envelope in self.inboxes[source].due():
-            self.waiting[source].append(self._posted(source, envelope))
+            self.waiting[source].append((*self._posted(source, envelope), envelope))
 
     def receive(self, source: int) -> Tensors:
-        values, works = self.waiting[source].popleft()
+        arrived, works, envelope = self.waiting[source].popleft()
         self._wait(source, works)
+        values = self._whole(source, arrived, envelope)
         self.inboxes[source].taken += 1
         self._post(source)
         return values

@@ -31,8 +31,9 @@ from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State
 from pfeife.ir.program import STATE_ROLES, Program
+from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
-from pfeife.lowering.envelope import Channel, Envelope
+from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.failure import explain
 from pfeife.runtime.handlers import Handler, Handlers

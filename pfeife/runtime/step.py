@@ -9,7 +9,8 @@ import torch
 from pfeife.data.schedule import Action
 from pfeife.ir.evaluate import Divisor
 from pfeife.ir.program import Reduction
-from pfeife.lowering.envelope import Channel, Envelope, Tensors
+from pfeife.lowering.channel import Channel
+from pfeife.lowering.envelope import Envelope, Tensors
 
 
 class Transport(Protocol):

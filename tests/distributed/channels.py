@@ -20,7 +20,8 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.network import bench_network
-from pfeife.lowering.envelope import APART, Channel, Envelope, Layout
+from pfeife.lowering.channel import Channel
+from pfeife.lowering.envelope import APART, Envelope, Layout
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfeife.lowering.envelope import AHEAD, FEWEST, MOST, PACKED, Envelope, Layout, posted_ahead
+from pfeife.lowering.channel import AHEAD, FEWEST, MOST, posted_ahead
+from pfeife.lowering.envelope import PACKED, Envelope, Layout
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 

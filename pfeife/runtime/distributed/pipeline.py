@@ -10,7 +10,8 @@ from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Port, Program, Role
-from pfeife.lowering.envelope import Envelope, Layout, Tensors
+from pfeife.lowering.announced import envelope_of
+from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
@@ -207,4 +208,4 @@ def _overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _dense(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Envelope:
     """The message of contiguous values of such shapes and dtypes; every step asks for the same."""
     values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-    return Envelope(tuple(Layout.of(value) for value in values))
+    return envelope_of(values)

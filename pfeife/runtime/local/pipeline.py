@@ -13,8 +13,9 @@ import torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Program, Reduction
+from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import acknowledged
-from pfeife.lowering.envelope import Channel, Envelope, Tensors
+from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
 from pfeife.runtime.local.threads import Threads, flushes_denormals
@@ -58,8 +59,7 @@ class LocalTransport:
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
         channel = (self.offset + self.rank, self.offset + destination)
-        for value, layout in zip(values, envelope.layouts, strict=True):
-            layout.check(value)
+        envelope.check(values)
         ready = made_by_now(values)
         with self.world.changed:
             self.world.channels.setdefault(channel, deque()).append((values, ready))

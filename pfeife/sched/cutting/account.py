@@ -17,7 +17,7 @@ import attrs
 
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind
-from pfeife.lowering.envelope import window
+from pfeife.lowering.channel import window
 from pfeife.sched.cutting.workload import Flow, Workload
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pfeife.cost.body import Storage
 from pfeife.data.machine import Machine
 from pfeife.ir.program import Kind
-from pfeife.lowering.envelope import window
+from pfeife.lowering.channel import window
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.balanced import balanced
 from pfeife.sched.cutting.borders import borders, open_borders, stages_from

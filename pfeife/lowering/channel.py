@@ -1,0 +1,70 @@
+"""The messages from one rank to another, and which of them are posted ahead."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+
+from pfeife.lowering.announced import Announced
+from pfeife.lowering.envelope import Envelope
+
+AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
+FEWEST, MOST = 2, 64  # messages ahead, whatever their size
+
+
+@attrs.frozen(slots=False)
+class Channel:
+    """The messages that one rank will receive from another, in their order."""
+
+    envelopes: tuple[Envelope, ...]
+
+    @cached_property
+    def ahead(self) -> list[int]:
+        """How many have had their receives posted when 0, 1, 2, ... of them have been taken.
+
+        None is posted before the sizes of one that is sent before it are known.
+        """
+        found = posted_ahead([envelope.bytes for envelope in self.envelopes])
+        border = len(self.envelopes)
+        for taken in reversed(range(len(self.envelopes))):
+            if isinstance(self.envelopes[taken], Announced):
+                border = taken + 1
+            found[taken] = min(found[taken], border)
+        return found
+
+
+def posted_ahead(sizes: Sequence[int]) -> list[int]:
+    """How many of a channel's messages (of so many bytes, in their order) have had their receives
+    posted when 0, 1, 2, ... of them have been taken.
+
+    At least the next two are, and as many as fit into `AHEAD` bytes; they are posted several at a
+    time, when half of them are gone, since the sender's thread then wakes up once for all:
+
+        taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
+        posted    4  4  6  6  8 ...
+    """
+    found, posted, ahead = [], 0, 0
+    for taken in range(len(sizes) + 1):
+        if posted - taken <= max(ahead // 2, FEWEST - 1):
+            posted = _filled(sizes, taken, posted)
+            ahead = posted - taken
+        found.append(posted)
+    return found
+
+
+def _filled(sizes: Sequence[int], taken: int, posted: int) -> int:
+    """How many are posted once there is room for no more."""
+    held = sum(sizes[taken:posted])
+    while posted < len(sizes) and posted - taken < MOST:
+        if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
+            break
+        held += sizes[posted]
+        posted += 1
+    return posted
+
+
+def window(sizes: Sequence[int], microbatches: int) -> int:
+    """Bytes of the messages of a channel that are posted beside the first one, where every
+    microbatch sends messages of such sizes."""
+    later = (list(sizes) * min(microbatches, MOST + 1))[1:]
+    return sum(later[: _filled(later, 0, 0)])
