@@ -2,14 +2,17 @@
 step is traced, and how a graph computes whether an answer is right."""
 
 import builtins
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch.fx.experimental import recording, sym_node, symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
@@ -35,12 +38,40 @@ class Environment(ShapeEnv):
             value = self.told.get(orig_expr)
             if value is None and self.tell:
                 value = self.tell(orig_expr)
+            if value is None and _is_asked_by_autograd():
+                value = _of_some(orig_expr)
             if value is None:
                 raise
             self.told[orig_expr] = value
             if orig_expr.is_Symbol and orig_expr.is_integer:
                 self._set_replacement(orig_expr, value, "told")  # for sizes of what is made of it
             return value
+
+
+def _is_asked_by_autograd() -> bool:
+    """Whether one of torch's own formulas for gradients asks, none of somebody's in Python."""
+    frame: Any = sys._getframe(1)
+    while frame and frame.f_code.co_filename in (__file__, *_SYMBOLIC):
+        frame = frame.f_back
+    return bool(frame) and frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+_SYMBOLIC = tuple(module.__file__ for module in (recording, sym_node, symbolic_shapes))
+
+
+def _of_some(expression: Any) -> Any:
+    """The value of an expression if no size in it is 0, None if it takes more to know that.
+
+    Strides are made of max(1, size). Formulas for gradients compare them, to choose a layout; of
+    tensors without elements any is as good.
+    """
+    sizes = {one: next(iter(one.free_symbols)) for one in expression.atoms(Max) if _is_width(one)}
+    found = expression.xreplace(sizes)
+    return None if found.free_symbols else found
+
+
+def _is_width(extreme: Any) -> bool:
+    return len(extreme.args) == 2 and 1 in extreme.args and len(extreme.free_symbols) == 1
 
 
 def symbolic_mode() -> FakeTensorMode:

@@ -160,6 +160,7 @@ class Call:
         self.result: Result | None = None
         self.carrier: torch.Tensor | None = None
         self.divided: dict[str, list[Divisor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
 
     def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
@@ -191,6 +192,7 @@ class Call:
         }
         if result.loss is not None:
             joined["loss"] = result.loss
+        self.shapes = {name: value.shape for name, value in joined.items()}
         captured = self.compiled.captured
         write_changed(captured, slots, joined)
         for name in captured.in_place:
@@ -250,6 +252,8 @@ class Call:
         given = dict(zip(self.compiled.captured.results, gradients, strict=True))
         for port in self.program.ports(Role.TANGENT):
             whole, divided = given[port.fqn], self.divided[port.fqn]
+            if whole is None and port.sized_by_data:
+                whole = torch.zeros(self.shapes[port.fqn], dtype=port.dtype, device=port.device)
             for index, part in enumerate(cut(outputs[port.fqn], whole, count, divided)):
                 tangents[index][port.name] = part
         return tangents

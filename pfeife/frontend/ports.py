@@ -83,7 +83,6 @@ class Porter:
 
     def _input(self, node: fx.Node) -> None:
         desc: Any = node.meta["desc"]
-        value = node.meta["val"]
         tangent = isinstance(desc, _torch.TangentAOTInput)
         if tangent and isinstance(desc.output, _torch.InputMutationAOTOutput):
             if node.users or not isinstance(desc.output.mutated_input, _torch.ParamAOTInput):
@@ -91,14 +90,15 @@ class Porter:
             return  # nobody reads it
         if tangent:
             result = result_name(getattr(desc.output, "idx", -1), self.loss)
-            port = _port(f"tangent_{result}", Role.TANGENT, (result,), value)
+            port = self._port(f"tangent_{result}", Role.TANGENT, (result,), node)
         else:
             argument = self._argument(desc)
             assert argument.role is not None
             role = Role.BUFFER if getattr(desc, "target", "") in self.changed else argument.role
-            port = _port(argument.name, role, argument.names, value, argument.batch_dim)
+            port = self._port(argument.name, role, argument.names, node, argument.batch_dim)
         self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
         self.here[node].meta = dict(node.meta)
+        self._tell_sizes(self.here[node])
         assert self.here[node].name == port.name
         self.inputs.append(port)
 
@@ -125,7 +125,7 @@ class Porter:
             node = self.seed = self.graph.create_node("placeholder", "seed", name="seed")
         with _torch.FakeTensorMode():
             node.meta["val"] = torch.empty((), dtype=torch.int64)
-        self.inputs.append(_port("seed", Role.SEED, ("seed",), node.meta["val"]))
+        self.inputs.append(self._port("seed", Role.SEED, ("seed",), node))
         return node
 
     def _copy(self, node: fx.Node) -> None:
@@ -176,14 +176,15 @@ class Porter:
         ports, results = [], {}
         for node, desc in zip(joint.args[0], joint.meta["desc"], strict=True):  # type: ignore[arg-type]
             if node is not None:  # the gradient of what has no influence on the loss
-                port = self._output(desc, node.meta["val"])
+                port = self._output(desc, node)
                 ports.append(port)
                 results[port.name] = self._made(port, self.here[node])
         # What the step assigns to an attribute that it has read is a result for Dynamo. The next
         # microbatch must read it, so it also updates the attribute's port, as batch norm does.
         for result, argument in self.asked.carried:
             node = results[result]
-            port = _port(new_name(argument), Role.BUFFER_UPDATE, argument.names, node.meta["val"])
+            name = new_name(argument)
+            port = self._port(name, Role.BUFFER_UPDATE, argument.names, node)
             if port.name in results:
                 raise ValueError(
                     f"the step changes {argument.names[0]} in place and assigns it anew: do one"
@@ -233,25 +234,26 @@ class Porter:
             f"first, by x = x.clone() ({line})"
         )
 
-    def _new(self, source: Any, value: torch.Tensor) -> Port:
+    def _new(self, source: Any, node: fx.Node) -> Port:
         """What an input becomes that the step changes in place: a result with its rows."""
         argument = self.rest[source.idx] if isinstance(source, _torch.PlainAOTInput) else None
-        if argument is None or argument.batch_dim is None or not _in_its_place(argument, value):
+        new = node.meta["val"]
+        if argument is None or argument.batch_dim is None or not _in_its_place(argument, new):
             raise ValueError(self._changed(source))
         name = new_name(argument)
-        return _port(name, Role.OUTPUT, (name,), value, argument.batch_dim)
+        return self._port(name, Role.OUTPUT, (name,), node, argument.batch_dim)
 
-    def _output(self, desc: Any, value: torch.Tensor) -> Port:
+    def _output(self, desc: Any, node: fx.Node) -> Port:
         if isinstance(desc, _torch.PlainAOTOutput):
             name = result_name(desc.idx, self.loss)
             role = Role.LOSS if name == "loss" else Role.OUTPUT
-            return _port(name, role, (name,), value, self.asked.result_dims[desc.idx])
+            return self._port(name, role, (name,), node, self.asked.result_dims[desc.idx])
         if isinstance(desc, _torch.InputMutationAOTOutput):
             source = desc.mutated_input
             if not isinstance(source, _torch.BufferAOTInput | _torch.ParamAOTInput):
-                return self._new(source, value)
+                return self._new(source, node)
             argument = self.by_name[source.target]
-            return _port(new_name(argument), Role.BUFFER_UPDATE, argument.names, value)
+            return self._port(new_name(argument), Role.BUFFER_UPDATE, argument.names, node)
         if isinstance(desc, _torch.GradAOTOutput):
             source = desc.grad_of
             if isinstance(source, _torch.PlainAOTInput):
@@ -260,8 +262,21 @@ class Porter:
             else:
                 assert isinstance(source, _torch.ParamAOTInput | _torch.BufferAOTInput)
                 argument, role, dim = self.by_name[source.target], Role.GRADIENT, None
-            return _port(f"grad_{argument.name}", role, argument.names, value, dim)
+            return self._port(f"grad_{argument.name}", role, argument.names, node, dim)
         raise ValueError(f"the step has a result that Pfeife does not know: {desc}")
+
+    def _port(
+        self,
+        name: str,
+        role: Role,
+        names: tuple[str, ...],
+        node: fx.Node,
+        dim: int | None = None,
+    ) -> Port:
+        """The port of a node of either graph."""
+        value, symbolic = _torch.without_symbols(node.meta["val"], self.largest)
+        shape, kind = tuple(value.shape), (value.dtype, value.device)
+        return Port(name, role, names, shape, *kind, dim, sized_by_data=symbolic)
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -323,12 +338,6 @@ def _in_its_place(argument: Argument, value: torch.Tensor) -> bool:
     """Whether a value can be written to where an argument is, and autograd need not know of it."""
     old = argument.example
     return old.shape == value.shape and old.dtype == value.dtype and not old.requires_grad
-
-
-def _port(
-    name: str, role: Role, names: tuple[str, ...], value: torch.Tensor, dim: int | None = None
-) -> Port:
-    return Port(name, role, names, tuple(value.shape), value.dtype, value.device, dim)
 
 
 def _module_stack(node: fx.Node, roots: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

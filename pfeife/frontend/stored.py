@@ -39,6 +39,7 @@ class StoredPort:
     shape: tuple[int, ...]
     device: str
     batch_dim: int | None
+    sized_by_data: bool
 
 
 @attrs.frozen
@@ -162,16 +163,18 @@ def _restored(one: StoredNode, graph: fx.Graph, value: spelling.Reader) -> fx.No
 def _port(port: Port) -> StoredPort:
     if port.reduction or port.counts:
         raise ValueError(f"{port.name} is reduced already")
-    dtype = spelling.name_of(port.dtype)
-    device = str(port.device)
-    return StoredPort(port.name, port.role, port.names, dtype, port.shape, device, port.batch_dim)
+    kept = attrs.fields_dict(StoredPort)
+    said = attrs.asdict(port, recurse=False, filter=lambda field, _: field.name in kept)
+    dtype, device = spelling.name_of(port.dtype), str(port.device)
+    return StoredPort(**said | {"dtype": dtype, "device": device})
 
 
 def _restored_port(one: StoredPort) -> Port:
     if not _is_name(one.name) or not one.names or min(one.shape, default=0) < 0:
         raise ValueError(f"{one.name[:80]} is no port")
     dtype, device = spelling.dtype_of(one.dtype), spelling.device_of(one.device)
-    return Port(one.name, one.role, one.names, one.shape, dtype, device, one.batch_dim)
+    said = attrs.asdict(one, recurse=False)
+    return Port(**said | {"dtype": dtype, "device": device})
 
 
 def _constant(node: fx.Node, module: fx.GraphModule) -> Constant:

@@ -59,10 +59,12 @@ def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -
 
 
 def check_tensor(port: Port, value: Any, where: str) -> None:
-    """Raises ValueError unless a value has the port's shape and dtype."""
+    """Raises ValueError unless a value has the port's shape (or as many dimensions, where data
+    decide their size) and dtype."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
-    if tuple(value.shape) != port.shape or value.dtype != port.dtype:
+    fits = value.dim() == len(port.shape) if port.sized_by_data else value.shape == port.shape
+    if not fits or value.dtype != port.dtype:
         raise ValueError(
             f"{where}: the program was captured for {port.dtype} {list(port.shape)}, "
             f"this is {value.dtype} {list(value.shape)}"

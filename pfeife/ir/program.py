@@ -57,7 +57,8 @@ class Port:
     is none or nobody said. `reduction` says how the microbatches of a loss or another result
     without that dimension are put together, None where nobody said: "weighted" is a mean by the
     program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
-    alike in every microbatch, "last" is that of the last one.
+    alike in every microbatch, "last" is that of the last one. Where data decide the size (see
+    `is_sized_by_data`), `shape` is the most that it can be.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Port:
     batch_dim: int | None = None
     reduction: Literal["mean", "sum", "weighted", "same", "last"] | None = None
     counts: tuple[int, ...] = ()
+    sized_by_data: bool = False
 
     @property
     def fqn(self) -> str:
@@ -81,6 +83,7 @@ class Port:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         dims = "x".join(map(str, self.shape)) or "scalar"
+        dims = f"at most {dims}" if self.sized_by_data else dims
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
         how = f" {self.reduction}{by}" if self.reduction else ""

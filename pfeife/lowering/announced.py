@@ -1,11 +1,11 @@
 """Messages with values whose sizes data decide: the sizes travel first.
 
-    values       x [8, 4]   found [n, 2]   hidden [n, 4]      n is 3 in this microbatch
-    first        x, and the numbers 3 2 2 1  3 4 4 1          sizes and strides of the others
-    then         found, hidden                                into memory of that size
+values       x [8, 4]   found [n, 2]   hidden [n, 4]      n is 3 in this microbatch
+first        x, and the numbers 3 2 2 1  3 4 4 1          sizes and strides of the others
+then         found, hidden                                into memory of that size
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import attrs
@@ -23,7 +23,7 @@ class Announced(Envelope):
 
     @cached_property
     def opening(self) -> Envelope:
-        """What travels first: the values of known sizes, and the numbers of the others."""
+        """The values of known sizes, and the numbers of the others."""
         return Envelope((*self._others(self.layouts), _numbers(self._layouts)))
 
     @property
@@ -49,21 +49,19 @@ class Announced(Envelope):
         first = self.opening.pack((*self._others(values), header))
         return [*first, *Envelope(layouts).pack(told)]
 
-    def rest(self, arrived: Tensors) -> Envelope:
-        """What travels after the opening, of whose values the last one are the numbers. Raises
-        ValueError for numbers that are no sizes."""
-        numbers, layouts = iter(arrived[-1].tolist()), []
+    def whole(self, arrived: Tensors, bring: Callable[[Envelope], Tensors]) -> Tensors:
+        known, told = iter(arrived), iter(bring(self._rest(arrived[-1])))
+        return tuple(next(told if i in self.told else known) for i in range(len(self.layouts)))
+
+    def _rest(self, header: torch.Tensor) -> Envelope:
+        """What travels after the opening. Raises ValueError for numbers that are no sizes."""
+        numbers, layouts = iter(header.tolist()), []
         for one in self._layouts:
             shape, strides = ([next(numbers) for _ in one.shape] for _ in range(2))
             if min(shape) < 0 or min(strides) < 0:
                 raise ValueError(f"a size of {shape} and strides of {strides} have arrived")
             layouts.append(Layout(tuple(shape), tuple(strides), one.dtype).dense())
         return Envelope(tuple(layouts))
-
-    def joined(self, arrived: Tensors, rest: Tensors) -> Tensors:
-        """The values of the message, of the opening's and the others."""
-        known, told = iter(arrived), iter(rest)
-        return tuple(next(told if i in self.told else known) for i in range(len(self.layouts)))
 
 
 def envelope_of(values: Sequence[torch.Tensor], told: Sequence[int] = ()) -> Envelope:

@@ -5,7 +5,6 @@ from functools import cached_property
 
 import attrs
 
-from pfeife.lowering.announced import Announced
 from pfeife.lowering.envelope import Envelope
 
 AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
@@ -27,7 +26,7 @@ class Channel:
         found = posted_ahead([envelope.bytes for envelope in self.envelopes])
         border = len(self.envelopes)
         for taken in reversed(range(len(self.envelopes))):
-            if isinstance(self.envelopes[taken], Announced):
+            if self.envelopes[taken].opening is not self.envelopes[taken]:
                 border = taken + 1
             found[taken] = min(found[taken], border)
         return found

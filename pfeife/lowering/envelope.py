@@ -114,6 +114,15 @@ class Envelope:
         """What the buffer of a piece takes."""
         return bytes_of(self.sizes, piece)
 
+    @property
+    def opening(self) -> "Envelope":
+        """What travels first: all, where the sizes are known."""
+        return self
+
+    def whole(self, arrived: Tensors, bring: "Callable[[Envelope], Tensors]") -> Tensors:
+        """The values of the message, of which the opening has `arrived`; `bring` gets the rest."""
+        return arrived
+
     def check(self, values: Tensors) -> None:
         """Raises ValueError for values that the receiver does not expect."""
         for value, layout in zip(values, self.layouts, strict=True):

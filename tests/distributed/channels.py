@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -44,13 +45,17 @@ def a_connection_a_direction() -> None:
 
 
 def interleaved(
-    widths: tuple[int, ...] = (4,) * 5, rows: int = 2, schedule: pfeife.Schedule | None = None
+    widths: tuple[int, ...] = (4,) * 5,
+    rows: int = 2,
+    schedule: pfeife.Schedule | None = None,
+    some: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> tuple:
-    """A pipeline of two linear stages a rank, with its state and microbatches."""
+    """A pipeline of two linear stages a rank, with its state and microbatches, of which it reads
+    `some`."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in pairwise(widths)])
     microbatches = [(torch.randn(rows, widths[0]),) for _ in range(4)]
-    program = pfeife.capture(lambda x: net(x).square().mean(), *microbatches[0])
+    program = pfeife.capture(lambda x: net(some(x)).square().mean(), *microbatches[0])
     clusters = pfeife.fuse()(program)
     owners = {f"{i}.{name}": frozenset({i}) for i in range(4) for name in ("weight", "bias")}
     schedule = schedule or sched.families.interleaved(4, 4, (0, 1, 0, 1))
@@ -68,10 +73,7 @@ def large_and_small_messages() -> None:
     sizes = [one.bytes for one in pipeline.runner.envelopes.values()]
     assert min(sizes) < APART <= max(sizes)
     for _ in range(3):
-        found = pipeline(state, microbatches)
-        expected = pfeife.evaluate(pipeline.program, state, microbatches)
-        mine = {name: expected.gradients[name] for name in found.gradients}
-        assert_same(attrs.evolve(expected, gradients=mine), found)
+        expected = as_evaluated(pipeline, state, microbatches)
     world = pipeline.transport.world
     for other in pipeline.transport.apart:
         pipeline.transport.out[other][0].cut()
@@ -83,6 +85,32 @@ def large_and_small_messages() -> None:
         raise AssertionError("what was not sent has arrived")
     assert torch.equal(pipeline(state, microbatches).loss, expected.loss)
     assert pipeline.transport.world is not world
+
+
+def as_evaluated(
+    pipeline: DistributedPipeline, state: Mapping[str, torch.Tensor], microbatches: Sequence
+) -> pfeife.Result:
+    """What a step must give, and gives."""
+    found = pipeline(state, microbatches)
+    expected = pfeife.evaluate(pipeline.program, state, microbatches)
+    mine = {name: expected.gradients[name] for name in found.gradients}
+    assert_same(attrs.evolve(expected, gradients=mine), found)
+    return expected
+
+
+@row(ranks=(2,))
+def messages_of_which_data_decide_the_sizes() -> None:
+    """Every microbatch has another number of rows; the values of one layer are large."""
+    pipeline, state, microbatches = interleaved(
+        (2, 4, 4, 2**15, 2), rows=8, some=lambda x: x[x.sum(1) > 0.5]
+    )
+    counts = [int((x.sum(1) > 0.5).sum()) for (x,) in microbatches]
+    assert len(set(counts)) > 1
+    assert any(one.opening is not one for one in pipeline.runner.envelopes.values())
+    as_evaluated(pipeline, state, microbatches)
+    buffers = len(pipeline.transport.buffers.tensors)
+    as_evaluated(pipeline, state, microbatches[::-1])
+    assert len(pipeline.transport.buffers.tensors) == buffers
 
 
 @row(ranks=(2,))

@@ -202,18 +202,73 @@ def speech_without_alignment():
 
 
 class Throughout(Net):
-    """What a mask selects goes through all layers."""
+    """What a mask selects goes through all layers, with values of known sizes beside it; of some
+    microbatches nothing is selected."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
 
     def forward(self, x):
         x = torch.relu(self.first(x))
-        (chosen,) = (x.sum(1) > 0).nonzero(as_tuple=True)
-        x = self.last(torch.tanh(self.middle(x[chosen])))
-        return x.square().sum()
+        chosen = (x.sum(1) > 1.7).nonzero()[:, 0]
+        found = self.wide(x[chosen]).t()[::2]
+        some = torch.tanh(self.narrow(torch.cat([found, found]).t()))
+        x = torch.tanh(self.middle(x))
+        return self.last(x.index_add(0, chosen, some)).square().mean()
 
 
-@row(refused="split before")
-def a_cut_through_values_of_such_a_size():
-    same(Throughout(), split_at={"last": "begin"})
+SPLIT = ("narrow", "last") if ALONE else ("narrow",)
+
+
+@row(ranks=(1, 2))
+def values_of_such_a_size_for_other_stages():
+    found = same(Throughout(), split_at=dict.fromkeys(SPLIT, "begin"))
+    assert found.program.units == len(SPLIT) + 1
+
+
+@row(ranks=(1, 2), whole=(2,))
+def large_values_of_such_a_size():
+    same(Throughout(2**17), split_at=dict.fromkeys(SPLIT, "begin"))
+
+
+@row(ranks=(1, 2))
+def rows_that_are_chosen_early_and_read_late():
+    class Late(Net):
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            (chosen,) = (x.sum(1) > 0.5).nonzero(as_tuple=True)
+            x = self.last(torch.tanh(self.middle(x)))
+            return x.index_add(0, chosen, x[chosen]).square().mean()
+
+    found = same(Late())
+    assert found.program.units == (3 if ALONE else 2)
+
+
+class Chosen(Net):
+    """Returns the rows that it has chosen, and others."""
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        x = torch.tanh(self.middle(x[x.sum(1) > 1.2]))
+        return x, self.last(x[:, :1] * x)
+
+
+@row(ranks=(1, 2))
+def results_of_such_a_size():
+    """All of them have rows, then two of four; a gradient arrives at one of the results."""
+    model, stages = Chosen(), {"stages": 2} if ALONE else {}
+    plain, step = copy.deepcopy(model), pfeife.compile(model, microbatches=1, **stages)
+    for least, rows in ((1.0, 4), (0.0, 2)):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)) + least
+        expected, found = plain(x), step(x)
+        assert len(found[0]) == rows and all(map(torch.equal, found, expected))
+        for results, net in ((expected, plain), (found, model)):
+            net.zero_grad()
+            results[1].square().sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
 
 
 @row()

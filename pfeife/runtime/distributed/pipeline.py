@@ -186,14 +186,21 @@ class DistributedStep(PipelineStep):
         keys: Sequence[tuple[int, Port]],
     ) -> Tensors:
         world = self.transport.world
-        envelope = _dense(tuple((port.shape, port.dtype) for _, port in keys))
+        told = tuple(i for i, (_, port) in enumerate(keys) if port.sized_by_data)
+        envelope = _dense(tuple((port.shape, port.dtype) for _, port in keys), told)
         if world.rank == source:
             values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
-            pieces = envelope.pack(values)
-        else:
-            values, pieces = envelope.empty(self.pipeline.device)
+            for piece in envelope.pack(values):
+                world.broadcast(piece, source)
+            return values
+        bring = functools.partial(self._broadcast, source)
+        return envelope.whole(bring(envelope.opening), bring)
+
+    def _broadcast(self, source: int, envelope: Envelope) -> Tensors:
+        """The values that a rank broadcasts."""
+        values, pieces = envelope.empty(self.pipeline.device)
         for piece in pieces:
-            world.broadcast(piece, source)
+            self.transport.world.broadcast(piece, source)
         return values
 
 
@@ -205,7 +212,10 @@ def _overflows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _dense(kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Envelope:
-    """The message of contiguous values of such shapes and dtypes; every step asks for the same."""
+def _dense(
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...], told: tuple[int, ...]
+) -> Envelope:
+    """The message of contiguous values of such shapes and dtypes, of which data decide the sizes
+    of those `told`; every step asks for the same."""
     values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-    return envelope_of(values)
+    return envelope_of(values, told)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.program import Program, Reduction, messages
-from pfeife.lowering.announced import Announced
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
@@ -96,15 +95,16 @@ class DistributedTransport(Buffered):
             connection.group.recv(data, connection.index(pair[0]), 0).wait()
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
-        first = envelope.opening if isinstance(envelope, Announced) else envelope
-        return self._receiving(source, *first.empty(self.device, self.buffers.take))
+        opening = envelope.opening
+        return self._receiving(source, *opening.empty(self.device, self.buffers.take))
 
     def _whole(self, source: int, arrived: Tensors, envelope: Envelope) -> Tensors:
-        if not isinstance(envelope, Announced):
-            return arrived
-        rest, works = self._receiving(source, *envelope.rest(arrived).empty(self.device))
-        self._wait(source, works)
-        return envelope.joined(arrived, rest)
+        def bring(rest: Envelope) -> Tensors:  # its sizes may be others each time: no buffers stay
+            values, works = self._receiving(source, *rest.empty(self.device))
+            self._wait(source, works)
+            return values
+
+        return envelope.whole(arrived, bring)
 
     def _receiving(
         self, source: int, values: Tensors, buffers: Sequence[torch.Tensor]
