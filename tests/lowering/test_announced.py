@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from carried import tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from lowering.test_envelope import tensors
 
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.channel import Channel
