@@ -215,6 +215,32 @@ def tokens_that_stay_sorted():
 
 
 @row()
+def a_sum_right_behind_what_no_rule_follows():
+    """What no rule knows is looked at itself, not only what comes of it."""
+    model = lm()
+
+    def step(tokens, targets):
+        return F.glu(scores(model, tokens)).sum()
+
+    unwarned(model, step, 1)
+
+
+@row()
+def rows_of_which_a_small_mean_is_taken():
+    """Other rows are in each, if only by a thousandth: no rows, and a warning says so."""
+    model, batch = lm(), text()
+
+    def step(tokens, targets):
+        found = scores(model, tokens)
+        return (found + 1e-3 * found.mean(0)).square().sum()
+
+    expected = plainly(model, step, parts(batch, 2), 2)
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+    assert len(found) == 1 and "combine is not known, because of add in" in found[0], found
+
+
+@row()
 def experts_by_the_name():
     """Nobody has said that the rows are the batch: that a run shows it is enough."""
     model, (tokens, targets) = with_experts(), text()

@@ -23,7 +23,8 @@ def follow(
     """What is known of the `wanted` nodes of a graph captured for so many `rows`.
 
     `twins` are the nodes of the graph for twice the rows: they tell numbers that count rows from
-    others. `seen` has the dimensions that are known to have rows where no rule says it.
+    others. `seen` has the dimensions that are known to have rows where no rule says it: of a node
+    without a rule for its operands, and of one whose operands are unknown.
     """
     nodes = ancestors(graph, wanted)
     known: dict[fx.Node, Any] = {}
@@ -35,16 +36,20 @@ def follow(
         stuck = next(
             (k for k in map(known.get, node.all_input_nodes) if isinstance(k, Unknown)), None
         )
-        if stuck and node in seen:
-            known[node] = Rows(varies=True, dim=seen[node])
-            continue
-        try:
-            known[node] = stuck or _noting_losses(one, rule_of(one)(one))
-        except Stuck as reason:
-            known[node] = Unknown(node, reason.numbers)
-        except KeyError:  # an overload without the argument that the rule is about
-            known[node] = Unknown(node)
+        found = stuck or _by_rule(one)
+        looked = isinstance(found, Unknown) and node in seen
+        known[node] = Rows(varies=True, dim=seen[node]) if looked else found
     return {node: _settled(node, known[node]) for node in wanted}
+
+
+def _by_rule(one: Operation) -> Any:
+    """What the rule of an operation finds, Unknown if none is for it and its operands."""
+    try:
+        return _noting_losses(one, rule_of(one)(one))
+    except Stuck as reason:
+        return Unknown(one.node, reason.numbers)
+    except KeyError:  # an overload without the argument that the rule is about
+        return Unknown(one.node)
 
 
 def _noting_losses(one: Operation, found: Any) -> Any:
