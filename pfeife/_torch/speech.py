@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 # torch knows how these compute, and nothing of their shapes where lengths are tensors. The library
-# lives as long as the process; a torch with rules of its own is left alone.
+# lives as long as the process.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
@@ -24,9 +24,16 @@ def _backward(grad: Any, log_probs: Any, *_: Any) -> torch.Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _has_rule(name: str) -> bool:
+    """Whether an operator runs without storage: by a rule, or by other operators."""
+    keys = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
 for _name, _rule in (
-    ("_ctc_loss.Tensor", _forward),
-    ("_ctc_loss_backward.Tensor", _backward),
-    ("_ctc_loss_backward", _backward),
+    ("aten::_ctc_loss.Tensor", _forward),
+    ("aten::_ctc_loss_backward.Tensor", _backward),
+    ("aten::_ctc_loss_backward", _backward),
 ):
-    torch.library.register_fake(f"aten::{_name}", _rule, lib=_LIBRARY)
+    if not _has_rule(_name):  # a torch with rules of its own is left alone
+        torch.library.register_fake(_name, _rule, lib=_LIBRARY)
