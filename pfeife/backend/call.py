@@ -195,8 +195,6 @@ class Call:
         self.shapes = {name: value.shape for name, value in joined.items()}
         captured = self.compiled.captured
         write_changed(captured, slots, joined)
-        for name in captured.in_place:
-            slots[name].copy_(joined[captured.carried[name]])
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
 

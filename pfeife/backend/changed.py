@@ -64,8 +64,9 @@ def _extent(value: torch.Tensor) -> tuple[int, int, int]:
 def write_changed(
     captured: Captured, slots: Mapping[str, Any], values: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes what the step has made of them to the arguments `slots`, by the names of their
-    ports; `values` are the outputs of the whole batch."""
+    """Writes what the step has made of arguments and of state in place to the call's own `slots`,
+    by the names of their ports; `values` are the outputs of the whole batch."""
+    state = {name: captured.carried[name] for name in captured.in_place}
     with torch.no_grad():
-        for name, new in captured.changed.items():
+        for name, new in {**captured.changed, **state}.items():
             slots[name].copy_(values[new])
