@@ -52,20 +52,28 @@ def changed_attributes() -> list[tuple[Any, str, Any, Any]]:
     it will have, a tensor by its node. If it moves: return [], and nobody sees that a later
     microbatch would take another way."""
     found = []
-    for holder, written in translator().output.side_effects.store_attr_mutations.items():
-        source = getattr(holder, "source", None)
-        with contextlib.suppress(NotImplementedError):
-            name = getattr(source, "name", "")
-            known = source_value(str(name() if callable(name) else name)) if source else None
-            for attribute, variable in written.items() if known is not None else ():
-                old, new = getattr(known, attribute, None), variable.unwrap()
-                if isinstance(old, torch.Tensor) or not new.is_realized():
-                    continue
-                if isinstance(getattr(new, "proxy", None), torch.fx.Proxy):
-                    found.append((known, attribute, old, new.proxy.node))
-                elif new.is_python_constant() and new.as_python_constant() != old:
-                    found.append((known, attribute, old, new.as_python_constant()))
+    for holder, name, new in _set_attributes():
+        old = getattr(holder, name, None)
+        if isinstance(old, torch.Tensor) or not new.is_realized():
+            continue
+        if isinstance(getattr(new, "proxy", None), torch.fx.Proxy):
+            found.append((holder, name, old, new.proxy.node))
+        elif new.is_python_constant() and new.as_python_constant() != old:
+            found.append((holder, name, old, new.as_python_constant()))
     return found
+
+
+def _set_attributes() -> Iterator[tuple[Any, str, Any]]:
+    """The attributes that the frame that Dynamo compiles right now sets of objects that it has not
+    made itself: the object, the name, and the new value as Dynamo has it."""
+    for holder, written in translator().output.side_effects.store_attr_mutations.items():
+        source, known = getattr(holder, "source", None), None
+        if source:
+            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
+                name = getattr(source, "name", "")
+                known = source_value(str(name() if callable(name) else name))
+        if known is not None:
+            yield from ((known, attribute, one.unwrap()) for attribute, one in written.items())
 
 
 def assigned_constants() -> dict[str, Any]:

@@ -75,21 +75,12 @@ def trace(
     which folder programs are kept.
     """
     at = find_loss(step.results, loss, step.leaves)
-    arguments = [  # a tensor from outside of any module is trained if it asks for gradients
-        attrs.evolve(a, role=Role.PARAMETER)
-        if a.role == Role.CONSTANT and a.example.requires_grad
-        else a
-        for a in inputs.arguments
-    ]
-    carried = _carried(step, inputs.kept, arguments, at)
-    for place in carried:  # as buffers they may change from microbatch to microbatch
-        arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
+    arguments, carried = _with_roles(step, inputs, at)
     # A buffer that is changed in place has its update from AOTAutograd already.
-    in_place = [place for place, index in carried.items() if step.is_itself(place, index)]
     anew = [
         (result_name(i, at), arguments[place])
         for place, i in carried.items()
-        if place not in in_place
+        if not step.is_itself(place, i)
     ]
     dims = result_dims or [None] * len(step.results)
     plain = (
@@ -98,7 +89,33 @@ def trace(
     asked = Traceable(plain, arguments, at, dims, anew, inputs.roots)
     with nullcontext() if gradients else torch.no_grad():  # the key has the mode, too
         program = kept(cache, functools.partial(key_of, asked), functools.partial(_program, asked))
+    return _captured(program, step, attrs.evolve(inputs, arguments=arguments), at, carried)
+
+
+def _with_roles(
+    step: Forward, inputs: Inputs, loss: int | None
+) -> tuple[list[Argument], dict[int, int]]:
+    """The arguments, each with what it is to the joint graph, and what is `_carried`."""
+    arguments = [  # a tensor from outside of any module is trained if it asks for gradients
+        attrs.evolve(a, role=Role.PARAMETER)
+        if a.role == Role.CONSTANT and a.example.requires_grad
+        else a
+        for a in inputs.arguments
+    ]
+    carried = _carried(step, inputs.kept, arguments, loss)
+    for place in carried:  # as buffers they may change from microbatch to microbatch
+        arguments[place] = attrs.evolve(arguments[place], role=Role.BUFFER)
+    return arguments, carried
+
+
+def _captured(
+    program: Program, step: Forward, inputs: Inputs, at: int | None, carried: Mapping[int, int]
+) -> Captured:
+    """How the arguments and results of a step belong to the ports of its program; result `at` is
+    its loss, `carried` is as in `_carried`."""
+    arguments = inputs.arguments
     outputs = {port.name for port in program.ports(Role.OUTPUT)}
+    tensors = [a.role is not None for a in arguments]
     return Captured(
         program,
         tuple(None if a.role is None else a.name for a in arguments),
@@ -108,18 +125,12 @@ def trace(
         leaves=step.leaves,
         kept={result_name(index, at): one for index, one in inputs.kept.items()},
         carried={arguments[place].name: result_name(i, at) for place, i in carried.items()},
-        in_place=tuple(arguments[place].name for place in in_place),
-        changed={a.name: new_name(a) for a in arguments if new_name(a) in outputs},
-        moved={
-            arguments[place].name: to
-            for place, to in inputs.moved.items()
-            if arguments[place].role is not None
-        },
-        assumed=tuple(
-            arguments[place].name
-            for place in sorted(inputs.assumed)
-            if arguments[place].role is not None
+        in_place=tuple(
+            arguments[place].name for place, i in carried.items() if step.is_itself(place, i)
         ),
+        changed={a.name: new_name(a) for a in arguments if new_name(a) in outputs},
+        moved={arguments[place].name: to for place, to in inputs.moved.items() if tensors[place]},
+        assumed=tuple(arguments[place].name for place in sorted(inputs.assumed) if tensors[place]),
     )
 
 
