@@ -1,11 +1,15 @@
 """How long a first call takes until the step runs, beside torch's own `aot_eager`.
 
     python benchmarks/capture_time.py [--repeats 3] [--only gpt] [--door dynamo]
+    python benchmarks/capture_time.py --what-if [--repeats 3] [--only gpt-48]
 
 For each model one call and its backward by `torch.compile(step, backend="aot_eager")`, and by
 `pfeife.compile` with 4 microbatches in 2 stages, in processes of their own and in turn, so that a
 busy machine slows both. Times are seconds of the CPU, medians; what is captured includes the checks
 of a first call. `gpt2-meta` is of GPT-2's width and lives on no device: captured and planned alone.
+
+With `--what-if` the two GPTs are captured, fused and planned alone: without a cache of captures,
+with an empty one, and once more with what that has kept.
 """
 
 import argparse
@@ -14,8 +18,10 @@ import logging
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +32,7 @@ from pfeife import report, sched
 from pfeife.cost import estimate, machine
 
 MODELS = ("gpt-48", "bert-12", "resnet-50", "gpt2-meta")
+WHAT_IF = ("gpt-48", "gpt2-meta")
 OPTIONS = {"microbatches": 4, "stages": 2, "progress": False}
 PHASES = {"capturing": "capture", "fusing": "fuse", "planning": "plan", "first step": "first step"}
 Step = Callable[..., torch.Tensor]
@@ -84,8 +91,9 @@ class _Phases(logging.Handler):
             self.ends.append((PHASES[said], time.process_time()))
 
 
-def one(name: str, how: str, door: str) -> dict[str, float]:
-    """The seconds of one way, once torch has been warmed up by a small step."""
+def one(name: str, how: str, door: str, cache: str | None = None) -> dict[str, float]:
+    """The seconds of one way, once torch has been warmed up by a small step; `wall` are those of
+    the clock."""
     torch.set_num_threads(1)
     small = nn.Linear(4, 4)
     torch.compile(lambda x: small(x).sum(), backend="aot_eager")(torch.ones(2, 4)).backward()
@@ -95,22 +103,24 @@ def one(name: str, how: str, door: str) -> dict[str, float]:
     log = logging.getLogger("pfeife")
     log.addHandler(phases)
     log.setLevel(logging.INFO)
-    start = time.process_time()
+    start, begin = time.process_time(), time.perf_counter()
     if how == "aot_eager":
         torch.compile(step, backend="aot_eager")(*batch).backward()
-    elif batch[0].is_meta:
-        _planned(step, [one[:2] for one in batch], door, phases)
+    elif how == "what-if" or batch[0].is_meta:
+        _planned(step, [one[:2] for one in batch], door, phases, cache)
     else:
         pfeife.compile(step, capture=door, **OPTIONS)(*batch).backward()
-    found = {"all": time.process_time() - start}
+    found = {"all": time.process_time() - start, "wall": time.perf_counter() - begin}
     for phase, end in phases.ends:
         found[phase], start = end - start, end
     return found
 
 
-def _planned(step: Step, batch: list[torch.Tensor], door: str, phases: _Phases) -> None:
+def _planned(
+    step: Step, batch: list[torch.Tensor], door: str, phases: _Phases, cache: str | None
+) -> None:
     host = machine("h100-sxm")
-    flat = pfeife.capture(step, *batch, door=door)
+    flat = pfeife.capture(step, *batch, door=door, cache=cache)
     phases.ends.append(("capture", time.process_time()))
     clusters = pfeife.fuse()(flat)
     phases.ends.append(("fuse", time.process_time()))
@@ -119,9 +129,10 @@ def _planned(step: Step, batch: list[torch.Tensor], door: str, phases: _Phases) 
     phases.ends.append(("plan", time.process_time()))
 
 
-def measured(name: str, how: str, door: str) -> dict[str, float]:
+def measured(name: str, how: str, door: str, cache: str | None = None) -> dict[str, float]:
     """`one` in a process of its own."""
     command = [sys.executable, __file__, "--child", name, how, "--door", door]
+    command += ["--cache", cache] if cache else []
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"{name} by {how}: {run.stderr}")
@@ -129,23 +140,15 @@ def measured(name: str, how: str, door: str) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--repeats", type=int, default=3)
-    arguments.add_argument("--only", default="", help="models with this in their names")
-    arguments.add_argument("--door", default="auto", choices=("auto", "dynamo", "trace"))
-    arguments.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.child:
-        print(json.dumps(one(*given.child, given.door)))
-        return
+def first_calls(names: Sequence[str], repeats: int, door: str) -> str:
+    """A table of both ways' first calls."""
     rows = []
-    for name in (name for name in MODELS if given.only in name):
+    for name in names:
         taken: dict[str, list[float]] = {}
-        for _ in range(given.repeats):
+        for _ in range(repeats):
             ways = ("pfeife",) if "meta" in name else ("aot_eager", "pfeife")
             for how in ways:
-                for what, seconds in measured(name, how, given.door).items():
+                for what, seconds in measured(name, how, door).items():
                     taken.setdefault(how if what == "all" else what, []).append(seconds)
         medians = {what: statistics.median(each) for what, each in taken.items()}
         shown = [
@@ -155,7 +158,43 @@ def main() -> None:
         ratio = f"{both[0] / both[1]:.2f}" if both[1] else ""
         theirs = f"{both[1]:.1f} s" if both[1] else ""
         rows.append((name, theirs, f"{both[0]:.1f} s", *shown, ratio))
-    print(report.table(rows, ("model", "aot_eager", "pfeife", *PHASES.values(), "ratio")))
+    return report.table(rows, ("model", "aot_eager", "pfeife", *PHASES.values(), "ratio"))
+
+
+def what_ifs(names: Sequence[str], repeats: int, door: str) -> str:
+    """A table of plans alone, by what there is of a cache. Raises RuntimeError for a model of which
+    nothing was kept, since its second capture would be a first one."""
+    rows = []
+    shown = ("all", "wall", "capture", "fuse", "plan")
+    for name in names:
+        taken: dict[str, list[dict[str, float]]] = {"none": [], "empty": [], "filled": []}
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                for state, each in taken.items():
+                    cache = None if state == "none" else folder
+                    if state == "filled" and not any(Path(folder).glob("captures/*")):
+                        raise RuntimeError(f"{name}: nothing was kept of its capture")
+                    each.append(measured(name, "what-if", door, cache))
+        for state, each in taken.items():
+            medians = [statistics.median(found[what] for found in each) for what in shown]
+            rows.append((name, state, *(f"{seconds:.1f} s" for seconds in medians)))
+    return report.table(rows, ("model", "cache", *shown))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--only", default="", help="models with this in their names")
+    arguments.add_argument("--door", default="auto", choices=("auto", "dynamo", "trace"))
+    arguments.add_argument("--what-if", action="store_true", help="plans, with and without a cache")
+    arguments.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments.add_argument("--cache", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.child:
+        print(json.dumps(one(*given.child, given.door, given.cache)))
+        return
+    names = [name for name in (WHAT_IF if given.what_if else MODELS) if given.only in name]
+    print((what_ifs if given.what_if else first_calls)(names, given.repeats, given.door))
 
 
 if __name__ == "__main__":
