@@ -2,9 +2,9 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph) and `surroundings` (what that depends on), then `sizes` and `questions` (what only
-data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and `trace` are about what their
-names say.
+joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
+`kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and
+`trace` are about what their names say.
 """
 
 from pfeife._torch import speech as speech
@@ -46,6 +46,7 @@ from pfeife._torch.dynamo import (
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
 from pfeife._torch.modules import graph_module, is_unwritten
 from pfeife._torch.questions import (
     as_answer,
@@ -85,6 +86,8 @@ from pfeife._torch.tensors import (
 from pfeife._torch.trace import compilation, trace_artifact
 
 __all__ = [
+    "INSTEAD",
+    "MARK",
     "BufferAOTInput",
     "DataDependentOutputException",
     "FakeTensor",
@@ -115,6 +118,7 @@ __all__ = [
     "exit_autocast",
     "extremes",
     "fake_tensor",
+    "floats",
     "flop_formulas",
     "forgetting_symbols",
     "frame",
@@ -143,6 +147,7 @@ __all__ = [
     "marked_dims",
     "named_graphs",
     "no_autocast",
+    "numbers_for_kernels",
     "numbers_of",
     "order_of_facts",
     "placeholder_source",

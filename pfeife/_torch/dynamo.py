@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pfeife._torch.kernel_numbers import known_to_dynamo, numbers_for_kernels
+
 
 def translator() -> Any:
     """Dynamo's account of the frame that it compiles right now, valid in the call of a backend.
@@ -123,7 +125,8 @@ def draws_by_numpy(target: Any) -> bool:
     return getattr(getattr(target, "f", None), "__module__", "") == "torch._numpy.random"
 
 
-def willing(programs: int | None = None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def willing(programs: int | None = None) -> Iterator[None]:
     """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
     on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out. Of
     numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
@@ -136,8 +139,9 @@ def willing(programs: int | None = None) -> contextlib.AbstractContextManager[No
     }
     if programs is not None:
         wanted["recompile_limit"] = programs
-    patch: contextlib.AbstractContextManager[None] = config.patch(wanted)
-    return patch
+    known_to_dynamo()
+    with config.patch(wanted), numbers_for_kernels():
+        yield
 
 
 def _that_only_tell() -> set[Callable[..., Any]]:

@@ -16,6 +16,7 @@ from torch.utils._sympy.functions import Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
+from pfeife._torch.kernel_numbers import is_unknown
 from pfeife._torch.tensors import FakeTensorMode
 
 Tell = Callable[[Any], Any]  # the value of an expression, None where it is not known
@@ -100,9 +101,9 @@ def extremes() -> Iterator[None]:
     def instead(python: Callable[..., Any], *kinds: Callable[..., Any]) -> Callable[..., Any]:
         def extreme(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 2 and not kwargs:
-                for is_unknown, one_of in zip((_is_number, _is_count), kinds, strict=True):
-                    numbers = all(is_unknown(one) or type(one) is int for one in args)
-                    if numbers and any(map(is_unknown, args)):
+                for is_kind, one_of in zip((is_unknown, _is_count), kinds, strict=True):
+                    numbers = all(is_kind(one) or type(one) is int for one in args)
+                    if numbers and any(map(is_kind, args)):
                         return one_of(*args)
             return python(*args, **kwargs)
 
@@ -115,10 +116,6 @@ def extremes() -> Iterator[None]:
         yield
     finally:
         builtins.max, builtins.min = before
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat) and not value.node.has_hint()
 
 
 def _is_count(value: Any) -> bool:

@@ -15,6 +15,8 @@ import torch
 import torch._functorch.config
 import torch.fx.experimental._config
 
+from pfeife._torch.kernel_numbers import as_torchs
+
 _HOME = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(types.__file__).parent)
 # Where a graph's functions are looked up, also by one another.
@@ -47,6 +49,7 @@ def surroundings(devices: Collection[torch.device]) -> list[str]:
 
 def is_torchs(function: Any) -> bool:
     """Whether a function is torch's own or built in, and does what it has always done."""
+    function = as_torchs(function)
     if isinstance(function, types.FunctionType):
         return function.__code__.co_filename.startswith(_HOME)
     kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -136,6 +139,7 @@ def _namespaces() -> str:
     found = hashlib.sha256()
     for space in _NAMESPACES:
         for name, value in sorted(vars(space).items()):
+            value = as_torchs(value)
             if isinstance(value, types.FunctionType):
                 _check_origin(f"{space.__name__}.{name}", value)
                 code = value.__code__

@@ -1,9 +1,9 @@
 """From a user's step to a flat program: Dynamo, tracing, arguments, results.
 
 `capture` has the whole way; read it first, then its stops: `dynamo` finds the `forward`,
-`arguments` (what goes in) and `results` (what comes out), `joint` (the gradients), `ports`,
-`captured`. Joint programs are kept on disk (`capture_cache`) by what they are made of
-(`capture_key`), as data (`stored`, `spelling`).
+`arguments` (what goes in) and `results` (what comes out), `joint` (the gradients), in which
+`kernel_numbers` are put into their places, `ports`, `captured`. Joint programs are kept on disk
+(`capture_cache`) by what they are made of (`capture_key`), as data (`stored`, `spelling`).
 
 The other door is `tracing`, which runs the step (`fake_run`) and gives a `traced` one; `places`
 knows what the step reaches by itself, `answers` what it is told of values, `user_lines` where its

@@ -14,6 +14,7 @@ from pfeife.frontend.capture_cache import Folder, kept
 from pfeife.frontend.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.kernel_numbers import read_numbers
 from pfeife.frontend.ports import Porter, new_name, registered, result_name, stateless
 from pfeife.frontend.results import Loss, find_loss
 from pfeife.ir.program import Program, Role
@@ -48,16 +49,16 @@ class _Joint(nn.Module):
             for argument in self.arguments
         ]
         # Keeps the lines of the user's model and the stacks of modules on the joint graph's nodes.
-        with torch.fx.traceback.preserve_node_meta():
+        with torch.fx.traceback.preserve_node_meta(), _torch.numbers_for_kernels() as numbers:
             results = self.step.run(*values)
         # AOTAutograd hands these back in ways that lose gradients.
         shared = self.step.shared()
         results = [r.clone() if i in shared else r for i, r in enumerate(results)]
         # Beside a loss, other results are for looking at: without the detach each one would get a
         # tangent that no schedule knows before the last forward.
-        if self.loss is None:
-            return tuple(results)
-        return tuple(r if i == self.loss else r.detach() for i, r in enumerate(results))
+        if self.loss is not None:
+            results = [r if i == self.loss else r.detach() for i, r in enumerate(results)]
+        return (*results, *numbers)
 
 
 def trace(
@@ -143,6 +144,7 @@ def _program(asked: Traceable) -> Program:
         raise
     except Exception as error:  # of a kernel's rules for shapes, say
         raise ValueError(_reason(error)) from error
+    read_numbers(joint, len(asked.step.results))
     return Porter(joint, asked).program()
 
 

@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "seeded": seeded,
     "size_tensor": size_tensor,
+    "sym_float": torch.sym_float,
     **{name: getattr(operator, name) for name in _NUMBERS},
 }
 _NAMES = {function: name for name, function in FUNCTIONS.items()}

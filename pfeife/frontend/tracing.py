@@ -132,7 +132,8 @@ class _Tracer:
         seen, held = Seen(), Held(self.places, self.values)
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
         writes = DataWrites(self.values.values(), self.batch)
-        run = (held, self.mode, symbols, seen, self.told(), told, writes)
+        numbers = _torch.numbers_for_kernels()
+        run = (held, self.mode, symbols, seen, self.told(), told, writes, numbers)
         with ExitStack() as stack, reading() as opened:
             for one in run:
                 stack.enter_context(one)
@@ -148,9 +149,9 @@ class _Tracer:
 
     def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
-        numbers = _torch.extremes() if traced else nullcontext()
+        extremes, floats = (_torch.extremes(), _torch.floats()) if traced else (nullcontext(),) * 2
         texts = Spelling() if traced and self.known.pinned else nullcontext()
-        with _torch.eager_stance(), _torch.converting_others(), numbers, texts:
+        with _torch.eager_stance(), _torch.converting_others(), extremes, floats, texts:
             return self.step(*args, **kwargs)
 
     def warm(self) -> tuple[frozenset[Slot], Noted]:
