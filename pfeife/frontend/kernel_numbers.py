@@ -49,10 +49,12 @@ def _is_number(desc: Any, results: int) -> bool:
 def _readers(graph: fx.Graph) -> Iterator[tuple[int, fx.Node, int]]:
     """The operations that read numbers, each with its mark, which is taken off, and the place."""
     for node in graph.nodes:
-        custom = node.meta.get("custom") or {}
-        if _torch.MARK in custom:
-            node.meta["custom"] = {key: one for key, one in custom.items() if key != _torch.MARK}
-            schema = getattr(node.target, "_schema", None)
-            for place, argument in enumerate(schema.arguments if schema else ()):
-                if argument.name in _NAMES and node.args[place] == _torch.INSTEAD:
-                    yield custom[_torch.MARK], node, place
+        custom = dict(node.meta.get("custom") or {})  # which nodes share
+        mark = custom.pop(_torch.MARK, None)
+        if mark is None:
+            continue
+        node.meta["custom"] = custom
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(schema.arguments if schema else ()):
+            if argument.name in _NAMES and node.args[place] == _torch.INSTEAD:
+                yield mark, node, place

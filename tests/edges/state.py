@@ -225,6 +225,84 @@ def batch_norm_is_trained_then_evaluated():
     go_on(model, step, mine, other, theirs)
 
 
+def averages_all(**options):
+    """The momentum is one over the number of microbatches so far, which a buffer has."""
+
+    def make():
+        norms = (nn.BatchNorm1d(6, momentum=None) for _ in range(3))
+        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), norm) for norm in norms))
+
+    model, step, mine, other, theirs = trained(2, make, **options)
+    same_state(model, other)
+    for one in (model, other):
+        one.eval()
+    run = pfeife.compile(model, microbatches=2)
+    with torch.no_grad():
+        found = run(rows(5))
+        assert torch.equal(found, torch.cat([other(part) for part in rows(5).chunk(2)]))
+    for one in (model, other):
+        one.train()
+    go_on(model, step, mine, other, theirs)
+    assert {one.captured.door for one in step.backend.compiled} <= {
+        options.get("capture", "dynamo")
+    }
+
+
+@row(ranks=(1, 2))
+def batch_norm_that_averages_all():
+    averages_all()
+
+
+@row(ranks=(1, 2))
+def batch_norm_that_averages_all_traced():
+    averages_all(capture="trace")
+
+
+@row(whole=(1,))
+def batch_norm_that_averages_all_in_parts():
+    averages_all(schedule="zb-h1", recompute="always", costs="measure", stages=3)
+
+
+@row(whole=(1,))
+def batch_norms_of_images_and_volumes_that_average_all():
+    for norm, layer, shape in (
+        (nn.BatchNorm2d, nn.Conv2d, (4, 2, 5, 5)),
+        (nn.BatchNorm3d, nn.Conv3d, (4, 2, 3, 4, 4)),
+    ):
+        model = nn.Sequential(layer(2, 4, 3, padding=1), norm(4, momentum=None), nn.Flatten())
+        other = copy.deepcopy(model)
+        step = pfeife.compile(lambda x, model=model: model(x).square().mean(), microbatches=2)
+        for seed in range(2):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            loss = step(x)
+            loss.backward()
+            expected = accumulated(lambda x, other=other: other(x).square().mean(), x)
+            assert torch.equal(loss, expected)
+        same_state(model, other)
+
+
+@row(ranks=(1, 2))
+def batch_norm_that_averages_all_by_name():
+    """Dynamo breaks there, and with breaks a call is that of the whole batch."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 6))
+    other = copy.deepcopy(model)
+    step = torch.compile(
+        lambda x: model(x).square().mean(),
+        backend="pfeife",
+        options={"microbatches": 2},
+        dynamic=True,
+    )
+    mine, theirs = sgd(model), sgd(other)
+    for seed in range(4):
+        loss = step(rows(seed))
+        loss.backward()
+        assert torch.equal(
+            loss, accumulated(lambda x: other(x).square().mean(), rows(seed), count=1)
+        )
+        stepped(mine, theirs)
+    same_state(model, other)
+
+
 @row(ranks=(2,))
 def an_evaluation_that_calls_the_model_twice_comes_first():
     model = layers(6, 6, 6, 6)

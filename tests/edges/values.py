@@ -106,6 +106,69 @@ def a_number_of_a_buffer():
     same(Counting())
 
 
+class Averaging(Net):
+    """A norm whose running statistics are the mean of all microbatches, by a number of Python's."""
+
+    def __init__(self, norm="batch_norm", number=torch.Tensor.item):
+        super().__init__()
+        self.norm, self.number = norm, number
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def between(self, x):
+        self.seen.add_(1)
+        share = 1.0 / self.number(self.seen)
+        if self.norm == "instance_norm":
+            means, variances = self.mean[:2], self.variance[:2]
+            x = x.unflatten(1, (2, -1))
+            return nn.functional.instance_norm(x, means, variances, momentum=share).flatten(1)
+        if self.norm == "torch":
+            statistics = self.mean, self.variance
+            return torch.batch_norm(x, None, None, *statistics, True, share, 1e-5, False)
+        statistics = (None, None) if self.norm == "none" else (self.mean, self.variance)
+        return nn.functional.batch_norm(x, *statistics, training=True, momentum=share)
+
+
+@row(ranks=(1, 2))
+def a_momentum_of_data():
+    """The kernel gets the number of each microbatch, as in eager: the same bits."""
+    same(Averaging())
+
+
+@row(ranks=(1, 2))
+def a_momentum_of_data_traced():
+    same(Averaging(), capture="trace")
+
+
+@row()
+def a_momentum_of_data_in_other_ways():
+    """By Python's float; in a norm of each row, one without statistics, one of torch's own."""
+    same(Averaging(number=float), capture="dynamo")
+    for norm in ("instance_norm", "none", "torch"):
+        for door in ("dynamo", "trace"):
+            same(Averaging(norm), capture=door)
+
+
+@row(f'File "{__file__}"')
+def a_momentum_by_pythons_float_traced():
+    """Python's float must be told what it is: one answer for all microbatches."""
+    same(Averaging(number=float), capture="trace")
+
+
+@row(f'File "{__file__}"')
+def an_epsilon_of_data():
+    """Gradients are made of it, too."""
+
+    class Scaled(Counting):
+        def between(self, x):
+            share = 1.0 / self.calls.item()
+            self.calls.add_(1)
+            return nn.functional.layer_norm(x, (WIDTH,), eps=share)
+
+    same(Scaled())
+
+
 def some_rows(x):
     (chosen,) = (x.sum(1) > 0.5).nonzero(as_tuple=True)
     return x.index_add(0, chosen, x[chosen] * 2)

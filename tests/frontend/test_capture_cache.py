@@ -113,6 +113,16 @@ def test_a_compiled_step_takes_it_too(tmp_path, lines):
         assert all(map(torch.equal, found[0], other))
 
 
+def test_numbers_that_kernels_read_are_kept(tmp_path, lines):
+    """A batch norm that averages over all batches has its momentum from a buffer."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    programs = [
+        pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4), cache=tmp_path)
+        for _ in range(2)
+    ]
+    assert having(lines, "captured before") and same(*programs)
+
+
 @pytest.fixture(scope="module")
 def stored():
     step, batch = a_step()
