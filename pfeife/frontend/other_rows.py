@@ -15,6 +15,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.first_call import Runs, Values
 from pfeife.frontend.forward import Forward
+from pfeife.frontend.untouched import values_kept
 from pfeife.ir.program import Program, Role
 
 log = logging.getLogger("pfeife")
@@ -82,13 +83,20 @@ def _copies(runs: Runs, values: Values) -> Values:
     ]
 
 
+def _state(runs: Runs) -> list[torch.Tensor]:
+    """The buffers themselves: a part that is computed again in the backward (a checkpoint) finds
+    these in their places, and writes to them."""
+    pairs = zip(runs.args, runs.ports, strict=True)
+    return [value for value, port in pairs if port is not None and port.role == Role.BUFFER]
+
+
 def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers by the step itself; the gradients are of the loss, or of the
     sum of all results."""
     captured, program = runs.captured, runs.captured.program
     given = _copies(runs, values)
     trains = bool(program.ports(Role.TANGENT))
-    with Expected(), torch.set_grad_enabled(trains):
+    with Expected(), torch.set_grad_enabled(trains), values_kept(_state(runs)):
         results = dict(zip(captured.results, runs.step.run(*given), strict=True))
         found = {name: value.detach() for name, value in results.items()}
         slots = captured.slots(given)

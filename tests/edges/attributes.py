@@ -292,15 +292,37 @@ class Normed(Two):
         return self.second(hidden.tanh()).square().mean()
 
 
-@row()
-def a_checkpointed_batch_norm():
+def checkpointed(momentum=0.1, **options):
     """Its statistics are updated once a microbatch, in eager twice."""
     model, other = pair(Normed)
+    for one in (model, other):
+        one.norm.momentum = momentum
     other.checkpointed = False
-    pfeife.compile(lambda x: model(x), microbatches=2)(rows(0)).backward()
-    for part in rows(0).chunk(2):
-        (other(part) / 2).backward()
-    same_state(model, other, (), torch.equal)
+    step = pfeife.compile(lambda x: model(x), microbatches=2, **options)
+    for seed in range(2):
+        step(rows(seed)).backward()
+        for part in rows(seed).chunk(2):
+            (other(part) / 2).backward()
+        same_state(model, other, (), torch.equal)
+        for one in (model, other):
+            one.zero_grad()
+
+
+@row()
+def a_checkpointed_batch_norm():
+    checkpointed()
+
+
+@row()
+def a_checkpointed_batch_norm_that_is_traced():
+    """The check of the first call computes it again in eager, and leaves the statistics alone."""
+    checkpointed(capture="trace")
+
+
+@row()
+def a_checkpointed_batch_norm_that_averages_all():
+    for door in ("dynamo", "trace"):
+        checkpointed(None, capture=door)
 
 
 class Centred(Two):
