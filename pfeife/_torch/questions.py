@@ -202,5 +202,10 @@ class _Tensors(TensorReferenceAnalysis):
     python_mod = mod
 
     @staticmethod
+    def int_truediv(x: Any, y: Any) -> torch.Tensor:
+        """As Python divides whole numbers, up to 2**53."""
+        return torch.true_divide(x.to(torch.float64), y.to(torch.float64))
+
+    @staticmethod
     def where(condition: Any, one: Any, other: Any) -> torch.Tensor:
         return torch.where(condition, one, other)

@@ -110,7 +110,8 @@ class Answering(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        self._flag()
+        if getattr(func, "namespace", "") != "prim":  # autograd asks so for devices; errors end it
+            self._flag()
         func, args, kwargs = _as_number(func, args, kwargs or {})
         noted = self._noted(func) if self.known.noted and _torch.is_decided_by_data(func) else []
         if noted and func is _NUMBER and self.known.pinned:

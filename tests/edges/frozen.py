@@ -215,6 +215,22 @@ def numbers_beside_a_branch():
 
 
 @row()
+def a_share_that_data_decide():
+    """A quotient of whole numbers, asked for before weights that autograd has not seen."""
+
+    def make():
+        model = net()
+
+        def step(x):
+            share = (x < 9).sum().item() / 10
+            return model(nn.functional.dropout(x, share, training=False)).mean() * share
+
+        return step, model
+
+    run(make)
+
+
+@row()
 def a_choice_by_torchs_random_numbers():
     run(scaled(lambda model, x: [2.0][int(torch.empty(1).uniform_(0.0, 1.0).item())]))
 
