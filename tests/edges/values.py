@@ -109,16 +109,16 @@ def a_number_of_a_buffer():
 class Averaging(Net):
     """A norm whose running statistics are the mean of all microbatches, by a number of Python's."""
 
-    def __init__(self, norm="batch_norm", number=torch.Tensor.item):
+    def __init__(self, norm="batch_norm", by_float=False):
         super().__init__()
-        self.norm, self.number = norm, number
+        self.norm, self.by_float = norm, by_float
         self.register_buffer("seen", torch.tensor(0))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("variance", torch.ones(WIDTH))
 
     def between(self, x):
         self.seen.add_(1)
-        share = 1.0 / self.number(self.seen)
+        share = 1.0 / (float(self.seen) if self.by_float else self.seen.item())
         if self.norm == "instance_norm":
             means, variances = self.mean[:2], self.variance[:2]
             x = x.unflatten(1, (2, -1))
@@ -144,7 +144,7 @@ def a_momentum_of_data_traced():
 @row()
 def a_momentum_of_data_in_other_ways():
     """By Python's float; in a norm of each row, one without statistics, one of torch's own."""
-    same(Averaging(number=float), capture="dynamo")
+    same(Averaging(by_float=True), capture="dynamo")
     for norm in ("instance_norm", "none", "torch"):
         for door in ("dynamo", "trace"):
             same(Averaging(norm), capture=door)
@@ -153,7 +153,7 @@ def a_momentum_of_data_in_other_ways():
 @row(f'File "{__file__}"')
 def a_momentum_by_pythons_float_traced():
     """Python's float must be told what it is: one answer for all microbatches."""
-    same(Averaging(number=float), capture="trace")
+    same(Averaging(by_float=True), capture="trace")
 
 
 @row(f'File "{__file__}"')
