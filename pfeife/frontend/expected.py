@@ -27,6 +27,8 @@ class Expected(_torch.TorchDispatchMode):
         aten, kwargs = torch.ops.aten, kwargs or {}
         if func is aten.native_dropout.default and args[1] != 1:  # which drops all, and draws not
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.native_dropout_backward.default and args[1].all():
+            return args[0].clone()
         if func is aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if is_random(func, args, kwargs):

@@ -69,3 +69,19 @@ def draws_without_gradients_or_under_autocast():
         compiled = pfeife.compile(step, microbatches=2, stages=2, capture=door)
         assert compiled(torch.randn(4, 8)).requires_grad
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+@row()
+def dropout_in_a_traced_step():
+    """Both doors draw alike, and the check of a trace has the expected gradients in both runs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+    x, found = torch.randn(4, 8), []
+    for door in ("dynamo", "trace"):
+        step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2, capture=door)
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = step(x)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
