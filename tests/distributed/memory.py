@@ -2,15 +2,17 @@
 
 import functools
 import os
+from pathlib import Path
 
 import torch
 from models import case
-from rows import Row, add
+from rows import Row, add, row
 
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.ir.program import holders
+from pfeife.runtime.distributed.hollow import give_back
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.profile import profile_memory
 
@@ -47,6 +49,41 @@ def memory_is_as_said(name: str, ranks: int = 2) -> None:
                 assert said.held == found.held, f"{where}: {said.held}, {found.held}"
                 for point, other in zip(said.points, found.points, strict=True):
                     assert point == other, f"{where}: {point} was predicted, {other} measured"
+
+
+@row(ranks=(2,))
+def a_rank_gives_back_what_others_train() -> None:
+    """Their parameters take memory only when they are written to; the next step gives it back."""
+    width, count = 1024, 8
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+
+    def train() -> None:
+        step(torch.ones(4, width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    foreign = [one for one in model.parameters() if one.isnan().any()]
+    size = sum(one.nbytes for one in foreign)
+    assert 0.4 < size / sum(one.nbytes for one in model.parameters()) < 0.6
+    for _ in range(2):
+        before = taken()
+        with torch.no_grad():
+            for one in foreign:
+                one.clamp_(-1, 1)  # as scripts do with all parameters
+        assert taken() > before + 0.9 * size
+        train()
+        give_back()
+        assert taken() < before + 0.1 * size and all(one.isnan().all() for one in foreign)
+
+
+def taken() -> int:
+    """Bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch.optim.Optimizer:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pfeife.runtime.distributed.hollow import hollow
+
 _PROBED = 16  # tensors that every call looks into
 
 
@@ -31,6 +33,8 @@ class _Absent:
         tensor = self.tensor()
         if tensor is not None and self.probe is not None and tensor.data_ptr() != self.place:
             self.place, self.probe = tensor.data_ptr(), _probe(tensor)
+            if _are_nan([self.probe]):
+                _fill(tensor, self)
         return self
 
 
@@ -101,9 +105,14 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _fill(tensor: torch.Tensor, one: _Absent) -> None:
-    """NaN in place, in a way that neither autograd nor Dynamo takes for a change."""
+    """NaN instead of values, without memory where that can be, in a way that neither autograd nor
+    Dynamo takes for a change."""
     if tensor.is_floating_point() or tensor.is_complex():
-        tensor.data.fill_(float("nan"))
+        nothing = hollow(tensor)
+        if nothing is None:
+            tensor.data.fill_(float("nan"))
+        else:
+            tensor.data = nothing
         one.probe = _probe(tensor)
     one.version, one.place = version_of(tensor), tensor.data_ptr()
 

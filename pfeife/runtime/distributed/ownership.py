@@ -14,6 +14,7 @@ from pfeife.data.machine import Mesh
 from pfeife.ir.program import Port, Program, Role, holders
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
+from pfeife.runtime.distributed.hollow import give_back
 from pfeife.runtime.failure import Refusal
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class Ownership:
         if pairs:
             self.guard.watch(modules)
             self.gradients.install()
+            give_back()
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
