@@ -22,8 +22,10 @@ from pfeife.ir.evaluate import Divisor, Result, divisors
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.passes.compose import Recorded
+from pfeife.runtime.distributed.elsewhere import arrived
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.gradients import is_ours
+from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.protocols import Pipeline
 from pfeife.runtime.step import Observer, Watch
 
@@ -76,12 +78,11 @@ class Compiled:
         return tuple(port for port in ports if port.fqn in names)
 
     @functools.cached_property
-    def carrier(self) -> Port | None:
-        """The smallest of the parameters that other ranks train, None if there are none here."""
+    def elsewhere(self) -> tuple[Port, ...]:
+        """The parameters whose gradients other processes make."""
         mine = {port.fqn for port in self.leaves}
         trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - mine
-        others = [port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained]
-        return min(others, key=lambda port: port.bytes, default=None)
+        return tuple(port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained)
 
     @functools.cached_property
     def read_later(self) -> frozenset[str]:
@@ -158,15 +159,15 @@ class Call:
         self.inside = bool(self.program.ports(Role.LOSS))
         self.step: Any = None
         self.result: Result | None = None
-        self.carrier: torch.Tensor | None = None
+        self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
         self.shapes: dict[str, torch.Size] = {}
 
     def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
         trains = bool(self.program.ports(Role.TANGENT))
-        if trains and self.compiled.carrier:
-            self.carrier = slots[self.compiled.carrier.name]
+        if trains:
+            self.elsewhere = [slots[port.name] for port in self.compiled.elsewhere]
         later = trains and not self.inside
         tangents = _later(self.program, self.count) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
@@ -260,9 +261,8 @@ class Call:
         """Runs the backwards; returns the gradients of the leaves."""
         self._run("first backward", forward=False)
         result = self.step.result(outputs=False)
-        gradients = self.gradients(result)
-        _tell_overflow(self.carrier, result.overflow, gradients)
-        return gradients
+        _tell(self.elsewhere, result.overflow)
+        return self.gradients(result)
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
         """The leaves' gradients; None for a leaf that is none of the step's."""
@@ -286,21 +286,12 @@ def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:
     return [zeros] * count
 
 
-def _tell_overflow(
-    carrier: torch.Tensor | None,
-    overflow: torch.Tensor | None,
-    gradients: Sequence[torch.Tensor | None],
-) -> None:
-    """Lets this rank's GradScaler see what overflowed on another rank, so that either all ranks
-    make the optimizer's step or none does: by the gradient of a parameter, the `carrier`, that this
-    rank does not train and that is NaN here. A rank without gradients of its own gets one of zeros
-    there, for a scaler wants to see one."""
-    if carrier is None or overflow is None:
-        return
-    failed = bool(overflow)
-    if failed or not any(one is not None for one in gradients):
-        given = torch.full_like(carrier, float("inf") if failed else 0.0)
-        carrier.grad = given if carrier.grad is None else carrier.grad + given
+def _tell(elsewhere: Sequence[torch.Tensor], overflow: torch.Tensor | None) -> None:
+    """Lets this rank see that other ranks have gradients of some parameters, and whether any is not
+    finite: then the GradScalers of all ranks leave the step out, or none does."""
+    world = world_so_far() if elsewhere else None
+    if world is not None:
+        arrived(elsewhere, world.ownership.norms, overflow is not None and bool(overflow))
 
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -317,7 +308,7 @@ class _LossInside(torch.autograd.Function):
         results = call.forward(slots)
         assert call.result is not None
         ctx.save_for_backward(*call.gradients(call.result))
-        ctx.carrier, ctx.overflow = call.carrier, call.result.overflow
+        ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
         _wire(ctx, call.compiled.captured, results)
         return results
 
@@ -338,7 +329,7 @@ class _LossInside(torch.autograd.Function):
         scale = given[at]  # None where nothing of what was differentiated came from the loss
         nothing = scale is None
         if not nothing:
-            _tell_overflow(ctx.carrier, ctx.overflow, gradients)
+            _tell(ctx.elsewhere, ctx.overflow)
         return (None, None, *(None if nothing or g is None else g * scale for g in gradients))
 
 

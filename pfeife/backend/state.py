@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.ownership import Owned
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -104,7 +105,7 @@ def _norms(
     their dtypes, as torch adds them up in one process."""
     mine = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=world.device)
     for at, parameter in enumerate(parameters):
-        if parameter.grad is not None:
+        if is_here(parameter.grad):
             mine[at] = torch.linalg.vector_norm(parameter.grad.detach(), kind)
     found = world.gather(mine)
     counted = [

@@ -49,9 +49,8 @@ def is_ours(hook: Any) -> bool:
 class Gradients:
     """Notices what scales the gradients of this rank between backward and optimizer.step().
 
-    `owned` are the tensors that some rank trains, `absent` those that this one does not.
-    torch.nn.utils.clip_grad_norm_ takes the norm of the gradients that it finds, those of one
-    rank, so that every rank scales its own otherwise.
+    `owned` are the tensors that some rank trains, `absent` those that this one does not. What a
+    script computes of the gradients of one rank alone scales those of every rank otherwise.
     """
 
     def __init__(self, owned: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
@@ -149,7 +148,7 @@ class Gradients:
     def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:
         """By what all gradients that are not as autograd left them were multiplied, and how
         exactly that is known; None where there are none, or not one factor for all."""
-        tops, exact, near = [], True, 0.0
+        tops, near = [], 0.0
         for parameter in parameters:
             handed, gradient = self.handed.get(id(parameter)), parameter.grad
             if handed is None or gradient is None or handed.parameter() is not parameter:
@@ -160,19 +159,9 @@ class Gradients:
             ratios = handed.ratios(gradient)
             if len(ratios):
                 tops.append(float(ratios.max()))
-                # An operation that clamps changes a gradient twice, one that scales it once.
-                once = gradient._version == handed.version + 1
-                exact = exact and once and bool((ratios == 1).all())
                 near = max(near, 4 * torch.finfo(ratios.dtype).eps)
         if not tops or max(tops) - min(tops) > near * max(tops):
             return None
-        if exact:
-            self._warn(
-                "factors",
-                "gradients were multiplied by exactly 1 before the optimizer's step: if that was "
-                "torch.nn.utils.clip_grad_norm_, its norm is that of this rank's parameters alone; "
-                "pfeife.clip_grad_norm_ takes that of all",
-            )
         return max(tops), near
 
     def _warn(self, kind: str, text: str) -> None:
@@ -207,8 +196,8 @@ def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
             shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
             return (
                 "between backward() and optimizer.step() the gradients were multiplied by "
-                f"{shown}: torch.nn.utils.clip_grad_norm_ takes the norm of one rank's parameters. "
-                "Call pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and "
-                "begin again from the last checkpoint, for the optimizer has made that step"
+                f"{shown}: by something that each rank has computed of its own gradients. Call "
+                "pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and begin "
+                "again from the last checkpoint, for the optimizer has made that step"
             )
     return ""

@@ -12,9 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
 from pfeife.runtime.distributed.hollow import give_back
+from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class Ownership:
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
         self.gradients = Gradients(self.known, self.foreign.found)
+        self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
 
     def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
@@ -139,8 +142,14 @@ class Ownership:
         self.gradients.watch(mine)
         if pairs:
             self.guard.watch(modules)
+            self.stepping.install()  # first, so that the others see what the optimizer sees
             self.gradients.install()
             give_back()
+
+    def end(self) -> None:
+        """No optimizer is looked after any more."""
+        self.stepping.end()
+        self.gradients.end()
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned

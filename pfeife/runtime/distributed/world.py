@@ -61,6 +61,7 @@ class World:
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
         self.ownership: Ownership = before.ownership if before else Ownership()
+        self.ownership.norms.world = self
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
@@ -324,7 +325,7 @@ class World:
     def leave(self) -> None:
         """Tells the others that this process ends; after a failure, who keeps the store waits
         until all that live know of it."""
-        self.ownership.gradients.end()
+        self.ownership.end()
         if self.monitor.thread.is_alive():
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_known(self.monitor, GRACE)
