@@ -18,6 +18,7 @@ from pfeife.data.schedule import Action
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import PipelineError
+from pfeife.testing import own_gradients
 
 CPU = torch.device("cpu")
 OPERATIONS = ("exception", "out of memory", "wrong shape inside", "wrong shape sent")
@@ -266,7 +267,7 @@ def compiled(case: Case, trials: Sequence[Trial]) -> Callable[[int, Report], Non
             case.net.zero_grad()
             loss = step(whole)
             loss.backward()
-            found = {n: p.grad for n, p in case.net.named_parameters() if p.grad is not None}
+            found = own_gradients(case.net)
             right = torch.equal(loss, expected[0]) and all(
                 torch.equal(value, expected[1][name]) for name, value in found.items()
             )

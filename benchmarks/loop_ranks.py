@@ -26,6 +26,7 @@ from loop_cases import Action, Loop, batch, loop_from, models
 from torch import nn
 
 import pfeife
+from pfeife.testing import own_gradients
 
 SILENCE = 10.0  # `timeout` of the compiled steps
 LEFT = 3  # the exit code of a rank that the others do not meet
@@ -36,6 +37,7 @@ ONE_GRAPH = "the step could not be captured as one graph: "
 DOCUMENTED = (
     ("its own exception", "KeyError", ".*the step's own"),
     ("its own exception", "ValueError", f"{ONE_GRAPH}it raises .*the step's own"),
+    ("its own exception", "RefusedByBoth", f"{ONE_GRAPH}it raises .*the step's own"),
     ("one row", "ValueError", f"{ONE_GRAPH}.*Expected more than 1 value per channel"),
     ("a rank failed", "PipelineError", ""),
     ("too few clusters", "ValueError", r"\d+ stages, but the program has only"),
@@ -290,8 +292,7 @@ class Player:
                 raise Difference(f"eager alone raises {type(error).__name__}: {error}") from error
         self.number = first + calls
         for index, model in enumerate(self.ours.models):
-            found = [n for n, p in model.named_parameters() if p.grad is not None]
-            self.trained |= {(index, name) for name in found}
+            self.trained |= {(index, name) for name in own_gradients(model)}
         if "clip" in how:
             how["clip"](self.ours.optimizer.param_groups[0]["params"], 0.05)
             nn.utils.clip_grad_norm_(self.eager.optimizer.param_groups[0]["params"], 0.05)

@@ -24,6 +24,7 @@ from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
+from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.sched import policy
 from pfeife.sched.cutting import choose_recompute
 from pfeife.sched.cutting.workload import blocked_borders
@@ -107,12 +108,18 @@ def eager_accumulation(
         for name, value in model.named_buffers()
         if name in before and not torch.equal(value, before[name])
     }
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = own_gradients(model)
     model.load_state_dict(before)
     for parameter, gradient in kept.items():
         parameter.grad = gradient
     loss = combined(losses, [len(losses)] * len(losses))
     return Result(loss, tuple({} for _ in losses), gradients, changed)
+
+
+def own_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that this process has, by the names of the parameters: under torchrun other
+    ranks have others."""
+    return {name: p.grad for name, p in model.named_parameters() if is_here(p.grad)}
 
 
 @attrs.frozen

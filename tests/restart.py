@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import pfeife
+from pfeife.testing import own_gradients
 
 STEPS = 5
 
@@ -30,7 +31,7 @@ def load(model: torch.nn.Module, folder: Path) -> int:
 
 
 def save(model: torch.nn.Module, path: Path) -> None:
-    mine = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
+    mine = {name: model.get_parameter(name).detach() for name in own_gradients(model)}
     torch.save(mine, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 

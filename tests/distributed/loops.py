@@ -14,6 +14,7 @@ from share import WHOLE
 
 import pfeife
 from pfeife.cost import machine
+from pfeife.testing import own_gradients
 
 CPU_CORE = machine("cpu-core")
 
@@ -86,7 +87,7 @@ def steps_that_overlap() -> None:
     first, second = one.batch(4, 0)[0], one.batch(4, 1)[0]
     for _ in range(2):
         (model(first).sum() + model(second).sum()).backward()
-        found = {n: p.grad.clone() for n, p in one.model.named_parameters() if p.grad is not None}
+        found = {n: g.clone() for n, g in own_gradients(one.model).items()}
         for parameter in one.model.parameters():
             parameter.grad = None
         plain.zero_grad()
@@ -107,7 +108,7 @@ def loss_outside() -> None:
     expected = torch.cat([plain(part) for part in tokens.chunk(2)]).detach()
     assert torch.equal(logits, expected)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    found = own_gradients(one.model)
     leaf = expected.clone().requires_grad_()
     F.cross_entropy(leaf.flatten(0, 1), targets.flatten()).backward()
     for part, gradient in zip(tokens.chunk(2), leaf.grad.chunk(2), strict=True):

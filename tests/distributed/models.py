@@ -16,7 +16,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.testing import assert_same, eager_accumulation, nets, plans, tied_across
+from pfeife.testing import assert_same, eager_accumulation, nets, own_gradients, plans, tied_across
 
 CPU_CORE = machine("cpu-core")
 
@@ -40,7 +40,7 @@ def step_is_that_of_one_device(
     before = {n: b.clone() for n, b in one.model.named_buffers()}
     loss = step(*batch)
     loss.backward()
-    gradients = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+    gradients = own_gradients(one.model)
     here = {n: b for n, b in one.model.named_buffers() if not b.isnan().any()}  # not elsewhere
     buffers = {n: b for n, b in here.items() if not torch.equal(b, before[n])}
     assert gradients, "every rank has gradients of its own"
@@ -149,7 +149,7 @@ def outputs_of_replicas() -> None:
         weight = torch.linspace(1, 2, 8).reshape(8, *[1] * (logits.dim() - 1))
         (logits * weight).square().mean().backward()
         (torch.cat(parts) * weight).square().mean().backward()
-        found = {n: p.grad for n, p in one.model.named_parameters() if p.grad is not None}
+        found = own_gradients(one.model)
         assert found
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pfeife
 from pfeife.backend import step
 from pfeife.ir.evaluate import state_of
+from pfeife.testing import own_gradients
 
 WIDTH = 4
 
@@ -74,9 +75,8 @@ def same_training(make, attributes=(), same=torch.equal):
 
 def same_state(model, other, attributes, same):
     theirs = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            assert same(parameter.grad, theirs[name].grad), name
+    for name, gradient in own_gradients(model).items():
+        assert same(gradient, theirs[name].grad), name
     found = pfeife.full_state_dict(model)
     for name, value in other.state_dict().items():
         assert same(found[name], value), name

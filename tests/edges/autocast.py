@@ -9,7 +9,7 @@ from torch import nn
 
 import pfeife
 from pfeife.cost import measure
-from pfeife.testing import eager_accumulation
+from pfeife.testing import eager_accumulation, own_gradients
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
 CUT = {**STAGES, "split_at": {"c": "begin"}}
@@ -51,7 +51,7 @@ def under(dtype, step):
 def same(model, found, expected):
     """The gradients that this rank has, and its loss, are eager's bits."""
     assert torch.equal(found.detach(), expected.loss), (found, expected.loss)
-    mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    mine = own_gradients(model)
     assert mine
     wrong = [name for name, g in mine.items() if not torch.equal(g, expected.gradients[name])]
     assert not wrong, wrong

@@ -10,7 +10,7 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.testing import eager_accumulation
+from pfeife.testing import eager_accumulation, own_gradients
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
 TWO = {**STAGES, "microbatches": 2}
@@ -37,7 +37,7 @@ def live():
 def same(model, other):
     """The gradients that this rank has are those of the other model."""
     theirs = dict(other.named_parameters())
-    mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    mine = own_gradients(model)
     assert mine
     for name, gradient in mine.items():
         assert torch.equal(gradient, theirs[name].grad), name
@@ -111,7 +111,7 @@ def a_second_backward():
     model = net()
     loss = pfeife.compile(lambda x: model(x).square().mean(), **TWO)(rows())
     loss.backward(retain_graph=True)
-    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    once = {name: g.clone() for name, g in own_gradients(model).items()}
     loss.backward()
     for name, gradient in once.items():
         assert torch.equal(model.get_parameter(name).grad, 2 * gradient)
@@ -247,7 +247,7 @@ def a_hook_of_another_ranks_parameter():
         parameter.register_hook(lambda gradient, name=name: seen.setdefault(name, gradient))
     step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
     step(rows()).backward()
-    mine = {name for name, p in model.named_parameters() if p.grad is not None}
+    mine = own_gradients(model).keys()
     assert set(seen) == mine and all(gradient is not None for gradient in seen.values())
 
 
@@ -260,7 +260,7 @@ def hooks_of_parameters_are_announced():
         step = pfeife.compile(lambda x: model(x).square().mean(), **TWO)
         for _ in range(2):
             step(rows()).backward()
-    mine = [p for p in model.parameters() if p.grad is not None]
+    mine = own_gradients(model)
     assert len(calls) == 2 * len(mine)
     assert len([text for text in found if "run once a call" in text]) == bool(mine)
 

@@ -9,6 +9,7 @@ from rows import row
 from torch import nn
 
 import pfeife
+from pfeife.testing import own_gradients
 
 WORDS = 20
 
@@ -36,7 +37,7 @@ def plainly(
     losses = [step(*one) / divisor for one in microbatches]
     for loss in losses:
         loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: g.clone() for name, g in own_gradients(model).items()}
     model.zero_grad()
     return sum(losses[1:], losses[0]).detach(), gradients
 
@@ -51,7 +52,7 @@ def check(
     same = same or bitwise
     loss.backward()
     same(loss.detach(), expected[0])
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = own_gradients(model)
     assert found
     for name, gradient in found.items():
         same(gradient, expected[1][name])

@@ -747,12 +747,36 @@ def norms_after_the_optimizer_has_stepped():
     assert by_hand(model.parameters()) == 0
 
 
-@row("aten.abs.default reads the gradient of ", ranks=(2,))
+@row(ranks=(1, 2))
+def an_optimizer_by_hand():
+    """Its momentum of what other ranks train is theirs, too."""
+    model, step, _, other, _ = trained()
+    moved = [[torch.zeros_like(p) for p in net.parameters()] for net in (model, other)]
+    for seed in range(3):
+        step(rows(seed)).backward()
+        accumulated(lambda x: other(x).square().mean(), rows(seed))
+        for net, before in zip((model, other), moved, strict=True):
+            with torch.no_grad():
+                for parameter, average in zip(net.parameters(), before, strict=True):
+                    average.mul_(0.9).add_(parameter.grad)
+                    parameter -= 0.1 * (average + 0.01 * parameter.grad.sign())
+                    parameter.grad = None
+        same_state(model, other)
+
+
+@row(ranks=(2,))
 def what_else_is_read_of_gradients_of_other_ranks():
     model, step, *_ = trained()
     step(rows(0)).backward()
-    for parameter in model.parameters():
-        parameter.grad.abs().mean()
+    kept = [parameter.grad.clone() for parameter in model.parameters()]
+    reads = [
+        *(lambda g: g.abs().mean(), lambda g: (2 * g).norm(), lambda g: (g * g).sum().item()),
+        *(lambda g: g.isnan().any(), lambda g: torch.isfinite(g).all(), lambda g: g > 0),
+        lambda g: g.normal_(),
+    ]
+    for read in reads:
+        for grads in (kept, [parameter.grad for parameter in model.parameters()]):
+            refused(lambda g=grads, r=read: [r(one) for one in g], "aten.")
 
 
 @row("between backward() and optimizer.step() the gradients were multiplied by", ranks=(2,))

@@ -9,7 +9,7 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.testing import eager_accumulation
+from pfeife.testing import eager_accumulation, own_gradients
 
 WIDTH = 8
 ALONE = "RANK" not in os.environ
@@ -53,7 +53,7 @@ def same(model, close=(), **options):
 
 
 def _compare(model, eager, close):
-    mine = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    mine = own_gradients(model)
     assert mine if not ALONE else mine.keys() == eager.gradients.keys()
     for name, gradient in mine.items():
         wanted = eager.gradients[name]
@@ -329,9 +329,8 @@ def results_of_such_a_size():
         for results, net in ((expected, plain), (found, model)):
             net.zero_grad()
             results[1].square().sum().backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+        for name, gradient in own_gradients(model).items():
+            assert torch.equal(gradient, plain.get_parameter(name).grad), name
 
 
 @row()

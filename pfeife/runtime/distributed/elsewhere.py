@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch.utils import _pytree as pytree
 
 from pfeife.runtime.distributed.heartbeat import Doing
 
@@ -68,16 +69,20 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 class Elsewhere(torch.Tensor):
-    """The gradient of a parameter that other ranks train. Norms of it are theirs; what changes each
-    of its elements in place is done there; all else raises ValueError."""
+    """The gradient of a parameter that other ranks train, or what was computed of it.
+
+    Norms of the gradient are those of its owner. What changes each of its elements in place is done
+    there; what is computed of each, is elsewhere too; a tensor of this rank that it is written into
+    becomes NaN. All else raises ValueError.
+    """
 
     owned: Any  # its parameter's `Owned`
-    norms: Norms
+    norms: Norms | None  # None for what was computed
     overflow: bool  # whether any rank has a gradient that is not finite
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, owned: Any, norms: Norms) -> "Elsewhere":
-        """The gradient of a parameter, by its `owned` the same on every rank."""
+    def __new__(cls, like: torch.Tensor, owned: Any, norms: Norms | None = None) -> "Elsewhere":
+        """One with the shape of another tensor; `owned` is the same on every rank."""
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
@@ -90,13 +95,16 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        first = args[0] if isinstance(args[0], list | tuple) else args[:1]
-        elsewhere = any(isinstance(one, Elsewhere) for one in first)
-        changed = _changed if elsewhere and _changes_in_place(func) else _refused
-        return _RULES.get(func, changed)(func, args, kwargs or {})
+        rule = _RULES.get(func) or (_written if _writes(func) else _computed)
+        return rule(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"the gradient of {self.owned.name}, which another rank has"
+
+    def change(self) -> None:
+        """It has been changed in place, on every rank."""
+        if self.norms:
+            self.norms.forget(self.owned.number)
 
 
 def is_here(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
@@ -116,17 +124,14 @@ def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) ->
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     one, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
-    if dims or kwargs.get("dim"):
-        return _refused(func, args, kwargs)
+    if dims or kwargs.get("dim") or one.norms is None:
+        raise _refused(func, args, kwargs)
     norm = one.norms.take(one.owned.number, float(order))
-    return torch.tensor(norm, dtype=kwargs.get("dtype") or _real(one.dtype), device=one.device)
+    dtype = one.dtype.to_real() if one.dtype.is_complex else one.dtype
+    return torch.tensor(norm, dtype=kwargs.get("dtype") or dtype, device=one.device)
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _norms(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _vector_norms(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in args[0]]
 
 
@@ -135,55 +140,85 @@ def _itself(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
     return one
 
 
-def _changed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operation that changes elements of one tensor, or of each of a list."""
-    several = isinstance(args[0], list | tuple)
-    if not several:
-        args[0].norms.forget(args[0].owned.number)
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that changes each element of a tensor in place, or of each of a list."""
+    if not isinstance(args[0], list | tuple):
+        _write(args[0])
         return args[0]
-    kept = [index for index, one in enumerate(args[0]) if is_here(one)]
-    for one in args[0]:
-        if isinstance(one, Elsewhere):
-            one.norms.forget(one.owned.number)
     count = len(args[0])
-    rest = [
-        [arg[index] for index in kept]
-        if isinstance(arg, list | tuple) and len(arg) == count
-        else arg
-        for arg in args
-    ]
-    if kept:
+    beside = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == count]
+    here = [i for i in range(count) if not any(isinstance(arg[i], Elsewhere) for arg in beside)]
+    for index in set(range(count)) - set(here):
+        _write(args[0][index])
+    if here:
+        rest = ([arg[i] for i in here] if any(arg is b for b in beside) else arg for arg in args)
         func(*rest, **kwargs)
     return None
 
 
+def _write(target: torch.Tensor) -> None:
+    """What another rank has was written into a tensor."""
+    if isinstance(target, Elsewhere):
+        target.change()
+    else:
+        target.fill_(float("nan"))
+
+
 def _unscaled(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """What GradScaler does: all ranks find out if any gradient is not finite."""
-    _changed(func, args, kwargs)
+    _written(func, args, kwargs)
     if any(one.overflow for one in args[0] if isinstance(one, Elsewhere)):
         args[1].fill_(1.0)
 
 
-def _refused(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    listed = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
-    name = next(one.owned.name for one in listed if isinstance(one, Elsewhere))
-    raise ValueError(
-        f"{func} reads the gradient of {name}, which another rank trains: of such a gradient there "
-        "are norms here (torch.linalg.vector_norm, clip_grad_norm_), and what changes it in place "
-        "is done where it is; compute other things of gradients where parameter.grad has values"
+def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
+    """An operation that computes a number of each element, or gives them another shape."""
+    if not _keeps_elements(func):
+        raise _refused(func, args, kwargs)
+    shapes = pytree.tree_map_only(torch.Tensor, _shape, (args, kwargs))
+    found = func(*shapes[0], **shapes[1])
+    if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+        raise _refused(func, args, kwargs)
+    one = _of(args, kwargs)
+    like = torch.empty_strided((), (), dtype=found.dtype, device=one.device)
+    return Elsewhere(like.expand(found.shape), one.owned)
+
+
+def _shape(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _of(args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
+    """The first of an operation's arguments that other ranks have."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next(one for one in leaves if isinstance(one, Elsewhere))
+
+
+def _refused(func: Any, args: tuple, kwargs: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"{func} reads the gradient of {_of(args, kwargs).owned.name}, which another rank trains: "
+        "of such a gradient there are norms here (torch.linalg.vector_norm, clip_grad_norm_), and "
+        "what computes or changes each of its elements is done where it is; read other things of "
+        "gradients on the ranks that have them"
     )
 
 
-def _changes_in_place(func: Any) -> bool:
-    """Whether an operation changes its first argument, element by element and not at random."""
-    written = func._schema.arguments[0].alias_info
+def _writes(func: Any) -> bool:
+    """Whether an operation changes its first argument, not at random."""
+    written = func._schema.arguments[0].alias_info if func._schema.arguments else None
     random = torch.Tag.nondeterministic_seeded in func.tags
     return written is not None and written.is_write and not random
 
 
+def _keeps_elements(func: Any) -> bool:
+    views = any(one.alias_info is not None for one in func._schema.returns)
+    return torch.Tag.pointwise in func.tags or views or func in _COPIES
+
+
+_COPIES = (aten.clone.default, aten._to_copy.default)
 _RULES: Mapping[Any, Callable[[Any, tuple, dict[str, Any]], Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _norms,
+    aten._foreach_norm.Scalar: _vector_norms,
     aten.detach.default: _itself,
     aten.alias.default: _itself,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pfeife.runtime.distributed.elsewhere import is_here
+
 log = logging.getLogger("pfeife")
 
 _LOOKED_AT = 32  # values of a gradient
@@ -81,7 +83,7 @@ class Gradients:
     def note(self, parameter: torch.Tensor, *, look: bool = False) -> None:
         """Called by autograd when a parameter's gradient is complete."""
         gradient = parameter.grad
-        if gradient is not None and gradient.layout == torch.strided and gradient.numel():
+        if is_here(gradient) and gradient.layout == torch.strided and gradient.numel():
             values = _some(gradient) if look or self.scaled else None
             self.handed[id(parameter)] = _Handed(
                 weakref.ref(parameter), id(gradient), gradient._version, values
