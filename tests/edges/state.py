@@ -751,16 +751,15 @@ def norms_after_the_optimizer_has_stepped():
 def an_optimizer_by_hand():
     """Its momentum of what other ranks train is theirs, too."""
     model, step, _, other, _ = trained()
-    moved = [[torch.zeros_like(p) for p in net.parameters()] for net in (model, other)]
+    moved = {}
     for seed in range(3):
         step(rows(seed)).backward()
         accumulated(lambda x: other(x).square().mean(), rows(seed))
-        for net, before in zip((model, other), moved, strict=True):
-            with torch.no_grad():
-                for parameter, average in zip(net.parameters(), before, strict=True):
-                    average.mul_(0.9).add_(parameter.grad)
-                    parameter -= 0.1 * (average + 0.01 * parameter.grad.sign())
-                    parameter.grad = None
+        for parameter in (*model.parameters(), *other.parameters()):
+            average = moved.setdefault(parameter, torch.zeros_like(parameter.grad))
+            average.mul_(0.9).add_(parameter.grad)
+            parameter.data -= 0.1 * (average + 0.01 * parameter.grad.sign())
+            parameter.grad = None
         same_state(model, other)
 
 
@@ -772,8 +771,9 @@ def what_else_is_read_of_gradients_of_other_ranks():
     reads = [
         *(lambda g: g.abs().mean(), lambda g: (2 * g).norm(), lambda g: (g * g).sum().item()),
         *(lambda g: g.isnan().any(), lambda g: torch.isfinite(g).all(), lambda g: g > 0),
-        lambda g: g.normal_(),
+        *(lambda g: g.normal_(), lambda g: torch.stack([g, g])),
     ]
+    refused(lambda: torch.save(kept, io.BytesIO()), "the gradient of ")
     for read in reads:
         for grads in (kept, [parameter.grad for parameter in model.parameters()]):
             refused(lambda g=grads, r=read: [r(one) for one in g], "aten.")

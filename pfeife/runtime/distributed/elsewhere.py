@@ -101,6 +101,9 @@ class Elsewhere(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"the gradient of {self.owned.name}, which another rank has"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(f"{self!r}: it can be saved there")
+
     def change(self) -> None:
         """It has been changed in place, on every rank."""
         if self.norms:
@@ -184,6 +187,13 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
     return Elsewhere(like.expand(found.shape), one.owned)
 
 
+def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A new tensor of this rank with such a shape."""
+    kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
+    found: torch.Tensor = func(_shape(args[0]), *args[1:], **kwargs)
+    return found
+
+
 def _shape(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
@@ -211,14 +221,17 @@ def _writes(func: Any) -> bool:
 
 
 def _keeps_elements(func: Any) -> bool:
-    views = any(one.alias_info is not None for one in func._schema.returns)
+    returned = [one.alias_info for one in func._schema.returns]
+    views = any(one is not None and not one.is_write for one in returned)
     return torch.Tag.pointwise in func.tags or views or func in _COPIES
 
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
+_LIKE = (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
 _RULES: Mapping[Any, Callable[[Any, tuple, dict[str, Any]], Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _vector_norms,
+    **{operation.default: _made for operation in _LIKE},
     aten.detach.default: _itself,
     aten.alias.default: _itself,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
