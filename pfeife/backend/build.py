@@ -87,8 +87,14 @@ class Builder:
             return None
 
     def mesh(self, world: World) -> Mesh:
-        replicas = self.options.replicas
-        return Mesh(max(1, world.size // replicas), replicas)
+        """Raises Refusal for a mesh of another number of ranks."""
+        given, replicas = self.options.mesh, self.options.replicas
+        if given is not None and given.size != world.size:
+            raise Refusal(
+                f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
+                f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
+            )
+        return given or Mesh(max(1, world.size // replicas), replicas)
 
     def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
         """Whether a step must be built anew, since another one has been the first to train state
@@ -118,6 +124,12 @@ class _Build:
     def options(self) -> Options:
         return self.builder.options
 
+    @property
+    def network(self) -> Network | None:
+        """What was measured, by the ranks of a pipeline."""
+        found, mesh = self.builder.network, self.options.mesh
+        return found.within(mesh) if found and mesh else found
+
     def compiled(self) -> Compiled:
         captured, flat = self._capture()
         program = captured.program
@@ -134,7 +146,7 @@ class _Build:
         plan, history = self._planned(captured, clusters, order, machine)
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        network = self.builder.network
+        network = self.network
         predicted = functools.partial(predict, program, schedule, machine, network)
         self.artifacts.history(history)
         self.artifacts.decisions(plan, schedule, predicted)
@@ -219,7 +231,7 @@ class _Build:
                 order,
                 world,
                 machine=machine,
-                network=self.builder.network,
+                network=self.network,
                 owners=owners,
                 passes=self.passes,
                 progress=phase.progress,
@@ -241,7 +253,9 @@ class _Build:
         others."""
         world, options = self.world, self.options
         mesh = Mesh(len(schedule.ranks), options.replicas)
-        mine = [world.rank % mesh.ranks] if world else range(mesh.ranks)
+        if world:
+            mesh = attrs.evolve(mesh, order=self.builder.mesh(world).order)
+        mine = [mesh.place(world.rank)[1]] if world else range(mesh.ranks)
         self.artifacts.ranks(program, mine)
         bodies = self._bodies(program)
         with self.show.phase("building") as phase:
@@ -253,7 +267,7 @@ class _Build:
                 return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
             device = _device_of(program, self.device)
             pipeline = DistributedPipeline(
-                program, schedule, device, bodies, timeout=options.timeout
+                program, schedule, device, bodies, timeout=options.timeout, mesh=mesh
             )
             carried, modules = captured.carried, self.graph.inputs.modules
             world.ownership.settle(program, self._slots(captured), mesh, modules, world, carried)
@@ -276,7 +290,7 @@ class _Build:
                 bodies = compile_bodies(
                     program,
                     self.options.compiler,
-                    rank=world.rank % (world.size // program.replicas) if world else None,
+                    rank=self.builder.mesh(world).place(world.rank)[1] if world else None,
                     cuda_graphs=self.options.cuda_graphs,
                     progress=phase.progress,
                 )

@@ -26,11 +26,12 @@ from pfeife.backend.given import (
     plan_of,
 )
 from pfeife.compilers import Compiler, checked, compiler_name
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
 from pfeife.data.plan import Costs, Plan
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
+from pfeife.runtime.distributed.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import Partition, RecomputePolicy
@@ -147,6 +148,10 @@ class Options:
         program (see `sched.given.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
+    mesh: how the ranks of the world are spread over pipelines and replicas, which it then counts:
+        row-major sizes of which the negative one is that of the replicas ("-2,4": two pipelines of
+        neighbours; "4,-2": four ranks whose neighbours are replicas), a DeviceMesh with dimensions
+        named "pp" and "dp", or a `Mesh`.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
         which stages start; or a function of a program that gives the stage of every cluster.
@@ -204,6 +209,7 @@ class Options:
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )
     replicas: int = attrs.field(default=1, validator=_count)
+    mesh: Mesh | None = attrs.field(default=None)
     costs: str | Costs | Callable[[Program], Costs] = attrs.field(
         default="estimate", validator=check_costs, repr=described
     )
@@ -275,6 +281,14 @@ def options_from(given: Mapping[str, Any]) -> Options:
     unknown = sorted(map(str, set(given) - set(known)))
     if unknown:
         raise ValueError(f"unknown options {unknown}; there are {known}")
+    mesh = mesh_of(given.get("mesh"))
+    if mesh is not None:
+        if given.get("replicas", mesh.replicas) != mesh.replicas:
+            raise ValueError(
+                f"options replicas={given['replicas']} and mesh={given['mesh']!r}, which has "
+                f"{mesh.replicas}: leave the first one out"
+            )
+        given = {**given, "mesh": mesh, "replicas": mesh.replicas}
     options = Options(**given)
     check_together(options)
     return options

@@ -160,6 +160,7 @@ def _one_microbatch(options: Options) -> Options:
         options,
         microbatches=1,
         replicas=1,
+        mesh=None,
         schedule="1f1b",
         plan=None,
         split_at=None,

@@ -167,6 +167,17 @@ class Network:
                 return link
         raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
 
+    def within(self, mesh: "Mesh") -> "Network":
+        """The links of a mesh's first pipeline, by its ranks."""
+        ends = {mesh.in_world(0, rank): rank for rank in range(mesh.ranks)}
+        links = [one for one in self.links if one.source in ends and one.destination in ends]
+        return Network(
+            tuple(
+                attrs.evolve(one, source=ends[one.source], destination=ends[one.destination])
+                for one in links
+            )
+        )
+
     def seen_by(self, machine: Machine) -> Machine:
         """The machine with the figures of the slowest link, for decisions before ranks are
         known."""
@@ -185,12 +196,35 @@ class Network:
 
 @attrs.frozen
 class Mesh:
-    """`replicas` pipelines of `ranks` ranks each; pipeline r has the global ranks from
-    r * ranks on, so that neighbours in a pipeline are neighbours in the world."""
+    """`replicas` pipelines of `ranks` ranks each.
+
+    `order` has the ranks of the world, pipeline after pipeline, each from its first stages to its
+    last; without it neighbours in a pipeline are neighbours in the world.
+
+        Mesh(ranks=2, replicas=2)                        pipelines 0 1 and 2 3
+        Mesh(ranks=2, replicas=2, order=(0, 2, 1, 3))    pipelines 0 2 and 1 3
+    """
 
     ranks: int = attrs.field(validator=checks.positive)
     replicas: int = attrs.field(default=1, validator=checks.positive)
+    order: tuple[int, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.order and sorted(self.order) != [*range(self.size)]:
+            raise ValueError(
+                f"Mesh: order={self.order} does not have each of the {self.size} ranks of "
+                f"{self.replicas} pipelines of {self.ranks} ranks once"
+            )
 
     @property
     def size(self) -> int:
         return self.ranks * self.replicas
+
+    def in_world(self, replica: int, rank: int) -> int:
+        """The rank of the world that is this rank of a pipeline."""
+        at = replica * self.ranks + rank
+        return self.order[at] if self.order else at
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The pipeline that a rank of the world is in, and which rank of it."""
+        return divmod(self.order.index(rank) if self.order else rank, self.ranks)

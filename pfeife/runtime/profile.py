@@ -67,7 +67,7 @@ def profile(
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
     texts = world.from_all_ranks(plain.to_json(Timeline(tuple(watch.events))))
-    first = texts[: pipeline.mesh.ranks]
+    first = [texts[pipeline.mesh.in_world(0, rank)] for rank in range(pipeline.mesh.ranks)]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])
 
 
@@ -175,8 +175,9 @@ def profile_memory(
             step.run(watch=tensors)
         points = tensors.points
     text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
-    texts = pipeline.transport.world.from_all_ranks(text)[: pipeline.mesh.ranks]
-    return tuple(plain.from_json(MemoryCurve, one) for one in texts)
+    texts, mesh = pipeline.transport.world.from_all_ranks(text), pipeline.mesh
+    first = (texts[mesh.in_world(0, rank)] for rank in range(mesh.ranks))
+    return tuple(plain.from_json(MemoryCurve, one) for one in first)
 
 
 def _ordered(events: list[Event]) -> Timeline:

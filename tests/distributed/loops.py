@@ -14,7 +14,8 @@ from share import WHOLE
 
 import pfeife
 from pfeife.cost import machine
-from pfeife.testing import own_gradients
+from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.testing import eager_accumulation, own_gradients
 
 CPU_CORE = machine("cpu-core")
 
@@ -137,3 +138,27 @@ def what_is_shown() -> None:
     level, who = (logging.INFO, "") if first else (logging.DEBUG, f"rank {dist.get_rank()}: ")
     for label in ("capturing", "measuring", "planning", "building", "first step"):
         assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
+
+
+@row(ranks=(4,))
+def pipelines_whose_neighbours_are_replicas() -> None:
+    """Each pipeline has half of the microbatches, and each rank its stages' gradients of all."""
+    for mesh, pipelines in (("2,-2", [(0, 2), (1, 3)]), ("-2,2", [(0, 1), (2, 3)])):
+        torch._dynamo.reset()
+        one = case("GPT")
+        microbatches = [one.batch(2, seed) for seed in range(4)]
+        expected = eager_accumulation(one.step, one.model, microbatches)
+        step = pfeife.compile(one.step, microbatches=4, stages=2, mesh=mesh)
+        loss = step(*(torch.cat(parts) for parts in zip(*microbatches, strict=True)))
+        loss.backward()
+        torch.testing.assert_close(loss, expected.loss)
+        found = own_gradients(one.model)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected.gradients[name])
+        names = world_so_far().from_all_ranks(" ".join(found))
+        for replica in pipelines:
+            first, last = (set(names[rank].split()) for rank in replica)
+            assert first and last and first | last == expected.gradients.keys()
+            assert [names[rank] for rank in replica] == [names[rank] for rank in pipelines[0]]
+        whole = pfeife.full_state_dict(one.model)
+        assert not any(value.isnan().any() for value in whole.values())

@@ -2,9 +2,10 @@
 
 `pipeline` runs a rank's schedule over `transport`; read these first, then `world` (what the
 processes share), `process_group` and `rendezvous` (how they find one another). `ownership`,
-`foreign`, `hollow` and `gradients` keep state where it is trained; `heartbeat`, `patience`,
-`diagnosis` and `ending` are for when a rank is late or gone; `connection`, `sending`, `buffers` and
-`arriving` are parts of the transport.
+`foreign` and `hollow` keep state where it is trained, `gradients`, `elsewhere` and `stepping` do so
+with gradients; `heartbeat`, `patience`, `diagnosis` and `ending` are for when a rank is late or
+gone; `connection`, `sending`, `buffers` and `arriving` are parts of the transport, `meshes` reads
+which ranks are its pipelines.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

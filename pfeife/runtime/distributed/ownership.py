@@ -43,7 +43,7 @@ class Owned:
     @property
     def first(self) -> int:
         """The rank of the world whose values count."""
-        return self.ranks[0]
+        return self.mesh.in_world(0, self.ranks[0])
 
     @property
     def everywhere(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Owned:
 
     def holds(self, rank: int) -> bool:
         """Whether a rank of the world trains the tensor."""
-        return rank % self.mesh.ranks in self.ranks
+        return self.mesh.place(rank)[1] in self.ranks
 
 
 class Ownership:
@@ -99,7 +99,7 @@ class Ownership:
                 raise Refusal(
                     f"{name} is trained on {owned.mesh.replicas} replicas of {owned.mesh.ranks} "
                     f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
-                    "that use the same parameters have the same replicas"
+                    "that use the same parameters have the same replicas, in the same mesh"
                 )
         return {name: frozenset(owned.ranks) for name, owned in found.items()}
 

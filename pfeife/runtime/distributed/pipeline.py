@@ -46,10 +46,11 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         bodies: Mapping[str, Callable] | None = None,
         *,
         timeout: float | None = None,
+        mesh: Mesh | None = None,
     ):
         super().__init__(program, schedule)
         self.device, self.timeout = device or torch.device("cpu"), timeout
-        self.mesh = Mesh(len(schedule.ranks), program.replicas)
+        self.mesh = mesh or Mesh(len(schedule.ranks), program.replicas)
         world = self._world()
         with world.building("a pipeline"):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
@@ -156,7 +157,8 @@ class DistributedStep(PipelineStep):
         if not ports:
             return None, overflow
         first = owner(program, ports[0])
-        losses = [one[:-1].clone() for one in found[first :: mesh.ranks]]
+        given_by = [found[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
+        losses = [one[:-1].clone() for one in given_by]
         whole = [one.view(dtype).reshape(ports[0].shape) for one in losses]
         return (mean if program.averages else add)(whole), overflow
 
@@ -172,7 +174,7 @@ class DistributedStep(PipelineStep):
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(program.replicas) for _ in mine]
         for replica in range(program.replicas):
             for rank, ports in sources.items():
-                source = replica * transport.mesh.ranks + rank
+                source = transport.mesh.in_world(replica, rank)
                 keys = [(index, port) for index in range(len(mine)) for port in ports]
                 values = self._from(source, mine, keys)
                 for (index, port), value in zip(keys, values, strict=True):

@@ -38,8 +38,7 @@ class DistributedTransport(Buffered):
         super().__init__()
         self.world, self.mesh = world, mesh
         self.device: torch.device | None = world.device
-        self.replica, self.rank = divmod(world.rank, mesh.ranks)
-        self.offset = self.replica * mesh.ranks
+        self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
         self.groups = self._groups(program.reductions)
         self.out: dict[int, End] = {}
@@ -69,14 +68,17 @@ class DistributedTransport(Buffered):
 
     def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
         replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
-        return tuple(r * self.mesh.ranks + rank for r in replicas for rank in reduction.ranks)
+        return tuple(self.mesh.in_world(r, rank) for r in replicas for rank in reduction.ranks)
+
+    def _in_world(self, rank: int) -> int:
+        """The rank of the world that is a rank of this one's pipeline."""
+        return self.mesh.in_world(self.replica, rank)
 
     def _connect(self, program: Program) -> None:
         used = sorted({(m.source, m.destination) for m in messages(program)})
         for replica in range(self.mesh.replicas):
-            offset = replica * self.mesh.ranks
             for source, destination in used:
-                pair = (offset + source, offset + destination)
+                pair = self.mesh.in_world(replica, source), self.mesh.in_world(replica, destination)
                 way = "down" if source < destination else "up"
                 connection = self.world.connection_of(sorted(pair), way)
                 if pair[0] == self.world.rank:
@@ -113,7 +115,7 @@ class DistributedTransport(Buffered):
         try:
             return values, [connection.group.recv([one], peer, 0) for one in buffers]
         except RuntimeError as error:
-            raise self.world.lost(self.offset + source, error) from error
+            raise self.world.lost(self._in_world(source), error) from error
 
     def _sent(
         self, destination: int, values: Tensors, envelope: Envelope
@@ -127,16 +129,16 @@ class DistributedTransport(Buffered):
                 return self.world.sender.send(connection, pieces, peer), pieces
             return [connection.group.send([piece], peer, 0) for piece in pieces], pieces
         except RuntimeError as error:
-            raise self.world.lost(self.offset + destination, error) from error
+            raise self.world.lost(self._in_world(destination), error) from error
 
     def _wait(self, peer: int, works: Works) -> None:
-        self.awaited = self.offset + peer, time.monotonic()
+        self.awaited = self._in_world(peer), time.monotonic()
         try:
             for work in works:
                 work.wait(*self.patience)
             self.awaited = None, None
         except RuntimeError as error:
-            raise self.world.lost(self.offset + peer, error) from error
+            raise self.world.lost(self._in_world(peer), error) from error
 
     def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
         """Sums by all-reduce (its order of additions is the backend's), then averages. Of sparse

@@ -1,0 +1,61 @@
+"""The option `mesh`, in all the ways in which people write one."""
+
+import itertools
+import re
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from pfeife.data.machine import Mesh
+
+_PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
+
+
+def mesh_of(given: Any) -> Mesh | None:
+    """A mesh from its short form, a DeviceMesh or itself. Raises ValueError for all else.
+
+    >>> mesh_of("-2,4")
+    Mesh(ranks=4, replicas=2, order=(0, 1, 2, 3, 4, 5, 6, 7))
+    >>> mesh_of("4,-2")
+    Mesh(ranks=4, replicas=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
+    """
+    if given is None or isinstance(given, Mesh):
+        return given
+    if isinstance(given, DeviceMesh):
+        return _of_device_mesh(given)
+    if isinstance(given, str) and re.fullmatch(r"\s*-?\d{1,6}(\s*,\s*-?\d{1,6})*\s*", given):
+        return _of_sizes([int(one) for one in given.split(",")], given)
+    raise ValueError(
+        f"option mesh={given!r}: must be row-major sizes of which the negative one is that of the "
+        "replicas ('-2,4'), a DeviceMesh with dimensions named 'pp' and 'dp', or a Mesh"
+    )
+
+
+def _of_sizes(sizes: list[int], given: str) -> Mesh:
+    """All but the negative axis, if there is one, are those of a pipeline."""
+    replicas = [at for at, size in enumerate(sizes) if size < 0]
+    if 0 in sizes or len(replicas) > 1:
+        raise ValueError(f"option mesh={given!r}: sizes of at least 1, and one negative at most")
+    axes = [range(abs(size)) for size in sizes]
+    every = {place: rank for rank, place in enumerate(itertools.product(*axes))}
+
+    def key(place: tuple[int, ...]) -> tuple[int, ...]:
+        return (*(place[at] for at in replicas), *place)
+
+    count = -sizes[replicas[0]] if replicas else 1
+    order = tuple(every[place] for place in sorted(every, key=key))
+    return Mesh(len(order) // count, count, order)
+
+
+def _of_device_mesh(given: DeviceMesh) -> Mesh:
+    names = list(given.mesh_dim_names or ())
+    pipeline = [at for at, name in enumerate(names) if name in _PIPELINE]
+    replicas = [at for at, name in enumerate(names) if name in _REPLICAS]
+    if len(pipeline) != 1 or len(replicas) > 1 or len(pipeline + replicas) != len(names):
+        raise ValueError(
+            f"option mesh: a DeviceMesh with the dimensions {names}, of which one must be named "
+            f"for the pipeline {_PIPELINE}, and one may be for its replicas {_REPLICAS}"
+        )
+    ordered = given.mesh.permute(*replicas, *pipeline).reshape(-1, given.mesh.shape[pipeline[0]])
+    count, ranks = ordered.shape
+    return Mesh(ranks, count, tuple(ordered.flatten().tolist()))
