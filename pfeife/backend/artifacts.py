@@ -12,8 +12,7 @@ from pfeife.data import plain
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
-from pfeife.frontend.captured import Premise
-from pfeife.ir.program import Program
+from pfeife.ir.program import Premise, Program
 from pfeife.passes.compose import Recorded
 
 

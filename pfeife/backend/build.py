@@ -176,7 +176,7 @@ class _Build:
                 if options.check and not known and captured.door == "trace":
                     check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
-                self.artifacts.premises(captured.premises)
+                self.artifacts.premises(captured.program.premises)
                 passes = self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:

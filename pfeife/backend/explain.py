@@ -19,10 +19,10 @@ from pfeife.backend.step import Step
 from pfeife.backend.steps import Steps
 from pfeife.cost.estimate import node_flops
 from pfeife.data.progress import Shown
-from pfeife.frontend.captured import Door, Premise, RefusedByBoth, taken
+from pfeife.frontend.captured import Door, RefusedByBoth, taken
 from pfeife.frontend.dynamo import plain_error
 from pfeife.frontend.untouched import untouched
-from pfeife.ir.program import Kind, Program, node_bytes, source_line
+from pfeife.ir.program import Kind, Premise, Program, node_bytes, source_line
 from pfeife.passes.fuse import module_path
 
 Entry = Literal["pfeife.compile", "torch.compile"]
@@ -167,7 +167,7 @@ def _by_doors(one: Explained, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             door=captured.door,
             why=taken(one.name, captured.door, one.refused),
             refused={"dynamo": str(one.refused)} if one.refused else {},
-            premises=one.guards if captured.door == "dynamo" else captured.premises,
+            premises=one.guards if captured.door == "dynamo" else captured.program.premises,
         )
     except Exception as raised:  # of what is built for a door
         error = raised

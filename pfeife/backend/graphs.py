@@ -14,7 +14,7 @@ from pfeife.backend.options import Options
 from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.capture_cache import Folder
-from pfeife.frontend.captured import Captured, Door, Premise
+from pfeife.frontend.captured import Captured, Door
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
@@ -77,8 +77,7 @@ class Losses:
 
 class MicrobatchGraph:
     """A step at the shapes of a microbatch; `grown` gives it and its inputs for a microbatch with
-    so many times as many rows. `door` is how it was captured, `premises` what a trace takes for
-    granted."""
+    so many times as many rows. `door` is how it was captured."""
 
     def __init__(
         self,
@@ -87,10 +86,9 @@ class MicrobatchGraph:
         grown: Callable[[int], tuple[Forward, Inputs]],
         losses: Losses,
         door: Door,
-        premises: tuple[Premise, ...] = (),
     ):
         self.step, self.inputs, self.grown, self.losses = step, inputs, grown, losses
-        self.sure, self.door, self.premises = True, door, premises
+        self.sure, self.door = True, door
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
     def key(self, args: Sequence[Any]) -> tuple:
@@ -117,7 +115,7 @@ class MicrobatchGraph:
             args if options.microbatches > 1 and options.check else None,
         )
         captured = with_flags(captured, self.inputs.flags)
-        captured = attrs.evolve(captured, door=self.door, premises=self.premises)
+        captured = attrs.evolve(captured, door=self.door)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
             captured = self._with_dims(captured, larger()[0])

@@ -232,7 +232,7 @@ class Step:
 
         frame = getattr(function_of(self.step), "__code__", type(self.step))
         losses = Losses(found.forward, self.backend.losses, frame)
-        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace", found.premises)
+        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace")
         return found, Steps(self.backend, graph, self.name)
 
     def _run(self, steps: Steps, values: Sequence[Any]) -> list[torch.Tensor]:

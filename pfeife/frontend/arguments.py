@@ -14,7 +14,7 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.data_writes import check_given
 from pfeife.frontend.frozen import check_draws
-from pfeife.ir.program import Role, returned
+from pfeife.ir.program import Premise, Role, returned
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +63,7 @@ class Inputs:
     computed of what the step assigns, `assumed` the places of the arguments of whose values
     something is assumed, such as which branch they lead to; `flags` the results that are added up
     over microbatches, see `answers`; `settled` are the names of `numbers` that were there
-    already."""
+    already. `premises` are what a trace takes for granted."""
 
     arguments: list[Argument]
     roots: dict[str, str]
@@ -74,6 +74,7 @@ class Inputs:
     assumed: frozenset[int] = frozenset()
     flags: tuple[int, ...] = ()
     settled: frozenset[str] = frozenset()
+    premises: tuple[Premise, ...] = ()
 
     @property
     def mode(self) -> str:

@@ -119,8 +119,6 @@ class _Doors:
             leaves = tuple(attrs.evolve(leaf, first=one) for leaf, one in pairs)
             call = attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
             found = traced(self.step, call, self.device)
-            for premise in found.premises:
-                log.debug("assumed: %s", premise)
             arguments = [
                 attrs.evolve(a, role=Role.BATCH) if a.given else a for a in found.inputs.arguments
             ]

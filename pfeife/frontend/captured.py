@@ -12,18 +12,6 @@ from pfeife.ir.program import Port, Program, Role
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
 
-@attrs.frozen
-class Premise:
-    """Something that a captured step takes for granted; where it does not hold, the step is
-    captured anew, or refused. `kind` is a word for such ones."""
-
-    kind: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.what}"
-
-
 def neither(dynamo: Exception, trace: Exception) -> Exception:
     """What to say of a step that neither door takes; errors of the step's own are said as they
     are."""
@@ -59,9 +47,8 @@ class Captured:
     result (`self.n += 1`). `changed` has the output ports that are what the step makes of batch
     inputs which it changes in place, by the names of these. `moved` are input ports that the step
     assigns to attributes, and of the values of those that are `assumed` something is assumed.
-    `door` is how the step was captured, `premises` what a trace takes for granted (Dynamo has
-    guards for that), `flags` the results that are not 0 in microbatches for which a trace is wrong
-    (`answers`).
+    `door` is how the step was captured, `flags` are the results that are not 0 in microbatches for
+    which a trace is wrong (`answers`).
     """
 
     program: Program
@@ -78,7 +65,6 @@ class Captured:
     moved: Mapping[str, str] = attrs.field(factory=dict)
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
-    premises: tuple[Premise, ...] = ()
     flags: tuple[str, ...] = ()
 
     @property

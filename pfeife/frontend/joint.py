@@ -115,6 +115,7 @@ def _captured(
     """How the arguments and results of a step belong to the ports of its program; result `at` is
     its loss, `carried` is as in `_carried`."""
     arguments = inputs.arguments
+    program = attrs.evolve(program, premises=inputs.premises)
     outputs = {port.name for port in program.ports(Role.OUTPUT)}
     tensors = [a.role is not None for a in arguments]
     return Captured(

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from pfeife.frontend.answers import Answer
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.captured import Premise
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.places import SIMPLE, Slot, contents_of, is_equal, short
+from pfeife.ir.program import Premise
 
 Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
 

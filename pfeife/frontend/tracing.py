@@ -199,7 +199,7 @@ class _Tracer:
         examples = tuple(one.example for one in arguments)
         run = self._forward(reads, leaves, kept, len(second.answers))
         changing = {slot for read in reads for slot in read} | {*kept}
-        return Traced(
+        made = Traced(
             Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
             self._inputs(arguments, reads, written, tuple(flags)),
             tuple(reads),
@@ -211,6 +211,7 @@ class _Tracer:
             tuple(second.answers),
             tuple(m for root in self.places.roots.values() for m in root.modules()),
         )
+        return attrs.evolve(made, inputs=attrs.evolve(made.inputs, premises=made.premises))
 
     def _arguments(self, used: Mapping[int, torch.Tensor]) -> tuple[list[Argument], list[Read]]:
         """What the step reads, each tensor once: of the call, and what it finds by itself."""

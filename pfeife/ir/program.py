@@ -135,13 +135,26 @@ class Count:
         return f"count in {self.line}: {self.module.code.strip()}"
 
 
+@attrs.frozen
+class Premise:
+    """Something that a captured step takes for granted; where it does not hold, the step is
+    captured anew, or refused. `kind` is a word for such ones."""
+
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
 @attrs.frozen(eq=False, slots=False)
 class Program:
     """A graph module of one microbatch with its ports; see the module's docstring.
 
     `calls` says what each call_module node is (empty for a flat graph), `reductions` what
     happens to gradients once a step, and `replicas` over how many pipelines the microbatches
-    are spread. `counts` are what the results' means are weighted by.
+    are spread. `counts` are what the results' means are weighted by. `premises` are what a trace of
+    the step has taken for granted; its answers are printed. (Dynamo has guards.)
     """
 
     module: fx.GraphModule
@@ -151,6 +164,7 @@ class Program:
     reductions: tuple[Reduction, ...] = ()
     replicas: int = 1
     counts: tuple[Count, ...] = ()
+    premises: tuple[Premise, ...] = attrs.field(default=(), repr=False)
 
     @cached_property
     def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:
@@ -231,6 +245,7 @@ class Program:
         lines += [f"# -> {port}" for port in self.outputs]
         lines += [f"# {reduction}" for reduction in self.reductions]
         lines += [f"# {line}" for count in self.counts for line in str(count).splitlines()]
+        lines += [f"# {premise}" for premise in self.premises if premise.kind == "answer"]
         return "\n".join([*lines, self.module.print_readable(print_output=False)])
 
 

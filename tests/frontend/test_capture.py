@@ -235,3 +235,16 @@ def test_state_is_checked():
         pfeife.evaluate(program, state, [one.batch(2)[:1]])
     with pytest.raises(ValueError, match="0 microbatches"):
         pfeife.evaluate(program, state, [])
+
+
+def test_a_program_says_what_a_trace_takes_for_granted():
+    net = torch.nn.Linear(4, 1)
+
+    def step(x):
+        return net(x).mean() * (2.0 if x.sum() > 0 else 1.0)
+
+    flat = pfeife.capture(step, torch.ones(2, 4), door="trace")
+    assert any(one.kind == "value" and "in_features is 4" in one.what for one in flat.premises)
+    (answer,) = [one for one in flat.premises if one.kind == "answer"]
+    assert str(answer) in str(flat) and "gets True" in answer.what
+    assert pfeife.fuse()(flat).premises == flat.premises
