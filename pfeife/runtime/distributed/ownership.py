@@ -12,8 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
+from pfeife.runtime.distributed.optimizers import Optimizers
+from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.failure import Refusal
 
 if TYPE_CHECKING:
@@ -71,7 +74,18 @@ class Ownership:
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
+        self.asking = Asking(self.known, self.foreign)
+        self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign.found)
+
+    def end(self) -> None:
+        """No optimizer's step is seen any more."""
+        self.gradients.end()
+        self.optimizers.end()
+
+    def divided(self, ranks: int) -> bool:
+        """Whether some of so many ranks lacks state that others train."""
+        return any(len(owned.everywhere) < ranks for owned in self.owned.values())
 
     def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
@@ -137,11 +151,15 @@ class Ownership:
         mine = [t for t, owned in pairs if owned.holds(world.rank) and t.requires_grad]
         self.gradients.watch(mine)
         if pairs:
+            modules = tuple(modules)
             self.guard.watch(modules)
+            self.saving.watch(modules)
             self.gradients.install()
+            self.optimizers.install()  # last, since the other refuses what this one lets go of
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
+        self.asking.kept.add(tensor)
         self.owned[owned.number] = owned
         if not owned.holds(rank):
             self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
