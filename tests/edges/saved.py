@@ -1,14 +1,18 @@
-"""`state_dict()` and `load_state_dict()` of an unchanged script, on ranks that share the training."""
+"""`state_dict()` and `load_state_dict()` of an unchanged script, on ranks that train together."""
 
 import copy
+import io
+import os
+import time
 
 import torch
 import torch.distributed as dist
 from rows import row
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import pfeife
-from edges.state import PAIR, Tied, accumulated, layers, rows
+from edges.state import PAIR, Tied, accumulated, refused, rows
 
 
 def norms():
@@ -38,7 +42,7 @@ class Pair:
     def __init__(self, make=norms, optimizer="momentum", **options):
         self.model = make()
         self.twin = copy.deepcopy(self.model)
-        self.step = pfeife.compile(self.loss_of(self.model), **PAIR, **options)
+        self.step = pfeife.compile(self.loss_of(self.model), microbatches=2, **options)
         self.mine, self.theirs = (OPTIMIZERS[optimizer](m) for m in (self.model, self.twin))
         self.seed = 0
 
@@ -92,3 +96,173 @@ def by_rank_zero_alone():
             if dist.get_rank() == 0:
                 pair.check()
                 pair.check()
+
+
+@row(ranks=(2, 3))
+def by_another_rank_alone():
+    """In one dict, as scripts save it, in a file."""
+    pair = Pair()
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    for _ in range(2):
+        pair.train()
+        if dist.get_rank() == last:
+            file = io.BytesIO()
+            whole = {"model": pair.model.state_dict(), "optimizer": pair.mine.state_dict()}
+            torch.save(whole, file)
+            file.seek(0)
+            found = torch.load(file)
+            alike(dict(found["model"]), dict(pair.twin.state_dict()))
+            alike(found["optimizer"], pair.theirs.state_dict())
+
+
+@row(ranks=(2, 3))
+def by_all_ranks():
+    """Also between backward and the optimizer's step, and right before other state is loaded."""
+    pair = Pair()
+    pair.train()
+    first = [copy.deepcopy((pair.twin.state_dict(), pair.theirs.state_dict())) for _ in range(2)]
+    for _ in range(2):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        time.sleep(0.2 * dist.get_rank())
+        pair.check()
+        pair.mine.step()
+        pair.theirs.step()
+        time.sleep(0.2 * dist.get_rank())
+        pair.check()
+        pair.mine.zero_grad()
+        pair.theirs.zero_grad()
+        pair.seed += 1
+    pair.check()
+    pairs = ((pair.model, pair.mine), (pair.twin, pair.theirs))
+    for (model, optimizer), (state, states) in zip(pairs, first, strict=True):
+        model.load_state_dict(state)
+        optimizer.load_state_dict(states)  # keeps the tensors
+    pair.check()
+    pair.train(2)
+    pair.check()
+
+
+@row(ranks=(2, 3))
+def before_a_barrier_of_all():
+    pair = Pair(optimizer="adamw")
+    for _ in range(2):
+        pair.train()
+        if dist.get_rank() == 0:
+            pair.check()
+        dist.barrier()
+
+
+@row(ranks=(2,))
+def of_tied_weights():
+    """Both names have one memory, in a file too."""
+    torch.manual_seed(0)
+    model = Tied()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **PAIR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(rows(0)).backward()
+    optimizer.step()
+    whole = pfeife.full_state_dict(model)
+    found = nn.ModuleDict({"within": model}).state_dict()
+    alike({name.removeprefix("within."): one for name, one in found.items()}, whole)
+    tied = [found[f"within.{name}.weight"].data_ptr() for name in ("first", "last")]
+    assert tied[0] == tied[1]
+    alike(
+        dict(model.middle.state_dict()), {n[7:]: v for n, v in whole.items() if n[:7] == "middle."}
+    )
+
+
+@row(ranks=(2,))
+def of_two_optimizers():
+    """They are alike but for their parameters, and one is of a model that no rank shares."""
+    pair = Pair()
+    halves = [[*pair.model[:2].parameters()], [*pair.model[2:].parameters()]]
+    others = [[*pair.twin[:2].parameters()], [*pair.twin[2:].parameters()]]
+    alone = nn.Linear(2, 2)
+    mine, theirs = ([torch.optim.AdamW(one) for one in half] for half in (halves, others))
+    for seed in range(2):
+        x = rows(seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        for optimizer in (*mine, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            own = torch.optim.Adam(alone.parameters())
+            alone(torch.ones(2)).sum().backward()
+            own.step()
+            own.state_dict()
+            for one, other in zip(mine, theirs, strict=True):
+                alike(one.state_dict(), other.state_dict())
+
+
+@row(ranks=(2,))
+def in_the_wrong_moment():
+    """Another rank has gone on: words that say so, and what to do; the ranks go on."""
+    pair = Pair()
+    pair.train()
+    for step in (pair.mine.step, lambda: pair.model.load_state_dict(pair.twin.state_dict())):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        if dist.get_rank() == 0:
+            dist.barrier()
+            refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
+            refused(pair.mine.state_dict, "rank 1 trains a part of the state, and has none of")
+            step()
+        else:
+            step()
+            dist.barrier()
+    pair.model.load_state_dict(pair.twin.state_dict())
+    pair.mine.load_state_dict(copy.deepcopy(pair.theirs.state_dict()))
+    pair.mine.zero_grad()
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def what_one_rank_has_done_alone():
+    """The others are at the next call and never come to where it asks."""
+    pair = Pair()
+    pair.train()
+    if dist.get_rank() == 0:
+        pair.mine.step()
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
+    pair.step(rows(0, 8))
+
+
+@row(ranks=(2,))
+def parameters_that_are_written_to_by_hand():
+    """By autograd's count, and past it: an error on all ranks at the next call, since what was
+    given may be too old."""
+    pair = Pair()
+    changes = (lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5))
+    for change in changes:
+        pair.train()
+        if dist.get_rank() == 0:
+            pair.model.state_dict()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                change(pair.model[2][0].weight)
+        words = "2.0.weight was written to, outside" if dist.get_rank() else "rank 1: ValueError: 2"
+        refused(lambda: pair.step(rows(0, 8)), words)
+        with torch.no_grad():
+            change(pair.twin[2][0].weight)
+
+
+@row(ranks=(2,))
+def the_tensors_themselves():
+    """keep_vars=True asks for them."""
+    pair = Pair()
+    pair.train()
+    refused(lambda: pair.model.state_dict(keep_vars=True), "state of other ranks: ")
+    pair.check()
+
+
+@row(ranks=(2,))
+def by_the_tools_of_torch():
+    """Distributed checkpoints' own functions: whole on every rank, by names."""
+    pair = Pair(optimizer="adamw")
+    pair.train()
+    alike(get_state_dict(pair.model, pair.mine), get_state_dict(pair.twin, pair.theirs))

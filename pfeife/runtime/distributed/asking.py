@@ -1,6 +1,7 @@
 """What of some state is missing on a rank, and which ranks have it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,16 +38,25 @@ class Asking:
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
         found: dict[int, torch.Tensor] = {}
-        for rank, numbers in self._by_rank(missing).items():
-            found |= self.service.tensors(rank, numbers)
+        with self._asking():
+            for rank, numbers in self._by_rank(missing).items():
+                found |= self.service.tensors(rank, numbers)
         return found
 
     def states(self, named: Named, missing: Iterable[torch.Tensor]) -> dict[int, Any]:
         """An optimizer's state for absent tensors by their numbers. Raises as `Service.states`."""
         found: dict[int, Any] = {}
-        for rank, numbers in self._by_rank(missing).items():
-            found |= self.service.states(rank, named, numbers)
+        with self._asking():
+            for rank, numbers in self._by_rank(missing).items():
+                found |= self.service.states(rank, named, numbers)
         return found
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.service.script.note_asked()
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[int]]:
         found: dict[int, dict[int, None]] = {}  # a tied tensor once

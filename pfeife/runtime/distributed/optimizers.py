@@ -37,6 +37,23 @@ class Optimizers:
         while self.handles:
             self.handles.pop().remove()
 
+    def news(self) -> list[str]:
+        """How many steps there have been since the last call, in a line, if any."""
+        count = self.asking.service.script.place.begun[1]
+        return [f"steps {count}"] if count else []
+
+    def compare_steps(self, told: Mapping[int, int], ranks: int) -> None:
+        """Notes it where ranks have not stepped equally often, by what they have told: then their
+        counts do not tell whether they are at one point of the script."""
+        counts = [told.get(rank, 0) for rank in range(ranks)]
+        other = next((rank for rank in range(ranks) if counts[rank] != counts[0]), None)
+        if other is not None:
+            self.asking.service.uneven = (
+                f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
+                f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
+                "point"
+            )
+
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has anything that ranks train."""
         return any(one in self.asking.known for one in _parameters(optimizer))

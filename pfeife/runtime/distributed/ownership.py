@@ -195,7 +195,7 @@ class Ownership:
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
         them has been written to, what has become NaN, by what gradients were scaled."""
-        lines = self.gradients.news()
+        lines = [*self.gradients.news(), *self.optimizers.news()]
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
@@ -229,6 +229,7 @@ class Ownership:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
+        self.asking.service.uneven = ""
         if not any(news):
             return
         if borrowed:
@@ -241,6 +242,8 @@ class Ownership:
         stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
         self.gradients.compare_steps(stepped, world.rank, world.size)
         self.gradients.forget()
+        steps = {rank: int(one) for rank, ((one,),) in told.pop("steps").items()}
+        self.optimizers.compare_steps(steps, world.size)
         if not any(told.values()):
             return
         wrong = compared(told["scaled"]) or _spoiled(told["nan"])
@@ -299,12 +302,13 @@ class Ownership:
 # News, a line each: the kind, and
 #
 #     stepped   DIGEST                which optimizers have stepped, and to what they are set
+#     steps     COUNT                 how often optimizers have stepped since the last call
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
 #     nan       NAME                  what nobody trains and this rank reads has become NaN
 #     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
-_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")
+_KINDS = ("stepped", "steps", "changed", "nan", "scaled", "shared", "borrowed")
 
 
 def _named(owned: Owned) -> str:

@@ -22,16 +22,30 @@ _TICK = 0.5  # seconds after which who waits looks whether a rank has failed
 
 @attrs.frozen
 class Place:
-    """How often each of `CHANGES` has begun, and has ended. Ranks at the same place of a script
-    have state of the same moment."""
+    """How often each of `CHANGES` has begun, and has ended, all but calls since the last call, to
+    which all ranks come. At the same place of a script ranks have state of the same moment."""
 
     begun: tuple[int, int, int] = (0, 0, 0)
     ended: tuple[int, int, int] = (0, 0, 0)
 
     def beyond(self, other: "Place") -> bool:
         """Whether something has begun or ended since."""
-        mine, theirs = self.begun + self.ended, other.begun + other.ended
-        return any(one > before for one, before in zip(mine, theirs, strict=True))
+        (call, *more), (over, *ended) = self.begun, self.ended
+        (its_call, *its_more), (its_over, *its_ended) = other.begun, other.ended
+        if (call, over) != (its_call, its_over):
+            return (call, over) > (its_call, its_over)
+        pairs = zip(more + ended, its_more + its_ended, strict=True)
+        return any(one > before for one, before in pairs)
+
+    def begins(self, change: Change) -> "Place":
+        """The place after a change has begun."""
+        if change == CHANGES[0]:
+            return Place((self.begun[0] + 1, 0, 0), (self.ended[0], 0, 0))
+        return attrs.evolve(self, begun=_more(self.begun, change))
+
+    def ends(self, change: Change) -> "Place":
+        """The place after a change has ended."""
+        return attrs.evolve(self, ended=_more(self.ended, change))
 
     def __str__(self) -> str:
         counts = zip(CHANGES, self.begun, self.ended, strict=True)
@@ -51,7 +65,7 @@ class Script:
     def __init__(self, waiting: Callable[[int], contextlib.AbstractContextManager[None]]):
         self.place = Place()
         self.waiting = waiting
-        self.asked = 0  # questions of this rank's own at its place
+        self.asked = 0  # how often this rank has asked for state of others at its place
         self.rests = ""  # where it stays at its place until others come: "its end"
         self.readers: list[int] = []
         self.changed = threading.Condition()
@@ -66,7 +80,7 @@ class Script:
     def _begun(self, change: Change) -> bool:
         with self.changed:
             if not self.readers:
-                self.place = attrs.evolve(self.place, begun=_more(self.place.begun, change))
+                self.place = self.place.begins(change)
                 self.asked = 0
                 self.changed.notify_all()
             return not self.readers
@@ -74,7 +88,7 @@ class Script:
     def end(self, change: Change) -> None:
         """After what has begun."""
         with self.changed:
-            self.place = attrs.evolve(self.place, ended=_more(self.place.ended, change))
+            self.place = self.place.ends(change)
             self.changed.notify_all()
 
     @contextlib.contextmanager
@@ -85,12 +99,11 @@ class Script:
         finally:
             self.end(change)
 
-    def ask(self) -> Place:
-        """Notes that this rank asks for state of others; the place that it asks for."""
+    def note_asked(self) -> None:
+        """This rank has got what it has asked others for, or has been refused it."""
         with self.changed:
             self.asked += 1
             self.changed.notify_all()
-            return self.place
 
     @contextlib.contextmanager
     def resting(self, where: str) -> Iterator[None]:

@@ -85,13 +85,13 @@ class Service:
     def tensors(self, rank: int, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises Refusal if it is not at the same point of the script, PipelineError if it is gone."""
-        question = Question(self._tag(), self.script.ask(), tuple(numbers))
+        question = Question(self._tag(), self.script.place, tuple(numbers))
         return dict(zip(numbers, self._ask(rank, question)[1], strict=True))
 
     def states(self, rank: int, named: Named, numbers: Sequence[int]) -> dict[int, Any]:
         """The state that a rank's optimizer has for tensors, by their numbers; without those for
         which there is none. Raises as `tensors`."""
-        question = Question(self._tag(), self.script.ask(), tuple(numbers), named)
+        question = Question(self._tag(), self.script.place, tuple(numbers), named)
         answer, tensors = self._ask(rank, question)
         pairs = zip(numbers, answer.states, strict=True)
         return {number: heard(one, tensors) for number, one in pairs if one is not None}
@@ -100,12 +100,12 @@ class Service:
         """Before state changes. If this rank has asked for what was before, the others may be
         about to ask as well: they come first, but do not have longer for it than for a step.
         Raises what `check_given` raises, and PipelineError."""
-        self.check_given()
         asked, place = self.script.asked, self.script.place
         if asked and not self.uneven and self.world.failure is None:
             for rank in self.others:
                 self._ask(rank, Question(self._tag(), place, asked=asked))
         self.script.begin(change)
+        self.check_given()
 
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
@@ -166,8 +166,9 @@ class Service:
                 return Answer(), nothing
             stack.enter_context(script.reading(reader, question.place, self._check))
             found = self.find(question)
-            if not script.rests:
-                self.givens.note(found.named)
+            with script.changed:  # from then on the script writes nothing by hand
+                if not script.rests:
+                    self.givens.note(found.named)
             return Answer("", tuple(map(shaped, found.tensors)), found.states), found
         except PipelineError:
             raise
