@@ -10,6 +10,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+NOT_PICKLED = (
+    "a model whose parameters are trained by several ranks cannot be pickled: save "
+    "model.state_dict()"
+)
 _PROBED = 16  # tensors that every call looks into
 
 
@@ -172,10 +176,7 @@ class Guard:
         return self  # copies have tensors of their own, which are not absent
 
     def __reduce__(self) -> Any:
-        raise ValueError(
-            "a model whose parameters are trained by several ranks cannot be pickled: save "
-            "pfeife.full_state_dict(model)"
-        )
+        raise ValueError(NOT_PICKLED)
 
 
 def where_trained(one: _Absent) -> str:

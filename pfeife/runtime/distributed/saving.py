@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.foreign import where_trained
+from pfeife.runtime.distributed.foreign import NOT_PICKLED, where_trained
 
 
 class _Batch(threading.local):
@@ -44,10 +44,13 @@ class Saving:
             if module not in self.watched and any(map(self._trains, module.modules())):
                 self.watched.add(module)
                 module.register_state_dict_pre_hook(self.before)
-                after = functools.partial(self.after)  # torch sets an attribute of it
-                module.register_state_dict_post_hook(after)
+                module.register_state_dict_post_hook(self._hook())
                 module.register_load_state_dict_pre_hook(self.before_load)
                 module.register_load_state_dict_post_hook(self.after_load)
+
+    def _hook(self) -> Callable[..., None]:
+        """`after` as something that torch can set an attribute of."""
+        return functools.update_wrapper(functools.partial(self.after), self.after)
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether ranks train any of a module's own state."""
@@ -103,6 +106,9 @@ class Saving:
 
     def __deepcopy__(self, memo: dict) -> "Saving":
         return self  # copies have tensors of their own, which are not absent
+
+    def __reduce__(self) -> Any:
+        raise ValueError(NOT_PICKLED)
 
 
 def _fill_in(
