@@ -1,6 +1,7 @@
 """`state_dict()` and `load_state_dict()` of an unchanged script, on ranks that train together."""
 
 import copy
+import gc
 import io
 import os
 import time
@@ -13,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
+from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.failure import Failure
 
 
 def norms():
@@ -266,3 +269,76 @@ def by_the_tools_of_torch():
     pair = Pair(optimizer="adamw")
     pair.train()
     alike(get_state_dict(pair.model, pair.mine), get_state_dict(pair.twin, pair.theirs))
+
+
+@row(ranks=(2,))
+def of_an_optimizer_that_is_compiled():
+    """Its steps are counted as others are."""
+    pair = Pair(optimizer="adamw")
+    steps = [torch.compile(one.step, backend="eager") for one in (pair.mine, pair.theirs)]
+    for _ in range(3):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        for step in steps:
+            step()
+        if dist.get_rank() == 0:
+            pair.check()
+        pair.mine.zero_grad()
+        pair.theirs.zero_grad()
+        pair.seed += 1
+
+
+@row(ranks=(2,))
+def of_optimizers_of_single_parameters():
+    """Ranks step other ones: refused, since their steps do not tell where they are."""
+    pair = Pair()
+    pair.train()
+    own = {p: torch.optim.SGD([p], 0.1) for p in pair.model.parameters()}
+    for parameter, optimizer in own.items():
+        parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
+    for seed in range(2):
+        pair.model.zero_grad()
+        pair.step(rows(seed, 8)).backward()
+    words = "rank 1" if dist.get_rank() == 0 else "rank 0"
+    refused(pair.model.state_dict, f"{words} trains a part of the state, and has none of")
+    pair.step(rows(0, 8))
+
+
+@row(ranks=(2,))
+def many_times():
+    """No thread, file descriptor or tensor is left behind. Threads that are about to wait for the
+    next question may still have some of the last one."""
+    pair = Pair()
+    pair.train()
+
+    def resources():
+        gc.collect()
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    pair.check()
+    before = resources()
+    for _ in range(50):
+        pair.check()
+    after = resources()
+    assert all(now <= then + 5 for now, then in zip(after, before, strict=True)), (before, after)
+
+
+@row(ranks=(2,))
+def after_a_failure():
+    """Every rank is told of it; after the next step state comes over new connections."""
+    pair = Pair()
+    pair.train()
+    if dist.get_rank() == 1:
+        join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))
+    for ask in (pair.model.state_dict, lambda: pair.step(rows(0, 8))):
+        try:
+            ask()
+        except pfeife.PipelineError as error:
+            assert "a test" in str(error), error
+            break
+    else:
+        raise AssertionError("the failure was lost")
+    pair.train()
+    pair.check()

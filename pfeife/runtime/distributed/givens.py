@@ -34,22 +34,22 @@ class Givens:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.given: list[_Given] = []
+        self.given: dict[int, _Given] = {}
 
     def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Notes some, by their names."""
-        found = [
-            _Given(name, weakref.ref(one), version_of(one), some_values(one))
-            for name, one in tensors
-        ]
+        """Notes some, with their names, as they are when they are first given."""
         with self.lock:
-            self.given += found
+            for name, one in tensors:
+                known = self.given.get(id(one))
+                if known is None or known.tensor() is not one:
+                    found = _Given(name, weakref.ref(one), version_of(one), some_values(one))
+                    self.given[id(one)] = found
 
     def changed(self) -> str:
         """The name of the first that has changed since, "" if there is none; forgets them all."""
         with self.lock:
-            given, self.given = self.given, []
-        return next((one.name for one in given if one.changed()), "")
+            given, self.given = self.given, {}
+        return next((one.name for one in given.values() if one.changed()), "")
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

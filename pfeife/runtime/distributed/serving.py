@@ -148,11 +148,13 @@ class Service:
         """On a thread: answers one rank until the connection is cut or that rank is gone."""
         with contextlib.suppress(RuntimeError):
             while True:
-                question = plain.from_json(Question, self.post.text(reader, _QUESTION))
-                with contextlib.ExitStack() as stack:
-                    answer, found = self._answer(reader, question, stack)
-                    tensors = found.tensors
-                    self.post.send(reader, question.tag, plain.to_json(answer), tensors)
+                self._reply(reader, self.post.text(reader, _QUESTION))
+
+    def _reply(self, reader: int, text: str) -> None:
+        question = plain.from_json(Question, text)
+        with contextlib.ExitStack() as stack:
+            answer, found = self._answer(reader, question, stack)
+            self.post.send(reader, question.tag, plain.to_json(answer), found.tensors)
 
     def _answer(
         self, reader: int, question: Question, stack: contextlib.ExitStack
