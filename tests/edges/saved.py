@@ -342,3 +342,38 @@ def after_a_failure():
         raise AssertionError("the failure was lost")
     pair.train()
     pair.check()
+
+
+@row(ranks=(2,))
+def an_optimizer_that_is_loaded_on_one_rank():
+    """After its first step, and before: refused on all."""
+    pair = Pair()
+    pair.train()
+    state = copy.deepcopy(pair.mine.state_dict())
+    words = "an optimizer has been given state on ranks [0], and on the others none"
+    if dist.get_rank() == 0:
+        pair.mine.load_state_dict(state)
+    refused(lambda: pair.step(rows(0, 8)), words)
+    pair.train()
+    again = OPTIMIZERS["momentum"](pair.model)
+    if dist.get_rank() == 0:
+        again.load_state_dict(state)
+    pair.step(rows(0, 8)).backward()
+    again.step()
+    refused(lambda: pair.step(rows(0, 8)), words)
+
+
+@row(ranks=(2,))
+def what_is_loaded_before_the_first_step():
+    """A script that resumes; each rank keeps the optimizer's state for what it trains."""
+    pair = Pair(optimizer="adamw")
+    pair.train()
+    whole = copy.deepcopy((pair.model.state_dict(), pair.mine.state_dict()))
+    again = Pair(optimizer="adamw")
+    for model, optimizer in ((again.model, again.mine), (again.twin, again.theirs)):
+        model.load_state_dict(whole[0])
+        optimizer.load_state_dict(copy.deepcopy(whole[1]))
+    assert len(again.mine.state) == len(again.theirs.state)
+    again.train(2)
+    assert len(again.mine.state) < len(again.theirs.state)
+    again.check()

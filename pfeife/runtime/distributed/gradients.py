@@ -144,8 +144,8 @@ class Gradients:
         if others and any(p.grad is not None and not state.get(p) for p in parameters):
             raise ValueError(
                 f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
-                "trains, and none for parameters of this rank: each rank saves and loads the "
-                "state_dict() of its own optimizer"
+                "trains, and none for parameters of this rank: load the whole "
+                "optimizer.state_dict(), which every rank gives, on every rank"
             )
 
     def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:

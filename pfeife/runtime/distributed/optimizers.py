@@ -1,7 +1,7 @@
 """`state_dict()` of an optimizer on one rank: with the state that others keep."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Optimizers:
         self.asking = asking
         self.known: list[weakref.ref[torch.optim.Optimizer]] = []
         self.handles: list[Any] = []
+        self.loaded = False  # whether one was given state since the ranks have last compared
 
     def install(self) -> None:
         """From now on every step is seen."""
@@ -38,20 +39,29 @@ class Optimizers:
             self.handles.pop().remove()
 
     def news(self) -> list[str]:
-        """How many steps there have been since the last call, in a line, if any."""
+        """How many steps there have been since the last call, in a line, if any, and whether an
+        optimizer has been given state."""
         count = self.asking.service.script.place.begun[1]
-        return [f"steps {count}"] if count else []
+        return [f"steps {count}"] * (count > 0) + ["loaded state"] * self.loaded
 
-    def compare_steps(self, told: Mapping[int, int], ranks: int) -> None:
+    def compare(self, steps: Mapping[int, int], loaded: Collection[int], ranks: int) -> None:
         """Notes it where ranks have not stepped equally often, by what they have told: then their
-        counts do not tell whether they are at one point of the script."""
-        counts = [told.get(rank, 0) for rank in range(ranks)]
+        counts do not tell whether they are at one point of the script. Raises Refusal where some
+        have loaded an optimizer's state, and others none."""
+        counts = [steps.get(rank, 0) for rank in range(ranks)]
         other = next((rank for rank in range(ranks) if counts[rank] != counts[0]), None)
+        self.loaded, self.asking.service.uneven = False, ""
         if other is not None:
             self.asking.service.uneven = (
                 f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
                 f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
                 "point"
+            )
+        if 0 < len(loaded) < ranks:
+            raise Refusal(
+                f"an optimizer has been given state on ranks {sorted(loaded)}, and on the others "
+                "none: call optimizer.load_state_dict on every rank, or on none, and begin again "
+                "from the last checkpoint if it has stepped since"
             )
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -70,6 +80,7 @@ class Optimizers:
         if not any(one is optimizer for one in listed):
             self.known = [weakref.ref(one) for one in (*listed, optimizer)]
             self.asking.kept.add(optimizer)
+            self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
             optimizer.register_state_dict_post_hook(self.saved)
             optimizer.register_load_state_dict_pre_hook(self._before_load)
             optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -87,6 +98,7 @@ class Optimizers:
         self.asking.service.begin("loads of state")
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self.loaded = True
         self.asking.service.script.end("loads of state")
 
     def saved(

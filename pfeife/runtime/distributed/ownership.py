@@ -229,7 +229,6 @@ class Ownership:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
-        self.asking.service.uneven = ""
         if not any(news):
             return
         if borrowed:
@@ -243,7 +242,7 @@ class Ownership:
         self.gradients.compare_steps(stepped, world.rank, world.size)
         self.gradients.forget()
         steps = {rank: int(one) for rank, ((one,),) in told.pop("steps").items()}
-        self.optimizers.compare_steps(steps, world.size)
+        self.optimizers.compare(steps, told.pop("loaded"), world.size)
         if not any(told.values()):
             return
         wrong = compared(told["scaled"]) or _spoiled(told["nan"])
@@ -303,12 +302,13 @@ class Ownership:
 #
 #     stepped   DIGEST                which optimizers have stepped, and to what they are set
 #     steps     COUNT                 how often optimizers have stepped since the last call
+#     loaded    state                 an optimizer has been given some
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
 #     nan       NAME                  what nobody trains and this rank reads has become NaN
 #     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
-_KINDS = ("stepped", "steps", "changed", "nan", "scaled", "shared", "borrowed")
+_KINDS = ("stepped", "steps", "loaded", "changed", "nan", "scaled", "shared", "borrowed")
 
 
 def _named(owned: Owned) -> str:
