@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = str(Path(__file__).parent / "ending.py")
+SCRIPT = str(Path(__file__).parents[2] / "staying.py")
 
 
 def ended(folder: Path, how: str) -> tuple[list[int | None], dict[str, str]]:

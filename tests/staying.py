@@ -1,6 +1,6 @@
 """A script that two processes run, of which one ends before the other has saved the state.
 
-    python ending.py FOLDER HOW     with the environment of torchrun
+    python staying.py FOLDER HOW     with the environment of torchrun
 
 Rank 0 writes what it was told instead of state, if anything, to FOLDER/told, and else compares the
 state with that of one device and writes FOLDER/right.
