@@ -50,7 +50,7 @@ class Optimizers:
         have loaded an optimizer's state, and others none."""
         counts = [steps.get(rank, 0) for rank in range(ranks)]
         other = next((rank for rank in range(ranks) if counts[rank] != counts[0]), None)
-        self.loaded, self.asking.service.uneven = False, ""
+        self.loaded = False
         if other is not None:
             self.asking.service.uneven = (
                 f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "

@@ -229,6 +229,7 @@ class Ownership:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
+        self.asking.service.uneven = ""
         if not any(news):
             return
         if borrowed:
