@@ -1,4 +1,4 @@
-"""The table of edges: a row each, in one process and on 2 ranks; the rows stand in `edges/`."""
+"""The table of edges: a row each, in one process, on 2 or 3 ranks; the rows stand in `edges/`."""
 
 import pytest
 from edges import ABOUT_RANKS, TOPICS
@@ -15,6 +15,6 @@ def is_about_one(item: Item) -> bool:
     return 1 in item.row.ranks and item.module.partition(".")[2] not in ABOUT_RANKS
 
 
-@pytest.mark.parametrize("item", items("edges", TOPICS, 2, whole=is_about_one))
+@pytest.mark.parametrize("item", items("edges", TOPICS, 2, 3, whole=is_about_one))
 def test_on_ranks(item, found_on_ranks):
     check(item, found_on_ranks)

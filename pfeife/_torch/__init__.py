@@ -47,7 +47,7 @@ from pfeife._torch.dynamo import (
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
-from pfeife._torch.modules import graph_module, is_unwritten
+from pfeife._torch.modules import graph_module, is_unwritten, saved_state
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -153,6 +153,7 @@ __all__ = [
     "placeholder_source",
     "result_paths",
     "said_to_compile",
+    "saved_state",
     "sets_data",
     "sizes_and_numbers",
     "source_value",

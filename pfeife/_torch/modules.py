@@ -20,3 +20,12 @@ def graph_module(
 def is_unwritten(module: fx.GraphModule) -> bool:
     """Whether a module has no code yet: it will be that of its graph."""
     return isinstance(module, _LazyGraphModule) and module._needs_recompile()
+
+
+def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters and buffers that its `state_dict()` has, by name. If the set of
+    the others moves: `state_dict(keep_vars=True)` without those of its children."""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    left = module._non_persistent_buffers_set
+    return own | {name: one for name, one in buffers if name not in left}

@@ -62,8 +62,24 @@ class Steps:
         if world and compiled and builder.outdated(compiled, args, world):
             compiled = None
         seed = _seed(compiled)
-        if world:
+        if world is None:
+            return self._run(builder, key, compiled, args, world, seed)
+        with world.service.script.resting("its next call of a compiled step"):
             seed = self._agreed(world, args, compiled, options, seed)
+        with world.service.called():
+            return self._run(builder, key, compiled, args, world, seed)
+
+    def _run(
+        self,
+        builder: Builder,
+        key: tuple,
+        compiled: Compiled | None,
+        args: Sequence[Any],
+        world: World | None,
+        seed: int,
+    ) -> list[torch.Tensor]:
+        """The call that all ranks make."""
+        options = builder.options
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
@@ -134,6 +150,7 @@ class Steps:
         with world.building("the arguments of a step"):
             text, news, refused = "", "", None
             try:
+                world.service.check_given()
                 text = self._said(args, compiled, options)
                 news = world.ownership.news(borrowed, args)
             except (PipelineError, Refusal):

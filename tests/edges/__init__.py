@@ -18,8 +18,9 @@ TOPICS = (
     "ranks",
     "recurrent",
     "reductions",
+    "saved",
     "state",
     "values",
     "words",
 )
-ABOUT_RANKS = ("hang", "ranks", "state")
+ABOUT_RANKS = ("hang", "ranks", "saved", "state")

@@ -9,6 +9,7 @@ from pfeife.runtime.distributed.heartbeat import (
     ALL,
     ANSWER,
     BUILDING,
+    ENDED,
     INTERVAL,
     OUTSIDE,
     Heartbeat,
@@ -35,6 +36,8 @@ def cause(monitor: Monitor, peer: int | None, error: RuntimeError, doing: str) -
     awaited = f"while rank {monitor.rank} waited for it in {doing}"
     if not lives(peer, first, second):
         return _gone(peer, awaited, second, error)
+    if (second or {})[peer].doing == ENDED:
+        return Failure(peer, "", f"its program has ended {awaited}")
     # Who closes its connections while it lives is finding out why another one is silent.
     broken = f"its connection is closed, though its process lives, {awaited} ({_short(error)})"
     return monitor.heard(ANSWER) or Failure(peer, "", broken)
@@ -120,6 +123,8 @@ class Wait:
     def _longest(self, doing: str) -> float:
         if doing == OUTSIDE:
             return math.inf
+        if doing == ENDED:
+            return 0.0
         return (LONGEST if doing.startswith(BUILDING) else 1) * self.timeout
 
     def _chain(self, start: int) -> list[int]:

@@ -12,6 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.runtime.distributed.hollow import hollow
 
+NOT_PICKLED = (
+    "a model whose parameters are trained by several ranks cannot be pickled: save "
+    "model.state_dict()"
+)
 _PROBED = 16  # tensors that every call looks into
 
 
@@ -85,6 +89,13 @@ class Foreign:
         if probe is not None and _are_nan([probe]):
             _fill(tensor, one)
 
+    def lacks(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is absent here, and no values have been loaded since."""
+        one = self.found.get(tensor)
+        if one is not None:
+            self._settle(one)
+        return one is not None and version_of(tensor) == one.version
+
     def stale(self, module: nn.Module) -> _Absent | None:
         """The first of a module's own tensors that is absent here; None if there is none, or
         values have been loaded since."""
@@ -138,9 +149,9 @@ class _Arrival:
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             raise ValueError(
-                f"{_where(self.one)}, and something outside of the compiled step has used it, such "
-                "as a penalty added to the loss: its gradient arrived here. Compute that inside "
-                "of the step"
+                f"{where_trained(self.one)}, and something outside of the compiled step has used "
+                "it, such as a penalty added to the loss: its gradient arrived here. Compute that "
+                "inside of the step"
             )
 
 
@@ -157,16 +168,7 @@ class Guard:
         for module in {module: None for root in roots for module in root.modules()}:
             if module not in self.watched and any(one in self.owned for one in _own(module)):
                 self.watched.add(module)
-                module.register_state_dict_pre_hook(self.saving)
                 module.register_forward_pre_hook(self.running)
-
-    def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        one = self.foreign.stale(module)
-        if one is not None:
-            raise ValueError(
-                f"{_where(one)}, so the state_dict() of this rank is not the whole state: call "
-                "pfeife.full_state_dict(model) on every rank"
-            )
 
     def running(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -174,7 +176,7 @@ class Guard:
         one = self.foreign.stale(module)
         if one is not None:
             raise ValueError(
-                f"{_where(one)}, so the model cannot be run by hand: run it in a step of "
+                f"{where_trained(one)}, so the model cannot be run by hand: run it in a step of "
                 "pfeife.compile, also to evaluate, or load pfeife.full_state_dict(model), which "
                 "every rank must call, into it first"
             )
@@ -183,13 +185,11 @@ class Guard:
         return self  # copies have tensors of their own, which are not absent
 
     def __reduce__(self) -> Any:
-        raise ValueError(
-            "a model whose parameters are trained by several ranks cannot be pickled: save "
-            "pfeife.full_state_dict(model)"
-        )
+        raise ValueError(NOT_PICKLED)
 
 
-def _where(one: _Absent) -> str:
+def where_trained(one: _Absent) -> str:
+    """In words."""
     ranks = ", ".join(map(str, one.ranks))
     return f"state of other ranks: {one.name} is trained by rank {ranks} and is NaN here"
 

@@ -30,11 +30,13 @@ class _Handed:
 
     def ratios(self, gradient: torch.Tensor) -> torch.Tensor:
         """What the values were multiplied by, where that can be told."""
-        found = gradient.flatten()[:0] if self.values is None else _some(gradient) / self.values
+        found = (
+            gradient.flatten()[:0] if self.values is None else some_values(gradient) / self.values
+        )
         return found[found.isfinite()]
 
 
-def _some(gradient: torch.Tensor) -> torch.Tensor:
+def some_values(gradient: torch.Tensor) -> torch.Tensor:
     """Some values of a gradient, spread over it."""
     flat = gradient.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
@@ -84,7 +86,7 @@ class Gradients:
         """Called by autograd when a parameter's gradient is complete."""
         gradient = parameter.grad
         if is_here(gradient) and gradient.layout == torch.strided and gradient.numel():
-            values = _some(gradient) if look or self.scaled else None
+            values = some_values(gradient) if look or self.scaled else None
             self.handed[id(parameter)] = _Handed(
                 weakref.ref(parameter), id(gradient), gradient._version, values
             )
@@ -143,8 +145,8 @@ class Gradients:
         if others and any(p.grad is not None and not state.get(p) for p in parameters):
             raise ValueError(
                 f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
-                "trains, and none for parameters of this rank: each rank saves and loads the "
-                "state_dict() of its own optimizer"
+                "trains, and none for parameters of this rank: load the whole "
+                "optimizer.state_dict(), which every rank gives, on every rank"
             )
 
     def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:

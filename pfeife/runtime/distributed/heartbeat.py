@@ -23,6 +23,7 @@ ANSWER = 5.0  # seconds in which the store answers, unless it is lost
 MISSED = 3  # signs of life in a row that the store refuses before it counts as gone
 ALL = -1  # who a rank waits for in an operation of all ranks
 OUTSIDE = "the program outside of a step"
+ENDED = "the end of its program"
 BUILDING = "building: "  # how it starts where a rank prepares something
 T = TypeVar("T")
 

@@ -12,10 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
 from pfeife.runtime.distributed.hollow import give_back
+from pfeife.runtime.distributed.optimizers import Optimizers
+from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 
@@ -74,8 +77,20 @@ class Ownership:
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.guard = Guard(self.known, self.foreign)
+        self.asking = Asking(self.known, self.foreign)
+        self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign.found)
         self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
+
+    def end(self) -> None:
+        """No optimizer's step is seen any more."""
+        self.stepping.end()
+        self.gradients.end()
+        self.optimizers.end()
+
+    def divided(self, ranks: int) -> bool:
+        """Whether some of so many ranks lacks state that others train."""
+        return any(len(owned.everywhere) < ranks for owned in self.owned.values())
 
     def owns_any(self, values: Iterable[Any]) -> bool:
         """Whether some rank trains any of these."""
@@ -141,18 +156,17 @@ class Ownership:
         mine = [t for t, owned in pairs if owned.holds(world.rank) and t.requires_grad]
         self.gradients.watch(mine)
         if pairs:
+            modules = tuple(modules)
             self.guard.watch(modules)
+            self.saving.watch(modules)
             self.stepping.install()  # first, so that the others see what the optimizer sees
             self.gradients.install()
+            self.optimizers.install()  # last, since the other refuses what this one lets go of
             give_back()
-
-    def end(self) -> None:
-        """No optimizer is looked after any more."""
-        self.stepping.end()
-        self.gradients.end()
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
+        self.asking.kept.add(tensor)
         self.owned[owned.number] = owned
         if not owned.holds(rank):
             self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
@@ -188,7 +202,7 @@ class Ownership:
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
         them has been written to, what has become NaN, by what gradients were scaled."""
-        lines = self.gradients.news()
+        lines = [*self.gradients.news(), *self.optimizers.news()]
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
@@ -222,6 +236,7 @@ class Ownership:
         """Takes what every rank has told: a checkpoint that all have loaded becomes the state that
         is trained on (collective if there is one). Raises Refusal on all ranks for what would go
         on with wrong numbers."""
+        self.asking.service.uneven = ""
         if not any(news):
             return
         if borrowed:
@@ -234,6 +249,8 @@ class Ownership:
         stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
         self.gradients.compare_steps(stepped, world.rank, world.size)
         self.gradients.forget()
+        steps = {rank: int(one) for rank, ((one,),) in told.pop("steps").items()}
+        self.optimizers.compare(steps, told.pop("loaded"), world.size)
         if not any(told.values()):
             return
         wrong = compared(told["scaled"]) or _spoiled(told["nan"])
@@ -292,12 +309,14 @@ class Ownership:
 # News, a line each: the kind, and
 #
 #     stepped   DIGEST                which optimizers have stepped, and to what they are set
+#     steps     COUNT                 how often optimizers have stepped since the last call
+#     loaded    state                 an optimizer has been given some
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
 #     nan       NAME                  what nobody trains and this rank reads has become NaN
 #     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
-_KINDS = ("stepped", "changed", "nan", "scaled", "shared", "borrowed")
+_KINDS = ("stepped", "steps", "loaded", "changed", "nan", "scaled", "shared", "borrowed")
 
 
 def _named(owned: Owned) -> str:

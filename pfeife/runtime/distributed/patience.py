@@ -50,14 +50,12 @@ class Patience:
     def _wait(self, doing: Doing, since: float) -> None:
         """One wait of the rank, until it is over."""
         timeout = self.timeout()
-        # Seconds without a sign of life in which a rank that keeps Python to itself now and
-        # then, as compilers do, is still believed to live.
-        stillness = min(timeout, max(10 * INTERVAL, 0.1 * timeout))
-        seen: deque[Heartbeats | None] = deque(maxlen=1 + round(stillness / INTERVAL))
+        still = stillness(timeout)
+        seen: deque[Heartbeats | None] = deque(maxlen=1 + round(still / INTERVAL))
         warn = min(WARNING, timeout)
         while self.look() == doing and not self.over.wait(INTERVAL):
             waited = time.monotonic() - since
-            if waited < min(warn, timeout - stillness):
+            if waited < min(warn, timeout - still):
                 continue  # nothing is asked of the store in vain
             seen.append(self.monitor.heartbeats())
             before = seen[0] if len(seen) == seen.maxlen else {}
@@ -73,6 +71,12 @@ class Patience:
             elif waited >= warn:
                 warn *= 2
                 _warn(wait)
+
+
+def stillness(timeout: float) -> float:
+    """Seconds without a sign of life in which a rank that keeps Python to itself now and then, as
+    compilers do, is still believed to live."""
+    return min(timeout, max(10 * INTERVAL, 0.1 * timeout))
 
 
 def _warn(wait: Wait) -> None:

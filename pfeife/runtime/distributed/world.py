@@ -30,11 +30,14 @@ from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.sending import Sender
+from pfeife.runtime.distributed.serving import Service
+from pfeife.runtime.distributed.staying import stay
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
+_ASKED = "asked"  # what the connection of the service is for
 _SHORT = 96  # bytes of a note from which on it has a message of its own
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=INTERVAL)
@@ -68,7 +71,7 @@ class World:
         self.inside, self.asking = 0, False
         self.waiting: float | None = None  # since when for all ranks
         self.look: Callable[[], Doing] = _outside
-        self.gloo = None if device.type == "cuda" else _torch.gloo_device()
+        self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.sender = Sender()
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
@@ -77,6 +80,9 @@ class World:
         try:
             with self.building("the connections"):
                 self.connection = self.connection_of(range(self.size))
+                asked = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
+                find, asking = self.ownership.optimizers.find, self.ownership.asking
+                self.service = asking.service = Service(self, asked, find, asking.kept)
         except BaseException:
             self._end_threads()
             raise
@@ -91,14 +97,17 @@ class World:
         watchdog looks after it."""
         return () if self.device.type == "cuda" else (FOREVER,)
 
-    def connection_of(self, ranks: Sequence[int], purpose: str = "") -> Connection:
-        """The connection of some ranks; all ranks of the world make new ones, in one order."""
+    def connection_of(
+        self, ranks: Sequence[int], purpose: str = "", device: torch.device | None = None
+    ) -> Connection:
+        """The connection of some ranks, for tensors on the world's or another device; all ranks of
+        the world make new ones, in one order."""
         key = (tuple(ranks), purpose)
         if key not in self.connections:
             own = dist.PrefixStore(f"world {self.generation}", self.store)
             try:
                 self.connections[key] = Connection(
-                    ranks, self.device, self.timeout, own, purpose, self.gloo
+                    ranks, device or self.device, self.timeout, own, purpose, self.gloo
                 )
             except RuntimeError as error:
                 raise self.lost(None, error) from error
@@ -317,21 +326,29 @@ class World:
         """Lets go of the connections of a world that has failed. Whoever has made a step in it may
         keep it for long: torch.compile does."""
         self._end_threads()
-        self.sender.close()
-        for connection in self.connections.values():
-            connection.close()
+        self.service.end()
+        self.disconnect()
         self.gloo = None
 
+    def disconnect(self) -> None:
+        """Closes all connections but that of the service."""
+        self.sender.close()
+        for connection in self.connections.values():
+            if connection is not self.service.connection:
+                connection.close()
+
     def leave(self) -> None:
-        """Tells the others that this process ends; after a failure, who keeps the store waits
-        until all that live know of it."""
-        self.ownership.end()
+        """Tells the others that this process ends, once they need nothing of it; after a failure,
+        who keeps the store waits until all that live know of it."""
         if self.monitor.thread.is_alive():
+            stay(self)
             if self.failure is not None and self.rank == 0 and not kept_by_torchrun():
                 diagnosis.wait_until_known(self.monitor, GRACE)
             self.monitor.ask(self.monitor.acknowledge)
             self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()
+            self.service.end()
+        self.ownership.end()
 
     def _end_threads(self) -> None:
         self.watch.end()

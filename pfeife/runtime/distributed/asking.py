@@ -1,0 +1,67 @@
+"""What of some state is missing on a rank, and which ranks have it."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pfeife.runtime.distributed.foreign import Foreign
+from pfeife.runtime.distributed.kept import Kept
+from pfeife.runtime.distributed.questions import Named
+
+if TYPE_CHECKING:
+    from pfeife.runtime.distributed.ownership import Owned
+    from pfeife.runtime.distributed.serving import Service
+
+
+class Asking:
+    """Asks, of each absent tensor, the first rank of this one's own pipeline that trains it.
+
+    `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
+    the world, a new one after every failure; `kept` is what others may ask this one for.
+    """
+
+    service: "Service"
+
+    def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
+        self.known, self.foreign, self.kept = known, foreign, Kept()
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """That of a tensor that ranks train."""
+        return self.known[tensor].number
+
+    def is_missing(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is absent here, and nothing has been loaded into it since."""
+        return self.foreign.lacks(tensor)
+
+    def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
+        found: dict[int, torch.Tensor] = {}
+        with self._asking():
+            for rank, numbers in self._by_rank(missing).items():
+                found |= self.service.tensors(rank, numbers)
+        return found
+
+    def states(self, named: Named, missing: Iterable[torch.Tensor]) -> dict[int, Any]:
+        """An optimizer's state for absent tensors by their numbers. Raises as `Service.states`."""
+        found: dict[int, Any] = {}
+        with self._asking():
+            for rank, numbers in self._by_rank(missing).items():
+                found |= self.service.states(rank, named, numbers)
+        return found
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.service.script.note_asked()
+
+    def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[int]]:
+        found: dict[int, dict[int, None]] = {}  # a tied tensor once
+        for owned in (self.known[one] for one in tensors):
+            replica = self.service.world.rank // owned.mesh.ranks
+            rank = replica * owned.mesh.ranks + owned.first
+            found.setdefault(rank, {})[owned.number] = None
+        return {rank: tuple(found[rank]) for rank in sorted(found)}

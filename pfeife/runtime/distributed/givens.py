@@ -1,0 +1,56 @@
+"""What other ranks were given of this one's state: it should not be written to by hand then."""
+
+import threading
+import weakref
+from collections.abc import Iterable
+
+import attrs
+import torch
+
+from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.gradients import some_values
+
+
+@attrs.frozen(eq=False)
+class _Given:
+    """A tensor as it was when it was given: its version, and some of its values, since what is
+    written by `.data` leaves no trace in the version."""
+
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    values: torch.Tensor
+
+    def changed(self) -> bool:
+        tensor = self.tensor()
+        if tensor is None:
+            return False
+        same = torch.equal(_bytes(self.values), _bytes(some_values(tensor)))
+        return version_of(tensor) != self.version or not same
+
+
+class Givens:
+    """The tensors that were given away since their last change that all ranks know of."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.given: dict[int, _Given] = {}
+
+    def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Notes some, with their names, as they are when they are first given."""
+        with self.lock:
+            for name, one in tensors:
+                known = self.given.get(id(one))
+                if known is None or known.tensor() is not one:
+                    found = _Given(name, weakref.ref(one), version_of(one), some_values(one))
+                    self.given[id(one)] = found
+
+    def changed(self) -> str:
+        """The name of the first that has changed since, "" if there is none; forgets them all."""
+        with self.lock:
+            given, self.given = self.given, {}
+        return next((one.name for one in given.values() if one.changed()), "")
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)

@@ -1,0 +1,163 @@
+"""`state_dict()` of an optimizer on one rank: with the state that others keep."""
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pfeife.runtime.distributed.asking import Asking
+from pfeife.runtime.distributed.questions import Named, Question, told
+from pfeife.runtime.distributed.serving import Found
+from pfeife.runtime.failure import Refusal
+
+
+class Optimizers:
+    """The optimizers of what ranks train, in the order of their first steps: before that, none has
+    state that others lack."""
+
+    def __init__(self, asking: Asking):
+        self.asking = asking
+        self.known: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.handles: list[Any] = []
+        self.loaded = False  # whether one was given state since the ranks have last compared
+
+    def install(self) -> None:
+        """From now on every step is seen."""
+        if not self.handles:
+            self.handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def end(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+    def news(self) -> list[str]:
+        """How many steps there have been since the last call, in a line, if any, and whether an
+        optimizer has been given state."""
+        count = self.asking.service.script.place.begun[1]
+        return [f"steps {count}"] * (count > 0) + ["loaded state"] * self.loaded
+
+    def compare(self, steps: Mapping[int, int], loaded: Collection[int], ranks: int) -> None:
+        """Notes it where ranks have not stepped equally often, by what they have told: then their
+        counts do not tell whether they are at one point of the script. Raises Refusal where some
+        have loaded an optimizer's state, and others none."""
+        counts = [steps.get(rank, 0) for rank in range(ranks)]
+        other = next((rank for rank in range(ranks) if counts[rank] != counts[0]), None)
+        self.loaded = False
+        if other is not None:
+            self.asking.service.uneven = (
+                f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
+                f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
+                "point"
+            )
+        if 0 < len(loaded) < ranks:
+            raise Refusal(
+                f"an optimizer has been given state on ranks {sorted(loaded)}, and on the others "
+                "none: call optimizer.load_state_dict on every rank, or on none, and begin again "
+                "from the last checkpoint if it has stepped since"
+            )
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has anything that ranks train."""
+        return any(one in self.asking.known for one in _parameters(optimizer))
+
+    def _listed(self) -> list[torch.optim.Optimizer]:
+        found = [one() for one in self.known]
+        return [one for one in found if one is not None]
+
+    @torch.compiler.disable
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._ours(optimizer):
+            return
+        listed = self._listed()
+        if not any(one is optimizer for one in listed):
+            self.known = [weakref.ref(one) for one in (*listed, optimizer)]
+            self.asking.kept.add(optimizer)
+            self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
+            optimizer.register_state_dict_post_hook(self.saved)
+            optimizer.register_load_state_dict_pre_hook(self._before_load)
+            optimizer.register_load_state_dict_post_hook(self._after_load)
+        self.asking.service.begin("steps of optimizers")
+        absent = self.asking.foreign.found
+        for one in [p for p in _parameters(optimizer) if p in absent]:
+            optimizer.state.pop(one, None)  # loaded, or made before anybody trained it
+
+    @torch.compiler.disable
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._ours(optimizer):
+            self.asking.service.script.end("steps of optimizers")
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        self.asking.service.begin("loads of state")
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self.loaded = True
+        self.asking.service.script.end("loads of state")
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer, found: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """A hook: the state_dict() with the state of what other ranks train, on the CPU, and by
+        the indices that it has on one device. Raises as `Service.states`."""
+        groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
+        pairs = [
+            pair
+            for mine, packed in groups
+            for pair in zip(mine["params"], packed["params"], strict=True)
+        ]
+        lacks, state = self.asking.foreign.found, found["state"]
+        missing = {index: one for one, index in pairs if one in lacks and index not in state}
+        if not missing:
+            return None
+        theirs = self.asking.states(self._named(optimizer), missing.values())
+        numbers = {index: self.asking.number(one) for index, one in missing.items()}
+        added = {index: theirs[number] for index, number in numbers.items() if number in theirs}
+        whole = state | added
+        order = sorted(index for index in whole if isinstance(index, int))
+        ordered = {index: whole[index] for index in order}
+        return found | {"state": ordered | {key: whole[key] for key in whole if key not in ordered}}
+
+    def _named(self, optimizer: torch.optim.Optimizer) -> Named:
+        """What all ranks call it. An optimizer that has not stepped here comes last."""
+        kind, groups = self._described(optimizer)
+        alike = [one for one in self._listed() if self._described(one) == (kind, groups)]
+        place = next((at for at, one in enumerate(alike) if one is optimizer), len(alike))
+        return Named(kind, groups, place)
+
+    def _described(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        known = self.asking.known
+        groups = tuple(
+            tuple(known[one].number if one in known else -1 for one in group["params"])
+            for group in optimizer.param_groups
+        )
+        return type(optimizer).__name__, groups
+
+    def find(self, question: Question) -> Found:
+        """What answers a question of another rank. Raises Refusal if there is no such thing."""
+        tensors = {owned.number: (owned, one) for one, owned in self.asking.known.items()}
+        wanted = [tensors[number] for number in question.tensors]
+        if question.optimizer is None:
+            values = tuple(one for _, one in wanted)
+            return Found(values, (), tuple((owned.name, one) for owned, one in wanted))
+        named = question.optimizer
+        listed = (one for one in self._listed() if self._named(one) == named)
+        optimizer = next(listed, None)
+        if optimizer is None:
+            raise Refusal(f"no {named.kind} with the same parameters has stepped there")
+        state: Mapping[torch.Tensor, Any] = optimizer.state
+        parts: list[torch.Tensor] = []
+        states = [told(state[one], parts) if one in state else None for _, one in wanted]
+        return Found(tuple(parts), tuple(states))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])

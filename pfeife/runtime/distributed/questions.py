@@ -1,0 +1,152 @@
+"""What ranks ask one another for, and what they answer: JSON, and the tensors behind it."""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.runtime.distributed.script import Place
+from pfeife.runtime.failure import Refusal
+
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+@attrs.frozen
+class Named:
+    """An optimizer as all ranks know it: its class, the numbers of the tensors of each group (-1
+    for one that no rank trains), and which one of those it is, by the order of first steps."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    place: int
+
+
+@attrs.frozen
+class Question:
+    """What a rank asks for at a place of its script: the values of tensors, by their numbers, or
+    an `optimizer`'s state for these; or to be told when the other has asked `asked` times as well,
+    or has gone on. `tag` is that of the answer's messages."""
+
+    tag: int
+    place: Place
+    tensors: tuple[int, ...] = ()
+    optimizer: Named | None = None
+    asked: int = 0
+
+
+class Kind(enum.Enum):
+    """The types of what an optimizer's state is made of."""
+
+    NONE = "None"
+    BOOL = "bool"
+    INT = "int"
+    FLOAT = "float"
+    STR = "str"
+    TENSOR = "Tensor"
+    LIST = "list"
+    TUPLE = "tuple"
+    DICT = "dict"
+
+
+@attrs.frozen
+class Value:
+    """A value of an optimizer's state: as text, a tensor by its place in the answer, or what it
+    is made of."""
+
+    kind: Kind
+    text: str = ""
+    keys: tuple[str, ...] = ()
+    items: tuple["Value", ...] = ()
+
+
+@attrs.frozen
+class Shaped:
+    """A tensor that follows the answer, as dense bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def empty(self) -> torch.Tensor:
+        """Room for it on the CPU. Raises ValueError for what is no dtype or shape."""
+        if self.dtype not in _DTYPES or min(self.shape, default=0) < 0:
+            raise ValueError(f"{self.dtype}{list(self.shape)} is no kind of tensor")
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype])
+
+    def laid_out(self, dense: torch.Tensor) -> torch.Tensor:
+        """The tensor with the strides that it had, if no two of its values share memory there."""
+        found = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype)
+        return found.copy_(dense) if found.untyped_storage().nbytes() == dense.nbytes else dense
+
+
+@attrs.frozen
+class Answer:
+    """Why there is none, or how many tensors follow; `states` are those of the tensors that were
+    asked for, None where the optimizer has none."""
+
+    refused: str = ""
+    tensors: tuple[Shaped, ...] = ()
+    states: tuple[Value | None, ...] = ()
+
+
+def shaped(tensor: torch.Tensor) -> Shaped:
+    """What is told of a tensor. Raises Refusal for one that is not dense."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise Refusal(f"a tensor with the layout {tensor.layout} is not sent to other ranks")
+    return Shaped(str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def as_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in its own memory."""
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def told(value: Any, tensors: list[torch.Tensor]) -> Value:
+    """A value of an optimizer's state; its tensors are added to a list. Raises Refusal for types
+    other than those of `Kind`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return Value(Kind.TENSOR, str(len(tensors) - 1))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return Value(Kind.DICT, "", tuple(value), _all_told(list(value.values()), tensors))
+    if type(value) in (list, tuple):
+        return Value(Kind(type(value).__name__), "", (), _all_told(value, tensors))
+    if value is None or type(value) in (bool, int, str):
+        return Value(Kind("None" if value is None else type(value).__name__), str(value))
+    if type(value) is float:
+        return Value(Kind.FLOAT, value.hex())
+    raise Refusal(
+        f"its state has a {type(value).__name__}: only tensors, numbers, texts, and lists, tuples "
+        "and dicts by name of these are sent to other ranks"
+    )
+
+
+def _all_told(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Value, ...]:
+    return tuple(told(value, tensors) for value in values)
+
+
+def heard(value: Value, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value that was `told`."""
+    match value.kind:
+        case Kind.TENSOR:
+            return tensors[int(value.text)]
+        case Kind.DICT:
+            return dict(zip(value.keys, _all_heard(value, tensors), strict=True))
+        case Kind.LIST:
+            return list(_all_heard(value, tensors))
+        case Kind.TUPLE:
+            return tuple(_all_heard(value, tensors))
+    read: dict[Kind, Callable[[str], Any]] = {
+        Kind.NONE: lambda text: None,
+        Kind.BOOL: lambda text: text == "True",
+        Kind.INT: int,
+        Kind.FLOAT: float.fromhex,
+        Kind.STR: str,
+    }
+    return read[value.kind](value.text)
+
+
+def _all_heard(value: Value, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [heard(item, tensors) for item in value.items]

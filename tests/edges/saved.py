@@ -1,0 +1,379 @@
+"""`state_dict()` and `load_state_dict()` of an unchanged script, on ranks that train together."""
+
+import copy
+import gc
+import io
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from rows import row
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import pfeife
+from edges.state import PAIR, Tied, accumulated, refused, rows
+from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.failure import Failure
+
+
+def norms():
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3))
+    )
+
+
+def grouped(model):
+    """Two groups, of which each has parameters of both ranks, in another order than the model's."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": others[::-1], "weight_decay": 0.0}, {"params": weights, "lr": 0.02}]
+
+
+OPTIMIZERS = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(grouped(model), lr=0.1, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(grouped(model), lr=0.01, amsgrad=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+}
+
+
+class Pair:
+    """A model on the ranks and its twin on one device, with an optimizer each."""
+
+    def __init__(self, make=norms, optimizer="momentum", **options):
+        self.model = make()
+        self.twin = copy.deepcopy(self.model)
+        self.step = pfeife.compile(self.loss_of(self.model), microbatches=2, **options)
+        self.mine, self.theirs = (OPTIMIZERS[optimizer](m) for m in (self.model, self.twin))
+        self.seed = 0
+
+    @staticmethod
+    def loss_of(model):
+        return lambda x: model(x).square().mean()
+
+    def train(self, steps=1):
+        for _ in range(steps):
+            x = rows(self.seed, 8)
+            loss = self.step(x)
+            loss.backward()
+            assert torch.equal(loss, accumulated(self.loss_of(self.twin), x))
+            for optimizer in (self.mine, self.theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            self.seed += 1
+
+    def check(self):
+        alike(self.model.state_dict(), self.twin.state_dict())
+        alike(self.mine.state_dict(), self.theirs.state_dict())
+
+
+def alike(found, expected, at=""):
+    """The same keys in the same order, the same types, shapes, dtypes and bits."""
+    assert type(found) is type(expected), (at, found, expected)
+    if isinstance(found, torch.Tensor):
+        kinds = [
+            (one.shape, one.dtype, one.stride(), one.requires_grad) for one in (found, expected)
+        ]
+        assert kinds[0] == kinds[1] and torch.equal(found, expected), (at, found, expected)
+    elif isinstance(found, dict):
+        assert list(found) == list(expected), (at, list(found), list(expected))
+        for key in found:
+            alike(found[key], expected[key], f"{at}.{key}")
+    elif isinstance(found, list | tuple):
+        assert len(found) == len(expected), at
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            alike(*pair, f"{at}.{index}")
+    else:
+        assert found == expected, at
+
+
+@row(ranks=(2,))
+def by_rank_zero_alone():
+    """Between any two steps, several times."""
+    for optimizer in OPTIMIZERS:
+        pair = Pair(optimizer=optimizer)
+        for _ in range(3):
+            pair.train()
+            if dist.get_rank() == 0:
+                pair.check()
+                pair.check()
+
+
+@row(ranks=(2, 3))
+def by_another_rank_alone():
+    """In one dict, as scripts save it, in a file."""
+    pair = Pair()
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    for _ in range(2):
+        pair.train()
+        if dist.get_rank() == last:
+            file = io.BytesIO()
+            whole = {"model": pair.model.state_dict(), "optimizer": pair.mine.state_dict()}
+            torch.save(whole, file)
+            file.seek(0)
+            found = torch.load(file)
+            alike(dict(found["model"]), dict(pair.twin.state_dict()))
+            alike(found["optimizer"], pair.theirs.state_dict())
+
+
+@row(ranks=(2, 3))
+def by_all_ranks():
+    """Also between backward and the optimizer's step, and right before other state is loaded."""
+    pair = Pair()
+    pair.train()
+    first = [copy.deepcopy((pair.twin.state_dict(), pair.theirs.state_dict())) for _ in range(2)]
+    for _ in range(2):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        time.sleep(0.2 * dist.get_rank())
+        pair.check()
+        pair.mine.step()
+        pair.theirs.step()
+        time.sleep(0.2 * dist.get_rank())
+        pair.check()
+        pair.mine.zero_grad()
+        pair.theirs.zero_grad()
+        pair.seed += 1
+    pair.check()
+    pairs = ((pair.model, pair.mine), (pair.twin, pair.theirs))
+    for (model, optimizer), (state, states) in zip(pairs, first, strict=True):
+        model.load_state_dict(state)
+        optimizer.load_state_dict(states)  # keeps the tensors
+    pair.check()
+    pair.train(2)
+    pair.check()
+
+
+@row(ranks=(2, 3))
+def before_a_barrier_of_all():
+    pair = Pair(optimizer="adamw")
+    for _ in range(2):
+        pair.train()
+        if dist.get_rank() == 0:
+            pair.check()
+        dist.barrier()
+
+
+@row(ranks=(2,))
+def of_tied_weights():
+    """Both names have one memory, in a file too."""
+    torch.manual_seed(0)
+    model = Tied()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **PAIR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(rows(0)).backward()
+    optimizer.step()
+    whole = pfeife.full_state_dict(model)
+    found = nn.ModuleDict({"within": model}).state_dict()
+    alike({name.removeprefix("within."): one for name, one in found.items()}, whole)
+    tied = [found[f"within.{name}.weight"].data_ptr() for name in ("first", "last")]
+    assert tied[0] == tied[1]
+    alike(
+        dict(model.middle.state_dict()), {n[7:]: v for n, v in whole.items() if n[:7] == "middle."}
+    )
+
+
+@row(ranks=(2,))
+def of_two_optimizers():
+    """They are alike but for their parameters, and one is of a model that no rank shares."""
+    pair = Pair()
+    halves = [[*pair.model[:2].parameters()], [*pair.model[2:].parameters()]]
+    others = [[*pair.twin[:2].parameters()], [*pair.twin[2:].parameters()]]
+    alone = nn.Linear(2, 2)
+    mine, theirs = ([torch.optim.AdamW(one) for one in half] for half in (halves, others))
+    for seed in range(2):
+        x = rows(seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        for optimizer in (*mine, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            own = torch.optim.Adam(alone.parameters())
+            alone(torch.ones(2)).sum().backward()
+            own.step()
+            own.state_dict()
+            for one, other in zip(mine, theirs, strict=True):
+                alike(one.state_dict(), other.state_dict())
+
+
+@row(ranks=(2,))
+def in_the_wrong_moment():
+    """Another rank has gone on: words that say so, and what to do; the ranks go on."""
+    pair = Pair()
+    pair.train()
+    for step in (pair.mine.step, lambda: pair.model.load_state_dict(pair.twin.state_dict())):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        if dist.get_rank() == 0:
+            dist.barrier()
+            refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
+            refused(pair.mine.state_dict, "rank 1 trains a part of the state, and has none of")
+            step()
+        else:
+            step()
+            dist.barrier()
+    pair.model.load_state_dict(pair.twin.state_dict())
+    pair.mine.load_state_dict(copy.deepcopy(pair.theirs.state_dict()))
+    pair.mine.zero_grad()
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def what_one_rank_has_done_alone():
+    """The others are at the next call and never come to where it asks."""
+    pair = Pair()
+    pair.train()
+    if dist.get_rank() == 0:
+        pair.mine.step()
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
+    pair.step(rows(0, 8))
+
+
+@row(ranks=(2,))
+def parameters_that_are_written_to_by_hand():
+    """By autograd's count, and past it: an error on all ranks at the next call, since what was
+    given may be too old."""
+    pair = Pair()
+    changes = (lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5))
+    for change in changes:
+        pair.train()
+        if dist.get_rank() == 0:
+            pair.model.state_dict()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                change(pair.model[2][0].weight)
+        words = "2.0.weight was written to, outside" if dist.get_rank() else "rank 1: ValueError: 2"
+        refused(lambda: pair.step(rows(0, 8)), words)
+        with torch.no_grad():
+            change(pair.twin[2][0].weight)
+
+
+@row(ranks=(2,))
+def the_tensors_themselves():
+    """keep_vars=True asks for them."""
+    pair = Pair()
+    pair.train()
+    refused(lambda: pair.model.state_dict(keep_vars=True), "state of other ranks: ")
+    pair.check()
+
+
+@row(ranks=(2,))
+def by_the_tools_of_torch():
+    """Distributed checkpoints' own functions: whole on every rank, by names."""
+    pair = Pair(optimizer="adamw")
+    pair.train()
+    alike(get_state_dict(pair.model, pair.mine), get_state_dict(pair.twin, pair.theirs))
+
+
+@row(ranks=(2,))
+def of_an_optimizer_that_is_compiled():
+    """Its steps are counted as others are."""
+    pair = Pair(optimizer="adamw")
+    steps = [torch.compile(one.step, backend="eager") for one in (pair.mine, pair.theirs)]
+    for _ in range(3):
+        x = rows(pair.seed, 8)
+        pair.step(x).backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        for step in steps:
+            step()
+        if dist.get_rank() == 0:
+            pair.check()
+        pair.mine.zero_grad()
+        pair.theirs.zero_grad()
+        pair.seed += 1
+
+
+@row(ranks=(2,))
+def of_optimizers_of_single_parameters():
+    """Ranks step other ones: refused, since their steps do not tell where they are."""
+    pair = Pair()
+    pair.train()
+    own = {p: torch.optim.SGD([p], 0.1) for p in pair.model.parameters()}
+    for parameter, optimizer in own.items():
+        parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
+    for seed in range(2):
+        pair.model.zero_grad()
+        pair.step(rows(seed, 8)).backward()
+    words = "rank 1" if dist.get_rank() == 0 else "rank 0"
+    refused(pair.model.state_dict, f"{words} trains a part of the state, and has none of")
+    pair.step(rows(0, 8))
+
+
+@row(ranks=(2,))
+def many_times():
+    """No thread, file descriptor or tensor is left behind. Threads that are about to wait for the
+    next question may still have some of the last one."""
+    pair = Pair()
+    pair.train()
+
+    def resources():
+        gc.collect()
+        tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    pair.check()
+    before = resources()
+    for _ in range(50):
+        pair.check()
+    after = resources()
+    assert all(now <= then + 5 for now, then in zip(after, before, strict=True)), (before, after)
+
+
+@row(ranks=(2,))
+def after_a_failure():
+    """Every rank is told of it; after the next step state comes over new connections."""
+    pair = Pair()
+    pair.train()
+    if dist.get_rank() == 1:
+        join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))
+    for ask in (pair.model.state_dict, lambda: pair.step(rows(0, 8))):
+        try:
+            ask()
+        except pfeife.PipelineError as error:
+            assert "a test" in str(error), error
+            break
+    else:
+        raise AssertionError("the failure was lost")
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def an_optimizer_that_is_loaded_on_one_rank():
+    """After its first step, and before: refused on all."""
+    pair = Pair()
+    pair.train()
+    state = copy.deepcopy(pair.mine.state_dict())
+    words = "an optimizer has been given state on ranks [0], and on the others none"
+    if dist.get_rank() == 0:
+        pair.mine.load_state_dict(state)
+    refused(lambda: pair.step(rows(0, 8)), words)
+    pair.train()
+    again = OPTIMIZERS["momentum"](pair.model)
+    if dist.get_rank() == 0:
+        again.load_state_dict(state)
+    pair.step(rows(0, 8)).backward()
+    again.step()
+    refused(lambda: pair.step(rows(0, 8)), words)
+
+
+@row(ranks=(2,))
+def what_is_loaded_before_the_first_step():
+    """A script that resumes; each rank keeps the optimizer's state for what it trains."""
+    pair = Pair(optimizer="adamw")
+    pair.train()
+    whole = copy.deepcopy((pair.model.state_dict(), pair.mine.state_dict()))
+    again = Pair(optimizer="adamw")
+    for model, optimizer in ((again.model, again.mine), (again.twin, again.theirs)):
+        model.load_state_dict(whole[0])
+        optimizer.load_state_dict(copy.deepcopy(whole[1]))
+    assert len(again.mine.state) == len(again.theirs.state)
+    again.train(2)
+    assert len(again.mine.state) < len(again.theirs.state)
+    again.check()
