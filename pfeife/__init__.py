@@ -9,6 +9,7 @@ from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import Timeline
 from pfeife.frontend.capture import capture
+from pfeife.frontend.deferred import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.program import Call, Kind, Port, Program, Role
@@ -53,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "compose",
+    "deferred_init",
     "dp_wrap",
     "evaluate",
     "explain",
@@ -60,6 +62,7 @@ __all__ = [
     "fuse",
     "insert_send_recv",
     "partition",
+    "materialize",
     "place",
     "record",
     "split_backward",

@@ -159,6 +159,11 @@ class _Tracer:
         what data have decided."""
         given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
+        if any(_torch.is_hollow(one) for one in tensors):
+            raise ValueError(
+                "the step could not be traced without values, which the model does not have: call "
+                "pfeife.materialize(model) first"
+            )
         held, noting = Held(self.places, {}), Noting()
         try:
             with values_kept(tensors), held, torchs_generators(), self.told(), noting:

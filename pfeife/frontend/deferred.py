@@ -1,0 +1,242 @@
+"""Models made without memory: their constructor is recorded, and replayed for what is asked for.
+
+Until then a tensor of such a model is a `Deferred` one: it has its shape, dtype, device and strides,
+one NaN in memory, and its recipe, which is the tape of the constructor and where the tensor lies.
+Optimizers may have it; whoever asks for its values is told what to do.
+"""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.frontend.arguments import aliases
+from pfeife.frontend.places import Places
+from pfeife.frontend.recording import Reading, Recording
+from pfeife.frontend.tape import Tape, View
+
+_LAYOUT = {"stride", "is_contiguous", "storage_offset", "get_device", "device", "is_cuda", "is_cpu"}
+_VALUES = {"storage", "untyped_storage", "_typed_storage", "data_ptr", "set_", "share_memory_"}
+
+
+@attrs.frozen(eq=False)
+class Recipe:
+    """How the values of a tensor are made, and of which class it is then."""
+
+    tape: Tape
+    view: View
+    kind: type
+    line: str
+
+
+class Deferred:
+    """What a tensor is as well whose values have not been made yet."""
+
+    recipe: Recipe
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = func.__self__.__name__
+            if name == "data" and len(args) > 1 and args[1] is args[0]:  # model.to(...) of the same
+                return None
+        if name in _LAYOUT:
+            args = tuple(_bare(o) if isinstance(o, Deferred) else o for o in args)
+        elif name in _VALUES or (name == "data" and len(args) > 1):
+            raise _refusal((args, kwargs), name)
+        with _torch.plainly(), _Refusing(name, (args, kwargs)):
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        view = self.recipe.view
+        return f"Deferred({list(view.shape)}, {view.dtype}, made in {self.recipe.line})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "pickling")
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise _refusal(self, "copying")
+
+
+class _Refusing(_torch.TorchDispatchMode):
+    """While something asks a deferred tensor for what needs no values, or else is refused."""
+
+    def __init__(self, name: str, given: Any):
+        super().__init__()
+        self.name, self.given = name, given
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        raise _refusal(self.given, self.name)
+
+
+def _refusal(given: Any, name: str) -> ValueError:
+    first = next((o.recipe for o in pytree.tree_leaves(given) if isinstance(o, Deferred)), None)
+    shape, line = (list(first.view.shape), first.line) if first else ("", "")
+    return ValueError(
+        f"{name} asks for the values of a tensor {shape} of a model that was made in "
+        f"pfeife.deferred_init() and has none yet ({line}): call pfeife.materialize(model) before, "
+        "or a step of pfeife.compile, which does so; what initialises the model goes inside of "
+        "deferred_init()"
+    )
+
+
+@contextlib.contextmanager
+def deferred_init() -> Iterator[None]:
+    """While models are made whose parameters and buffers take no memory.
+
+    Their constructors run, and what they do with tensors is recorded. `materialize` makes the
+    values later, bit for bit those of a constructor on one device; torch's default generator goes
+    on behind this block as it would behind that constructor. (To know where, the draws are made
+    once and given back: that takes time, and the memory of one tensor.) What a constructor reads
+    of values is computed for it. Raises ValueError, with the line, for what cannot be recorded:
+    draws of other generators than the default one of the CPU, sparse tensors, tensors in numpy's
+    memory that are written to.
+
+    >>> torch.manual_seed(0) and None
+    >>> with pfeife.deferred_init():
+    ...     net = torch.nn.Linear(1000, 1000)
+    >>> net.weight.shape, net.weight.device
+    (torch.Size([1000, 1000]), device(type='cpu'))
+    >>> pfeife.materialize(net)
+    >>> same = torch.manual_seed(0) and torch.nn.Linear(1000, 1000)
+    >>> torch.equal(net.weight, same.weight)
+    True
+    """
+    recording = Recording()
+    try:
+        with Reading(recording), recording:
+            yield
+        state, tape = recording.state(), recording.tape
+        torch.set_rng_state(state if isinstance(state, torch.Tensor) else tape.state_after(state))
+    except BaseException:
+        torch.set_rng_state(recording.tape.states[0])
+        raise
+    finally:
+        _defer(recording)
+
+
+def materialize(model: nn.Module, keep: Callable[[str], bool] | None = None) -> None:
+    """Makes the values of a model from `deferred_init`, of parameters and buffers whose names are
+    to be kept (all unless given), in the same objects. The others stay without memory, and can be
+    made later.
+
+    Tensors that share memory are made together, tied ones if one of their names is kept; tensors
+    that are neither parameters nor buffers are always made. More memory than what is kept takes
+    only what a single operation of the constructor reads. Models that have their values are left
+    alone. Raises ValueError for a tensor that was computed from parameters with gradients.
+    """
+    found = deferred_tensors(model)
+    names = aliases(model)
+    wanted = [
+        one
+        for one in found
+        if keep is None or id(one) not in names or any(map(keep, names[id(one)]))
+    ]
+    make(wanted, found)
+
+
+def make(wanted: Iterable[torch.Tensor], known: Iterable[torch.Tensor] = ()) -> None:
+    """Makes the values of deferred tensors, and of those among the `known` ones that share memory
+    with them."""
+    tensors = {id(one): one for one in (*wanted, *known)}
+    for one in tensors.values():
+        if one.grad_fn is not None:
+            raise ValueError(
+                f"a tensor {list(one.shape)} was computed from parameters with gradients when the "
+                f"model was made ({one.recipe.line}), and its graph cannot be made later: compute "
+                "it in the forward (as torch.nn.utils.parametrizations does), or under no_grad()"
+            )
+    recipes = [one.recipe for one in wanted]
+    for tape in {id(one.tape): one.tape for one in recipes}.values():
+        storages = {one.view.storage for one in recipes if one.tape is tape}
+        values = tape.values(storages)
+        for one in tensors.values():
+            if one.recipe.tape is tape and one.recipe.view.storage in values:
+                view = _released(one).view
+                one.data = view.of(values[view.storage])
+
+
+def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+    """The deferred tensors that a module has, or a step reaches, by itself or in `arguments`."""
+    found = (slot.get() for slot in Places(step, arguments or {}).slots)
+    return list({id(one): one for one in found if isinstance(one, Deferred)}.values())
+
+
+@contextlib.contextmanager
+def bare(tensors: Collection[Any]) -> Iterator[None]:
+    """While deferred tensors are plain ones of their own layouts, which nothing may read."""
+    recipes = {id(one): one.recipe for one in tensors}
+    sizes: dict[tuple[int, int], int] = {}
+    for one in recipes.values():
+        place = id(one.tape), one.view.storage
+        sizes[place] = max(sizes.get(place, 0), one.view.size)
+    storages, address = dict[tuple[int, int], torch.UntypedStorage](), _torch.FIRST
+    for one in recipes.values():
+        place = id(one.tape), one.view.storage
+        if place not in storages:
+            storages[place] = _torch.hollow(address, one.view.device, sizes[place])
+            address += (sizes[place] // 64 + 1) * 64
+    for one in tensors:
+        view = _released(one).view
+        one.data = view.of(storages[id(recipes[id(one)].tape), view.storage])
+    try:
+        yield
+    finally:
+        for one in tensors:
+            _become(one, recipes[id(one)])
+
+
+def _defer(recording: Recording) -> None:
+    """Makes deferred tensors of all that a recording has left, wherever they are: only the garbage
+    collector knows of all."""
+    lines = {
+        view.storage: operation.line
+        for operation in recording.tape.operations
+        for view in operation.made
+        if view is not None
+    }
+    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
+        view = None if isinstance(one, Deferred) else recording.view(one)
+        if view is not None:
+            _become(one, Recipe(recording.tape, view, type(one), lines[view.storage]))
+
+
+def _become(one: Any, recipe: Recipe) -> None:
+    """Makes a tensor a deferred one, with a NaN in place of its values."""
+    view = recipe.view
+    unknown: Any = float("nan") if view.dtype.is_floating_point or view.dtype.is_complex else 0
+    one.data = torch.full((), unknown, dtype=view.dtype, device=view.device).expand(view.shape)
+    one.recipe = recipe
+    one.__class__ = _deferred_class(recipe.kind)
+
+
+def _released(one: Any) -> Recipe:
+    """The recipe of a tensor, which has the class again that it was made with."""
+    recipe: Recipe = one.recipe
+    one.__class__ = recipe.kind
+    del one.recipe
+    return recipe
+
+
+@functools.cache
+def _deferred_class(kind: type) -> type:
+    return type(f"Deferred{kind.__name__}", (Deferred, kind), {})
+
+
+def _bare(one: Any) -> torch.Tensor:
+    """A tensor with the layout of a deferred one, to be asked for it."""
+    view = one.recipe.view
+    with _torch.plainly():
+        return view.of(_torch.hollow(_torch.FIRST, view.device, view.size))
