@@ -99,9 +99,9 @@ from pfeife._torch.tensors import (
 from pfeife._torch.trace import compilation, trace_artifact
 
 __all__ = [
+    "FIRST",
     "BufferAOTInput",
     "DataDependentOutputException",
-    "FIRST",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",

@@ -17,9 +17,7 @@ def hollow(address: int, device: torch.device, size: int) -> torch.UntypedStorag
     the process: only for where all operations are seen before they run, or none is. There is no
     public way to such a storage; if the function moves: torch's storages for memory of other
     libraries have it."""
-    found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
-        address, device, size
-    )
+    found: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     return found
 
 
@@ -37,7 +35,7 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 
 def without_memory(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A fake tensor with the layout of another one."""
-    layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     return fake_tensor(mode, tensor.dtype, tensor.device, *layout)
 
 

@@ -18,6 +18,7 @@ from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.steps import Steps
+from pfeife.backend.values import make_values
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Given, Inputs, describe
@@ -93,7 +94,7 @@ class Step:
         self.asked: Door | Literal["batch"] = "batch"  # what a call has been refused by
         self.lock = threading.RLock()
         self.call: Arguments | None = None
-        self.reached = False
+        self.reached = self.has_values = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
@@ -112,6 +113,9 @@ class Step:
         self.reached, self.asked = False, "batch"
         try:
             call = self.call = self.cutter(args, kwargs)
+            if not self.has_values:
+                make_values(self.step, call.others)
+                self.has_values = True
             return self._checked(call, self._result(call)), None
         except Refusal as error:
             return None, error

@@ -23,7 +23,10 @@ from pfeife.frontend.recording import Reading, Recording
 from pfeife.frontend.tape import Tape, View
 
 _LAYOUT = {"stride", "is_contiguous", "storage_offset", "get_device", "device", "is_cuda", "is_cpu"}
-_VALUES = {"storage", "untyped_storage", "_typed_storage", "data_ptr", "set_", "share_memory_"}
+_VALUES = {
+    *("storage", "untyped_storage", "_typed_storage", "data_ptr", "set_", "share_memory_"),
+    *("tolist", "numpy", "__array__", "__dlpack__"),
+}
 
 
 @attrs.frozen(eq=False)
@@ -147,25 +150,29 @@ def materialize(model: nn.Module, keep: Callable[[str], bool] | None = None) -> 
     make(wanted, found)
 
 
-def make(wanted: Iterable[torch.Tensor], known: Iterable[torch.Tensor] = ()) -> None:
+def make(wanted: Iterable[Any], known: Iterable[Any] = ()) -> None:
     """Makes the values of deferred tensors, and of those among the `known` ones that share memory
     with them."""
+    wanted = list(wanted)
     tensors = {id(one): one for one in (*wanted, *known)}
     for one in tensors.values():
-        if one.grad_fn is not None:
-            raise ValueError(
-                f"a tensor {list(one.shape)} was computed from parameters with gradients when the "
-                f"model was made ({one.recipe.line}), and its graph cannot be made later: compute "
-                "it in the forward (as torch.nn.utils.parametrizations does), or under no_grad()"
-            )
+        _check_leaf(one)
     recipes = [one.recipe for one in wanted]
     for tape in {id(one.tape): one.tape for one in recipes}.values():
-        storages = {one.view.storage for one in recipes if one.tape is tape}
-        values = tape.values(storages)
-        for one in tensors.values():
+        values = tape.values({one.view.storage for one in recipes if one.tape is tape})
+        for key, one in list(tensors.items()):
             if one.recipe.tape is tape and one.recipe.view.storage in values:
-                view = _released(one).view
+                view = _released(tensors.pop(key)).view
                 one.data = view.of(values[view.storage])
+
+
+def _check_leaf(one: Any) -> None:
+    if one.grad_fn is not None:
+        raise ValueError(
+            f"a tensor {list(one.shape)} was computed from parameters with gradients when the "
+            f"model was made ({one.recipe.line}), and its graph cannot be made later: compute it in "
+            "the forward (as torch.nn.utils.parametrizations does), or under torch.no_grad()"
+        )
 
 
 def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> list[Any]:
@@ -174,28 +181,44 @@ def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> l
     return list({id(one): one for one in found if isinstance(one, Deferred)}.values())
 
 
+def lay_bare(tensors: Collection[Any]) -> None:
+    """Makes plain tensors of deferred ones, of their own layouts, which nothing may read until they
+    are made."""
+    for one in tensors:
+        _check_leaf(one)
+    sizes: dict[tuple[int, int], int] = {}
+    for place, view in _placed(tensors):
+        sizes[place] = max(sizes.get(place, 0), view.size)
+    storages, address = dict[tuple[int, int], torch.UntypedStorage](), _torch.FIRST
+    for place, view in _placed(tensors):
+        if place not in storages:
+            storages[place] = _torch.hollow(address, view.device, sizes[place])
+            address += (sizes[place] // 64 + 1) * 64
+    for one, (place, view) in zip(tensors, list(_placed(tensors)), strict=True):
+        one.__class__ = one.recipe.kind
+        one.data = view.of(storages[place])
+
+
+def _placed(tensors: Iterable[Any]) -> Iterator[tuple[tuple[int, int], View]]:
+    return (((id(o.recipe.tape), o.recipe.view.storage), o.recipe.view) for o in tensors)
+
+
 @contextlib.contextmanager
 def bare(tensors: Collection[Any]) -> Iterator[None]:
-    """While deferred tensors are plain ones of their own layouts, which nothing may read."""
-    recipes = {id(one): one.recipe for one in tensors}
-    sizes: dict[tuple[int, int], int] = {}
-    for one in recipes.values():
-        place = id(one.tape), one.view.storage
-        sizes[place] = max(sizes.get(place, 0), one.view.size)
-    storages, address = dict[tuple[int, int], torch.UntypedStorage](), _torch.FIRST
-    for one in recipes.values():
-        place = id(one.tape), one.view.storage
-        if place not in storages:
-            storages[place] = _torch.hollow(address, one.view.device, sizes[place])
-            address += (sizes[place] // 64 + 1) * 64
-    for one in tensors:
-        view = _released(one).view
-        one.data = view.of(storages[id(recipes[id(one)].tape), view.storage])
+    """While deferred tensors are plain ones, which nothing may read; those that are not made in
+    between are deferred ones afterwards."""
+    lay_bare(tensors)
     try:
         yield
     finally:
         for one in tensors:
-            _become(one, recipes[id(one)])
+            if is_waiting(one):
+                _become(one, one.recipe)
+
+
+def is_waiting(one: Any) -> bool:
+    """Whether a tensor has a recipe, and no values yet."""
+    return "recipe" in vars(one) and isinstance(one.recipe, Recipe)
 
 
 def _defer(recording: Recording) -> None:

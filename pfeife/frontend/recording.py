@@ -7,7 +7,7 @@ and to which a state is that somebody puts back.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Recording(_torch.TorchDispatchMode):
         where = calling_line()
         draw = len(self.tape.draws) if _torch.draws(func) else None
         default = torch.get_default_dtype()
-        self.tape.add(Operation(func, *said, tuple(made), default, where, draw, state))
+        self.tape.add(Operation(func, said[0], said[1], tuple(made), default, where, draw, state))
         if draw is not None:
             self._mark()
         return pytree.tree_unflatten(leaves, tree)
@@ -199,8 +199,8 @@ class Reading(torch.overrides.TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        hollow = isinstance(first, torch.Tensor) and _torch.is_hollow(first)
-        if not hollow or name not in {*_READING, *_STORED, "__deepcopy__"}:
+        known = name in {*_READING, *_STORED, "__deepcopy__"}
+        if not (known and isinstance(first, torch.Tensor) and _torch.is_hollow(first)):
             return func(*args, **(kwargs or {}))
         if name in _STORED:
             raise ValueError(

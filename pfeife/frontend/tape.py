@@ -10,6 +10,7 @@ is said by where it lies in its storage.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,8 +23,10 @@ from pfeife import _torch
 Storages = dict[int, torch.UntypedStorage]
 LARGE = 1 << 16  # elements of a draw behind which the generator's state is kept
 # Draws whose count of numbers is told by the shape of what they fill.
-BY_SHAPE = """normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ rand randn randint
-rand_like randn_like randint_like randperm""".split()
+BY_SHAPE = {
+    *("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+}
 GIVEN = ("aten.bernoulli_.float", "aten.normal.float_float")
 
 
@@ -60,9 +63,10 @@ class View:
 
     def fits(self, one: torch.Tensor) -> bool:
         """Whether a tensor has this layout; where a dimension has one entry, its stride is free."""
-        mine, its = zip(self.shape, self.stride, strict=True), zip(one.shape, one.stride())
-        steps = [[step for size, step in pairs if size != 1] for pairs in (mine, its)]
-        same = one.dtype == self.dtype and tuple(one.shape) == self.shape and steps[0] == steps[1]
+        if one.dtype != self.dtype or tuple(one.shape) != self.shape:
+            return False
+        steps = zip(self.shape, self.stride, one.stride(), strict=True)
+        same = all(mine == its or size == 1 for size, mine, its in steps)
         return same and (one.storage_offset() == self.offset or 0 in self.shape)
 
 
@@ -212,8 +216,7 @@ class _Stream:
             torch.set_rng_state(self.tape.states[known])
             self.position = known
         while self.position < draws:
-            at = self.position
-            self.draw(at, lambda: self._scratch(at))
+            self.draw(self.position, functools.partial(self._scratch, self.position))
 
     def draw(self, number: int, run: Callable[[], None]) -> None:
         """Runs a draw with the numbers that it has had."""
