@@ -1,6 +1,6 @@
 """Models made without memory: their constructor is recorded, and replayed for what is asked for.
 
-Until then a tensor of such a model is a `Deferred` one: it has its shape, dtype, device and strides,
+Until then a tensor of such a model is a `Deferred` one: it has a shape, dtype, device and strides,
 one NaN in memory, and its recipe, which is the tape of the constructor and where the tensor lies.
 Optimizers may have it; whoever asks for its values is told what to do.
 """
@@ -8,6 +8,7 @@ Optimizers may have it; whoever asks for its values is told what to do.
 import contextlib
 import functools
 import gc
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from pfeife.frontend.places import Places
 from pfeife.frontend.recording import Reading, Recording
 from pfeife.frontend.tape import Tape, View
 
+_ENDS = (type, types.ModuleType, types.FrameType, types.CodeType)
 _LAYOUT = {"stride", "is_contiguous", "storage_offset", "get_device", "device", "is_cuda", "is_cpu"}
 _VALUES = {
     *("storage", "untyped_storage", "_typed_storage", "data_ptr", "set_", "share_memory_"),
@@ -170,15 +172,35 @@ def _check_leaf(one: Any) -> None:
     if one.grad_fn is not None:
         raise ValueError(
             f"a tensor {list(one.shape)} was computed from parameters with gradients when the "
-            f"model was made ({one.recipe.line}), and its graph cannot be made later: compute it in "
-            "the forward (as torch.nn.utils.parametrizations does), or under torch.no_grad()"
+            f"model was made ({one.recipe.line}), and its graph cannot be made later: compute it "
+            "in the forward (as torch.nn.utils.parametrizations does), or under torch.no_grad()"
         )
 
 
 def deferred_tensors(step: Any, arguments: Mapping[str, Any] | None = None) -> list[Any]:
-    """The deferred tensors that a module has, or a step reaches, by itself or in `arguments`."""
-    found = (slot.get() for slot in Places(step, arguments or {}).slots)
-    return list({id(one): one for one in found if isinstance(one, Deferred)}.values())
+    """The deferred tensors that a module has, or a step reaches, by itself or in `arguments`, also
+    inside of objects of torch's such as distributions."""
+    if not Deferred.__subclasses__():  # nobody has ever made one
+        return []
+    places = Places(step, arguments or {})
+    return list(_inside([step, *(slot.get() for slot in places.slots)]))
+
+
+def _inside(roots: Iterable[Any]) -> Iterator[Any]:
+    """The deferred tensors that some objects refer to, each once; functions by what they close
+    over, not by their globals."""
+    waiting, seen = list(roots), dict[int, Any]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or not gc.is_tracked(one) or isinstance(one, _ENDS):
+            continue
+        seen[id(one)] = one  # kept, as long as its identity counts
+        if issubclass(type(one), Deferred):
+            yield one
+        elif isinstance(one, types.FunctionType):
+            waiting += [one.__closure__, one.__defaults__, one.__kwdefaults__, vars(one)]
+        else:
+            waiting += gc.get_referents(one)
 
 
 def lay_bare(tensors: Collection[Any]) -> None:
@@ -206,7 +228,10 @@ def _placed(tensors: Iterable[Any]) -> Iterator[tuple[tuple[int, int], View]]:
 @contextlib.contextmanager
 def bare(tensors: Collection[Any]) -> Iterator[None]:
     """While deferred tensors are plain ones, which nothing may read; those that are not made in
-    between are deferred ones afterwards."""
+    between are deferred ones afterwards. Those without dimensions are made at once: Dynamo reads
+    them."""
+    make([one for one in tensors if not one.dim()], tensors)
+    tensors = [one for one in tensors if is_waiting(one)]
     lay_bare(tensors)
     try:
         yield
@@ -221,6 +246,31 @@ def is_waiting(one: Any) -> bool:
     return "recipe" in vars(one) and isinstance(one.recipe, Recipe)
 
 
+def check_values(tensors: Iterable[Any], why: str) -> None:
+    """Raises ValueError if there are tensors whose values may not be read."""
+    if any(isinstance(one, torch.Tensor) and _torch.is_hollow(one) for one in tensors):
+        raise ValueError(
+            f"{why}, which needs the values of a model that was made in pfeife.deferred_init(): "
+            "call pfeife.materialize(model) first"
+        )
+
+
+def standing_for(one: Any) -> torch.Tensor:
+    """A tensor by whose values others can be compared: what says how a deferred one is made, others
+    themselves."""
+    if not is_waiting(one):
+        found: torch.Tensor = one
+        return found
+    text = f"{one.recipe.tape.digest} {one.recipe.view}"
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def forsake(one: Any) -> None:
+    """Makes a plain tensor of a deferred one, with any values."""
+    view = _released(one).view
+    one.data = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+
+
 def _defer(recording: Recording) -> None:
     """Makes deferred tensors of all that a recording has left, wherever they are: only the garbage
     collector knows of all."""
@@ -233,7 +283,7 @@ def _defer(recording: Recording) -> None:
     for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
         view = None if isinstance(one, Deferred) else recording.view(one)
         if view is not None:
-            _become(one, Recipe(recording.tape, view, type(one), lines[view.storage]))
+            _become(one, Recipe(recording.tape, view, type(one), lines.get(view.storage, "")))
 
 
 def _become(one: Any, recipe: Recipe) -> None:

@@ -72,6 +72,7 @@ class Recording(_torch.TorchDispatchMode):
         found = self._shapes(func, args, kwargs, said)
         leaves, tree = pytree.tree_flatten(found)
         own = {id(one): one for one in pytree.tree_leaves((args, kwargs))}
+        state = self._state(func, [*own.values(), *leaves]) if _torch.draws(func) else None
         made: list[View | None] = []
         for at, one in enumerate(leaves):
             if not isinstance(one, torch.Tensor):
@@ -79,9 +80,6 @@ class Recording(_torch.TorchDispatchMode):
             if id(one) not in own:
                 leaves[at] = self._hollow(func, one)
             made.append(None if id(one) in own or one.is_meta else self._view(leaves[at]))
-        state = None
-        if _torch.draws(func):
-            state = self._state(func, [*own.values(), *leaves])
         where = calling_line()
         draw = len(self.tape.draws) if _torch.draws(func) else None
         default = torch.get_default_dtype()

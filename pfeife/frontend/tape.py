@@ -11,6 +11,7 @@ is said by where it lies in its storage.
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -56,10 +57,6 @@ class View:
         """The bytes of a storage that this ends."""
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (self.offset + last + 1) * self.dtype.itemsize
-
-    def blank(self) -> torch.Tensor:
-        """A tensor of the same layout, with any values."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, one: torch.Tensor) -> bool:
         """Whether a tensor has this layout; where a dimension has one entry, its stride is free."""
@@ -151,6 +148,17 @@ class Tape:
             self.places.append(len(self.operations))
         self.operations.append(operation)
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that tapes of the same values share."""
+        found = hashlib.sha256(_bytes(self.states[0]))
+        for operation in self.operations:
+            for one in pytree.tree_leaves((operation.args, operation.kwargs, operation.state)):
+                tensor = isinstance(one, torch.Tensor)
+                found.update(_bytes(one) if tensor else f"{type(one)} {one}".encode())
+            found.update(f"{operation.function} {operation.made} {operation.default}".encode())
+        return found.hexdigest()
+
     def values(self, wanted: Collection[int], before: int | None = None) -> Storages:
         """The storages with these numbers, as they were `before` an operation, or at the end.
 
@@ -208,6 +216,7 @@ class _Stream:
 
     def __init__(self, tape: Tape):
         self.tape, self.position = tape, -1
+        self.memory = torch.UntypedStorage(0)
 
     def seek(self, draws: int) -> None:
         """Brings the generator to where it was after so many draws."""
@@ -237,14 +246,25 @@ class _Stream:
             self.tape.states.setdefault(self.position, torch.get_rng_state())
 
     def _scratch(self, number: int) -> None:
-        """Takes the numbers of a draw, and nothing else."""
+        """Takes the numbers of a draw, for nothing."""
         operation = self.tape.draws[number]
         if operation.is_told_by_shape:
-            operation.run(View.blank)
+            operation.run(self._blank)
             return
         taken = {view.storage for view in operation.taken}
         found = self.tape.values(taken, self.tape.places[number])
         operation.run(lambda view: view.of(found[view.storage]))
+
+    def _blank(self, view: View) -> torch.Tensor:
+        """A tensor of the same layout with any values. All are in one memory: freed and asked for
+        again, the parts that remain would add up."""
+        if self.memory.device != view.device or self.memory.nbytes() < view.size:
+            self.memory = torch.UntypedStorage(view.size, device=view.device)
+        return view.of(self.memory)
+
+
+def _bytes(one: torch.Tensor) -> bytes:
+    return f"{one.dtype} {one.shape}".encode() + one.cpu().contiguous().numpy().tobytes()
 
 
 @contextlib.contextmanager

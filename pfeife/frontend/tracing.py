@@ -20,6 +20,7 @@ from pfeife.frontend.answers import Answering, Known, Noted, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
+from pfeife.frontend.deferred import check_values
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
@@ -159,11 +160,7 @@ class _Tracer:
         what data have decided."""
         given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
-        if any(_torch.is_hollow(one) for one in tensors):
-            raise ValueError(
-                "the step could not be traced without values, which the model does not have: call "
-                "pfeife.materialize(model) first"
-            )
+        check_values(tensors, "the step asks for values, or is another one at its first call")
         held, noting = Held(self.places, {}), Noting()
         try:
             with values_kept(tensors), held, torchs_generators(), self.told(), noting:
