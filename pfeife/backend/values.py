@@ -7,8 +7,8 @@ from typing import Any
 
 from pfeife import report
 from pfeife.frontend.arguments import aliases
-from pfeife.frontend.deferred import bare, deferred_tensors, is_waiting, make
 from pfeife.frontend.places import Places
+from pfeife.frontend.waiting import bare, deferred_tensors, is_waiting, make
 from pfeife.runtime.distributed.world import World
 
 log = logging.getLogger("pfeife")

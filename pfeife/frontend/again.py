@@ -12,8 +12,8 @@ from torch import fx
 from pfeife import _torch
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.deferred import check_values
 from pfeife.frontend.dynamo import dynamo_graph
+from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import returned
 
 

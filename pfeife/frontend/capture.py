@@ -15,7 +15,6 @@ from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter
 from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, neither, taken
-from pfeife.frontend.deferred import bare, deferred_tensors
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
@@ -23,6 +22,7 @@ from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.tracing import traced
+from pfeife.frontend.waiting import bare, deferred_tensors
 from pfeife.ir.program import Port, Program, Role
 
 log = logging.getLogger("pfeife")

@@ -20,7 +20,6 @@ from pfeife.frontend.answers import Answering, Known, Noted, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
-from pfeife.frontend.deferred import check_values
 from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
@@ -30,6 +29,7 @@ from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
 from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted, user_line
+from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import Role
 
 Step = Callable[..., Any]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pfeife
-from pfeife.frontend.deferred import Deferred, deferred_tensors
+from pfeife.frontend.waiting import Deferred, deferred_tensors
 
 
 def state_of(model):
@@ -360,7 +360,7 @@ def test_a_step_that_asks_for_values_is_refused_where_there_are_none():
 
     with pfeife.deferred_init():
         model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="pfeife.materialize"):
+    with pytest.raises(ValueError, match=r"pfeife\.materialize"):
         pfeife.capture(step, torch.ones(2, 4), door="trace")
 
 
@@ -389,6 +389,60 @@ def test_a_compiled_step_makes_the_values(caplog):
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
     assert not deferred_tensors(model)
+
+
+class Stored(nn.Module):
+    """What a checkpoint has, and a buffer that it has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.b.weight = self.a.weight
+        self.register_buffer("table", torch.randn(4), persistent=False)
+        self.register_buffer("part", self.table[1:])
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_values_from_a_checkpoint(tmp_path, kind):
+    torch.manual_seed(1)
+    trained = Stored().double()
+    state = trained.state_dict()
+    path = tmp_path / f"model.{kind}"
+    if kind == "torch":
+        torch.save(state, path)
+    else:
+        save_file = pytest.importorskip("safetensors.torch").save_file
+        save_file({n: v.clone() for n, v in state.items() if n != "b.weight"}, path)
+    torch.manual_seed(0)
+    expected = Stored()
+    torch.manual_seed(0)
+    with pfeife.deferred_init():
+        model = Stored()
+    pfeife.materialize(model, keep=lambda name: name in ("b.weight", "table"), checkpoint=path)
+    assert torch.equal(model.a.weight, trained.a.weight.float())
+    assert isinstance(model.a.bias, Deferred)
+    pfeife.materialize(model, checkpoint=path)
+    expected.load_state_dict(state)
+    assert_same(state_of(expected), state_of(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"more": torch.ones(2)}, r"the model has no \['more'\] \(1 in all\)"),
+        ({"a.bias": None}, r"model.pt has no \['a.bias'\] \(1 in all\)"),
+        ({"a.bias": torch.ones(2)}, r"a.bias is \[2\] in .*model.pt and \[3\] in the model"),
+        ({"step": 3}, "model.pt is no state_dict"),
+    ],
+)
+def test_a_checkpoint_of_another_model(tmp_path, change, words):
+    state = {n: v for n, v in ({**Stored().state_dict(), **change}).items() if v is not None}
+    torch.save(state, tmp_path / "model.pt")
+    with pfeife.deferred_init():
+        model = Stored()
+    with pytest.raises(ValueError, match=words):
+        pfeife.materialize(model, checkpoint=tmp_path / "model.pt")
+    assert len(deferred_tensors(model)) == 10
 
 
 MEMORY = """

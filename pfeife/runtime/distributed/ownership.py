@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
-from pfeife.frontend.deferred import forsake, is_waiting, make, standing_for
+from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Port, Program, Role, holders
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
@@ -340,8 +340,7 @@ def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
     """Makes the values of those that are deferred, but for what other ranks train."""
     others = {id(one): one for one in foreign if is_waiting(one)}
     make([one for one in tensors if is_waiting(one) and id(one) not in others])
-    for one in others.values():
-        forsake(one)
+    forsake(list(others.values()))
 
 
 def ranks_of(program: Program) -> dict[str, frozenset[int]]:
