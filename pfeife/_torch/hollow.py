@@ -23,14 +23,16 @@ def hollow(address: int, device: torch.device, size: int) -> torch.UntypedStorag
 
 def address_of(tensor: torch.Tensor) -> int:
     """Where a tensor's storage begins."""
-    return tensor.untyped_storage().data_ptr()
+    with plainly():
+        return tensor.untyped_storage().data_ptr()
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in such a storage."""
-    if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
+    with plainly():
+        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_meta:
+            return False
+        return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
 
 
 def without_memory(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
@@ -69,10 +71,15 @@ def makes_view(operation: OpOverload) -> bool:
     return bool(found) and all(one is not None and not one.is_write for one in found)
 
 
+# Arguments that batch norms write to, which not all of their schemas say.
+_STATISTICS = ("running_mean", "running_var")
+
+
 def written(operation: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
     """The arguments that an operation writes to."""
     for at, one in enumerate(operation._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
+        said = one.alias_info is not None and one.alias_info.is_write
+        if said or one.name in _STATISTICS:
             if at < len(args) and not one.kwarg_only:
                 yield args[at]
             elif one.name in kwargs:

@@ -77,6 +77,8 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
 class Step:
     """A step and what has been compiled of it. One call at a time: other threads wait."""
 
+    runs = True  # what it builds
+
     def __init__(self, step: Callable[..., Any], in_dims: Any, backend: Backend):
         self.step, self.backend = step, backend
         options = backend.options
@@ -115,7 +117,8 @@ class Step:
             call = self.call = self.cutter(args, kwargs)
             if self.has_values:
                 return self._checked(call, self._result(call)), None
-            with with_values(self.step, call.others, world) as self.waits:
+            at_once = self.runs and world is None
+            with with_values(self.step, call.others, at_once) as self.waits:
                 result = self._checked(call, self._result(call))
             self.has_values = True
             return result, None

@@ -9,27 +9,26 @@ from pfeife import report
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.places import Places
 from pfeife.frontend.waiting import bare, deferred_tensors, is_waiting, make
-from pfeife.runtime.distributed.world import World
 
 log = logging.getLogger("pfeife")
 
 
 @contextlib.contextmanager
 def with_values(
-    step: Callable[..., Any], arguments: Mapping[str, Any], world: World | None
+    step: Callable[..., Any], arguments: Mapping[str, Any], at_once: bool
 ) -> Iterator[bool]:
-    """While a call builds and runs a step over models from `deferred_init`. In one process they
-    have their values then. On ranks (that is what it gives) each makes what its stages use when
-    the step is built, and afterwards what no step uses: until then nothing may be read."""
+    """While a call builds and runs a step over models from `deferred_init`. They have their values
+    then if these are made `at_once`. Else (that is what it gives) nothing may be read until the
+    step is built: then each rank makes what its stages use, and afterwards what no step uses."""
     found = deferred_tensors(step, arguments)
     if not found:
         yield False
         return
-    roots = Places(step, arguments).roots.values() if world else ()
+    roots = () if at_once else Places(step, arguments).roots.values()
     state = {number for root in roots for number in aliases(root)}
     _make([one for one in found if id(one) not in state], found)
     with bare([one for one in found if is_waiting(one)]):
-        yield bool(world)
+        yield not at_once
     _make([one for one in found if is_waiting(one)])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pfeife import _torch
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.checkpoint import fill, stored
 from pfeife.frontend.recording import Reading, Recording
@@ -40,6 +41,8 @@ def deferred_init() -> Iterator[None]:
     >>> torch.equal(net.weight, same.weight)
     True
     """
+    if _torch.is_hollow(torch.empty(1)):
+        raise ValueError("pfeife.deferred_init() inside of another one: leave out the inner one")
     recording = Recording()
     try:
         with Reading(recording), recording:
@@ -95,7 +98,18 @@ def _defer(recording: Recording) -> None:
         for view in operation.made
         if view is not None
     }
-    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
-        view = None if isinstance(one, Deferred) else recording.view(one)
-        if view is not None:
+    trained = []
+    with _torch.plainly():
+        for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
+            view = None if isinstance(one, Deferred) else recording.view(one)
+            if view is None:
+                continue
+            if one.is_leaf and one.grad is not None:
+                trained.append(list(view.shape))
+                one.grad = None
             become(one, Recipe(recording.tape, view, type(one), lines.get(view.storage, "")))
+    if trained:
+        raise ValueError(
+            f"a backward has run inside of pfeife.deferred_init(): a parameter {trained[0]} has a "
+            "gradient; do that behind it"
+        )

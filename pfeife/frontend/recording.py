@@ -46,7 +46,7 @@ class Recording(_torch.TorchDispatchMode):
                 return func(*args, **kwargs)
         elif str(func) == "aten.lift_fresh.default":  # torch.tensor(...)
             return self._recorded(torch.ops.aten.clone.default, args, {})
-        elif _names_meta(kwargs) or (tensors and not _torch.draws(func)):
+        elif _is_meta(tensors, kwargs) or (tensors and not _torch.draws(func)):
             return self._at_once(func, args, kwargs)
         for one in pytree.tree_leaves(list(_torch.written(func, args, kwargs))):
             if isinstance(one, torch.Tensor) and not _torch.is_hollow(one):
@@ -229,9 +229,11 @@ def _copied(one: torch.Tensor, memo: dict) -> torch.Tensor:
     return memo[id(one)]
 
 
-def _names_meta(kwargs: dict) -> bool:
+def _is_meta(tensors: Sequence[torch.Tensor], kwargs: dict) -> bool:
+    """Whether an operation is one on the meta device, where there are no values in eager either."""
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+    named = device is not None and torch.device(device).type == "meta"
+    return named or (bool(tensors) and all(one.is_meta for one in tensors))
 
 
 def _text(state: torch.Tensor) -> bytes:

@@ -44,7 +44,7 @@ class View:
 
     @classmethod
     def at(cls, storage: int, one: torch.Tensor) -> "View":
-        layout = tuple(one.shape), one.stride(), int(one.storage_offset())
+        layout = tuple(one.size()), one.stride(), int(one.storage_offset())
         return cls(storage, one.dtype, one.device, *layout)
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -111,7 +111,8 @@ def make(wanted: Iterable[Any], known: Iterable[Any] = ()) -> None:
         for key, one in list(tensors.items()):
             if one.recipe.tape is tape and one.recipe.view.storage in values:
                 view = _released(tensors.pop(key)).view
-                one.data = view.of(values[view.storage])
+                with _torch.plainly():
+                    one.data = view.of(values[view.storage])
 
 
 def _check_leaf(one: Any) -> None:
@@ -166,7 +167,8 @@ def _laid(
         if place not in made:
             made[place] = storage(view.device, sizes[place])
         one.__class__ = one.recipe.kind
-        one.data = view.of(made[place])
+        with _torch.plainly():
+            one.data = view.of(made[place])
 
 
 @contextlib.contextmanager
@@ -228,7 +230,9 @@ def become(one: Any, recipe: Recipe) -> None:
     """Makes a tensor a deferred one, with a NaN in place of its values."""
     view = recipe.view
     unknown: Any = float("nan") if view.dtype.is_floating_point or view.dtype.is_complex else 0
-    one.data = torch.full((), unknown, dtype=view.dtype, device=view.device).expand(view.shape)
+    with _torch.plainly():
+        value = torch.full((), unknown, dtype=view.dtype, device=view.device)
+        one.data = value.expand(view.shape)
     one.recipe = recipe
     one.__class__ = _deferred_class(recipe.kind)
 

@@ -61,6 +61,29 @@ def both(make, seed=0):
     return made
 
 
+def run(model):
+    """As those do that ask how large their features are."""
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+    return model
+
+
+class Numbers(nn.Module):
+    """Other dtypes and kinds of state."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.rand(2)) for _ in range(3)])
+        self.phases = nn.Buffer(torch.polar(torch.ones(3), torch.rand(3)))
+        self.turned = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.counts, self.chosen = nn.Buffer(torch.randint(5, (3,))), nn.Buffer(torch.rand(3) > 0.5)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.wide = nn.Parameter(torch.rand(3).expand(2, 3))
+        torch.set_default_dtype(torch.bfloat16)
+        self.half = nn.Linear(20, 20)
+        torch.set_default_dtype(torch.float32)
+
+
 MODULES = {
     "linear": lambda: nn.Linear(5, 3),
     "convolutions": lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConvTranspose2d(2, 4, 3)),
@@ -75,6 +98,9 @@ MODULES = {
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
     "large": lambda: nn.Linear(400, 400),
+    "a forward": lambda: run(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())),
+    "numbers": lambda: Numbers(),
+    "nothing": lambda: nn.Identity(),
 }
 
 
@@ -137,6 +163,21 @@ def test_what_constructors_do(kind, seed):
         for model in (eager, deferred)
     ]
     assert plain[0] == plain[1]
+
+
+def test_lazy_modules_and_the_meta_device():
+    lazy = nn.LazyLinear(3)  # others are left alone
+    with pfeife.deferred_init():
+        model = nn.LazyLinear(4)
+        with torch.device("meta"):
+            meta = nn.Linear(3, 3)
+    assert isinstance(lazy.weight, nn.UninitializedParameter) and meta.weight.is_meta
+    pfeife.materialize(model)
+    made = []
+    for one in (model, nn.LazyLinear(4)):
+        torch.manual_seed(0)
+        made.append(one(torch.ones(2, 3)))
+    assert torch.equal(*made) and type(model.weight) is nn.Parameter
 
 
 def test_a_constructor_that_ends_with_a_seed():
@@ -315,6 +356,14 @@ def test_an_error_in_a_constructor_leaves_nothing_that_could_end_the_process():
         kept[0].sum()
 
 
+def test_a_backward_in_a_constructor():
+    with pytest.raises(ValueError, match=r"a backward has run .*: a parameter \[3(, 3)?\] has"):  # noqa: SIM117
+        with pfeife.deferred_init():
+            model = nn.Linear(3, 3)
+            model(torch.ones(2, 3)).sum().backward()
+    assert model.weight.grad is None
+
+
 def test_what_numpy_is_given_is_not_written_to():
     def make():
         array = torch.zeros(3).numpy()
@@ -352,6 +401,23 @@ def test_a_capture_takes_a_model_without_values(door):
     found = pfeife.capture(step, batch, door=door)
     assert str(found) == str(known) and found.inputs == known.inputs
     assert isinstance(model[0].weight, Deferred)
+
+
+def test_an_explanation_takes_a_model_without_values():
+    def step(x):
+        return model(x).square().mean()
+
+    with pfeife.deferred_init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options = {"microbatches": 2, "stages": 2}
+    assert pfeife.explain(step, torch.ones(4, 4), options=options).stages == 2
+    assert len(deferred_tensors(model)) == 4
+
+
+def test_a_block_inside_of_another():
+    with pytest.raises(ValueError, match="inside of another"), pfeife.deferred_init():  # noqa: SIM117
+        with pfeife.deferred_init():
+            pass
 
 
 def test_a_step_that_asks_for_values_is_refused_where_there_are_none():
