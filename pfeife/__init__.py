@@ -9,6 +9,7 @@ from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import Timeline
 from pfeife.frontend.capture import capture
+from pfeife.frontend.deferred import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.program import Call, Kind, Port, Program, Role
@@ -53,12 +54,14 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "compose",
+    "deferred_init",
     "dp_wrap",
     "evaluate",
     "explain",
     "full_state_dict",
     "fuse",
     "insert_send_recv",
+    "materialize",
     "partition",
     "place",
     "record",

@@ -4,7 +4,7 @@ Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder ch
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
 `kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and
-`trace` are about what their names say.
+`trace` are about what their names say, `hollow` about tensors whose memory is not there.
 """
 
 from pfeife._torch import speech as speech
@@ -46,6 +46,19 @@ from pfeife._torch.dynamo import (
     willing,
 )
 from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.hollow import (
+    FIRST,
+    address_of,
+    changes_layout,
+    draws,
+    has_no_rule,
+    hollow,
+    is_hollow,
+    makes_view,
+    plainly,
+    without_memory,
+    written,
+)
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
 from pfeife._torch.modules import graph_module, is_unwritten, saved_state
 from pfeife._torch.questions import (
@@ -82,10 +95,12 @@ from pfeife._torch.tensors import (
     is_shared,
     leaf_dims,
     marked_dims,
+    no_dispatch,
 )
 from pfeife._torch.trace import compilation, trace_artifact
 
 __all__ = [
+    "FIRST",
     "INSTEAD",
     "MARK",
     "BufferAOTInput",
@@ -100,6 +115,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "address_of",
     "as_answer",
     "as_captured",
     "as_number",
@@ -109,9 +125,11 @@ __all__ = [
     "assumed_values",
     "broken_guard",
     "changed_attributes",
+    "changes_layout",
     "compilation",
     "computed",
     "converting_others",
+    "draws",
     "draws_by_numpy",
     "eager_stance",
     "enter_autocast",
@@ -129,12 +147,15 @@ __all__ = [
     "graph_break",
     "graph_module",
     "guards",
+    "has_no_rule",
+    "hollow",
     "hooks_of",
     "inductor",
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
     "is_higher_order",
+    "is_hollow",
     "is_last_compilation",
     "is_limit_of_compilations",
     "is_operation",
@@ -144,13 +165,16 @@ __all__ = [
     "is_unwritten",
     "joint_graph",
     "leaf_dims",
+    "makes_view",
     "marked_dims",
     "named_graphs",
     "no_autocast",
+    "no_dispatch",
     "numbers_for_kernels",
     "numbers_of",
     "order_of_facts",
     "placeholder_source",
+    "plainly",
     "result_paths",
     "said_to_compile",
     "saved_state",
@@ -167,5 +191,7 @@ __all__ = [
     "who_compiles",
     "whole_graph",
     "willing",
+    "without_memory",
     "without_symbols",
+    "written",
 ]

@@ -39,6 +39,7 @@ __all__ = [
     "is_shared",
     "leaf_dims",
     "marked_dims",
+    "no_dispatch",
 ]
 
 

@@ -129,6 +129,7 @@ def explain(
 class Explained(Step):
     """A step whose calls build what they would run, and end there."""
 
+    runs = False
     guards: tuple[Premise, ...] = ()
 
     def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

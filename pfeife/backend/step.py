@@ -18,6 +18,7 @@ from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.steps import Steps
+from pfeife.backend.values import with_values
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Given, Inputs, describe
@@ -76,6 +77,8 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
 class Step:
     """A step and what has been compiled of it. One call at a time: other threads wait."""
 
+    runs = True  # what it builds
+
     def __init__(self, step: Callable[..., Any], in_dims: Any, backend: Backend):
         self.step, self.backend = step, backend
         options = backend.options
@@ -93,7 +96,7 @@ class Step:
         self.asked: Door | Literal["batch"] = "batch"  # what a call has been refused by
         self.lock = threading.RLock()
         self.call: Arguments | None = None
-        self.reached = False
+        self.reached = self.has_values = self.waits = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
@@ -112,7 +115,13 @@ class Step:
         self.reached, self.asked = False, "batch"
         try:
             call = self.call = self.cutter(args, kwargs)
-            return self._checked(call, self._result(call)), None
+            if self.has_values:
+                return self._checked(call, self._result(call)), None
+            at_once = self.runs and world is None
+            with with_values(self.step, call.others, at_once) as self.waits:
+                result = self._checked(call, self._result(call))
+            self.has_values = True
+            return result, None
         except Refusal as error:
             return None, error
         except PipelineError:
@@ -127,7 +136,7 @@ class Step:
             found.__cause__ = error if found is not error else error.__cause__
             return None, found
         finally:
-            self.call = None
+            self.call, self.waits = None, False
 
     def _result(self, call: Arguments) -> Any:
         """What the step returns, through the door that takes it."""
@@ -242,6 +251,8 @@ class Step:
         options = self.backend.options
         if self.call.microbatches != options.microbatches:  # of a smaller batch
             options = attrs.evolve(options, microbatches=self.call.microbatches)
+        if self.waits:  # there are no values to check with
+            options = attrs.evolve(options, check=False)
         return self.run(steps, values, options)
 
     def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
+from pfeife.frontend.waiting import is_waiting
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
@@ -174,6 +175,7 @@ class Steps:
         for argument, dim, value in zip(arguments, dims, args, strict=True):
             if isinstance(value, torch.Tensor):
                 where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
+                where += ", of a model from deferred_init" if is_waiting(value) else ""
                 lines.append(f"{argument.names[0]}: {where}")
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)

@@ -14,4 +14,8 @@ how, `first_call` compares a captured program with the step itself, `other_rows`
 other rows, both with what is `expected` of draws, `frozen` sees what a step draws outside of torch,
 `untouched` puts back what a run has changed, `again` what its Python leaves to
 later microbatches.
+
+Models without memory: `deferred` has both ends, making them and making their values; a `recording`
+sees what the constructor does, a `tape` has it and is replayed, `waiting` are its tensors until
+then, which a `checkpoint` may have.
 """

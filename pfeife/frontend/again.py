@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.dynamo import dynamo_graph
+from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import returned
 
 
@@ -87,6 +88,7 @@ def _second(leaf: Leaf) -> torch.Tensor:
 
 def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     """Runs Dynamo's graph on copies of its inputs. Called while Dynamo compiles."""
+    check_values(examples, "the step sets attributes, and is run twice to see what they do")
     copies = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in examples]
     paths = _torch.result_paths() or [
         ((index,), node) for index, node in enumerate(returned(module))

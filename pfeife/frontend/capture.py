@@ -22,6 +22,7 @@ from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.tracing import traced
+from pfeife.frontend.waiting import bare, deferred_tensors
 from pfeife.ir.program import Port, Program, Role
 
 log = logging.getLogger("pfeife")
@@ -46,7 +47,8 @@ def capture(
     `frontend.reductions`.
     Without a differentiable scalar every differentiable output gets a tangent port; under
     `torch.no_grad()` the program has no gradients. Tensors may be fake, or live on the meta
-    device, which is captured as `device`: nothing is run or allocated.
+    device, which is captured as `device`, and models may be made in `deferred_init`: nothing is run
+    or allocated.
 
     `door` says how: by Dynamo ("dynamo"), traced as it runs ("trace"), or so where Dynamo finds no
     single graph ("auto"). Who evaluates what was traced must know that it holds for what the trace
@@ -67,18 +69,20 @@ def capture(
     told = progress or (lambda done, total: None)
     told(0, 3)
     cutter = Cutter(step, None, 1)
-    steps = _Doors(step, cutter(example_microbatch, kwargs), torch.device(device))
-    through, refused, found = steps.first(door)
-    log.info("%s", taken(cutter.name, through, refused))
-    told(1, 3)
-    flat = trace(*found, loss, cache=cache)
-    told(2, 3)
+    call = cutter(example_microbatch, kwargs)
+    steps = _Doors(step, call, torch.device(device))
 
     def larger(gradients: bool) -> Program:
         twice = steps.by(through, times=2)
         return trace(*twice, loss, gradients=gradients, cache=cache).program
 
-    captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
+    with bare(deferred_tensors(step, call.others)):
+        through, refused, found = steps.first(door)
+        log.info("%s", taken(cutter.name, through, refused))
+        told(1, 3)
+        flat = trace(*found, loss, cache=cache)
+        told(2, 3)
+        captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
     told(3, 3)
     if captured.warning():
         log.warning(captured.warning())

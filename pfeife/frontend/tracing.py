@@ -29,6 +29,7 @@ from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
 from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted, user_line
+from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import Role
 
 Step = Callable[..., Any]
@@ -160,6 +161,7 @@ class _Tracer:
         what data have decided."""
         given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
+        check_values(tensors, "the step asks for values, or is another one at its first call")
         held, noting = Held(self.places, {}), Noting()
         try:
             with values_kept(tensors), held, torchs_generators(), self.told(), noting:

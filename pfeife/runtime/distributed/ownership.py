@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
+from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Port, Program, Role, holders
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.elsewhere import Norms
@@ -133,7 +134,7 @@ class Ownership:
         them was seeded otherwise, or was given another batch."""
         known = self.of(program, slots, mesh)
         new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
-        wrong = world.differing({port.fqn: slots[port.name] for port in new})
+        wrong = world.differing({port.fqn: standing_for(slots[port.name]) for port in new})
         if wrong:
             raise Refusal(
                 f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
@@ -151,6 +152,8 @@ class Ownership:
             for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
         _check_memory([*self.known.items(), *pairs])
+        foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
+        _make_own([slots[port.name] for port in new], foreign)
         for tensor, owned in pairs:
             self._note(tensor, owned, world.rank)
         mine = [t for t, owned in pairs if owned.holds(world.rank) and t.requires_grad]
@@ -361,6 +364,13 @@ def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
         "it. A copy of parameters that other ranks train, such as their moving average, can only "
         "be made from pfeife.full_state_dict(model), which every rank calls"
     )
+
+
+def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
+    """Makes the values of those that are deferred, but for what other ranks train."""
+    others = {id(one): one for one in foreign if is_waiting(one)}
+    make([one for one in tensors if is_waiting(one) and id(one) not in others])
+    forsake(list(others.values()))
 
 
 def ranks_of(program: Program) -> dict[str, frozenset[int]]:

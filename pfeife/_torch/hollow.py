@@ -1,0 +1,93 @@
+"""Tensors whose memory is not there: what a constructor makes while it is only recorded."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pfeife._torch.tensors import FakeTensor, FakeTensorMode, OpOverload, fake_tensor
+
+FIRST = 1 << 60  # no process has memory from here on
+
+
+def hollow(address: int, device: torch.device, size: int) -> torch.UntypedStorage:
+    """A storage of so many bytes that says that it lies at an address where no memory is. Whatever
+    asks a tensor in it for its layout has the right answer, and whatever looks at its values ends
+    the process: only for where all operations are seen before they run, or none is. There is no
+    public way to such a storage; if the function moves: torch's storages for memory of other
+    libraries have it."""
+    found: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return found
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage begins."""
+    with plainly():
+        return tensor.untyped_storage().data_ptr()
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in such a storage."""
+    with plainly():
+        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_meta:
+            return False
+        return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
+
+
+def without_memory(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """A fake tensor with the layout of another one."""
+    layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return fake_tensor(mode, tensor.dtype, tensor.device, *layout)
+
+
+def has_no_rule(error: BaseException) -> bool:
+    """Whether an operation has failed since nobody knows the shape of its result without values.
+    The classes have no public names; if they move: the operation is refused in torch's words."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException)
+    return isinstance(error, (*kinds, UnsupportedOperatorException, NotImplementedError))
+
+
+def draws(operation: OpOverload) -> bool:
+    """Whether an operation takes numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def changes_layout(operation: OpOverload) -> bool:
+    """Whether an operation changes the layout of its argument in place."""
+    return torch.Tag.inplace_view in operation.tags
+
+
+def makes_view(operation: OpOverload) -> bool:
+    """Whether all results of an operation lie in the memory of its arguments, which it leaves as
+    it is. If schemas move: `torch.Tensor._base` of its results says so."""
+    found = [one.alias_info for one in operation._schema.returns]
+    return bool(found) and all(one is not None and not one.is_write for one in found)
+
+
+# Arguments that batch norms write to, which not all of their schemas say.
+_STATISTICS = ("running_mean", "running_var")
+
+
+def written(operation: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
+    for at, one in enumerate(operation._schema.arguments):
+        said = one.alias_info is not None and one.alias_info.is_write
+        if said or one.name in _STATISTICS:
+            if at < len(args) and not one.kwarg_only:
+                yield args[at]
+            elif one.name in kwargs:
+                yield kwargs[one.name]
+
+
+def plainly() -> contextlib.AbstractContextManager[None]:
+    """While classes of tensors do not look at what is done with them. If it moves:
+    `torch._C.DisableTorchFunction`."""
+    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found

@@ -1,0 +1,39 @@
+"""Values of models that were made without: they are there when a step runs."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pfeife import report
+from pfeife.frontend.arguments import aliases
+from pfeife.frontend.places import Places
+from pfeife.frontend.waiting import bare, deferred_tensors, is_waiting, make
+
+log = logging.getLogger("pfeife")
+
+
+@contextlib.contextmanager
+def with_values(
+    step: Callable[..., Any], arguments: Mapping[str, Any], at_once: bool
+) -> Iterator[bool]:
+    """While a call builds and runs a step over models from `deferred_init`. They have their values
+    then if these are made `at_once`. Else (that is what it gives) nothing may be read until the
+    step is built: then each rank makes what its stages use, and afterwards what no step uses."""
+    found = deferred_tensors(step, arguments)
+    if not found:
+        yield False
+        return
+    roots = () if at_once else Places(step, arguments).roots.values()
+    state = {number for root in roots for number in aliases(root)}
+    _make([one for one in found if id(one) not in state], found)
+    with bare([one for one in found if is_waiting(one)]):
+        yield not at_once
+    _make([one for one in found if is_waiting(one)])
+
+
+def _make(tensors: Sequence[Any], known: Sequence[Any] = ()) -> None:
+    if tensors:
+        size = report.size(sum(one.nbytes for one in tensors))
+        log.info("making the values of %d deferred tensors: %s", len(tensors), size)
+        make(tensors, known)

@@ -1,0 +1,287 @@
+"""What a constructor has done with tensors, as data, and its values made from that.
+
+A tape is a list of operations on storages. Views are not on it: each tensor that an operation takes
+is said by where it lies in its storage.
+
+    0  #0 = empty(4, 3)          linear.py, line 105
+    1  uniform_(#0[:, :])        draw 0
+    2  #1 = empty(4)
+    3  uniform_(#1[:])           draw 1: to have #1, draw 0 is run on memory that is given back
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+
+Storages = dict[int, torch.UntypedStorage]
+LARGE = 1 << 16  # elements of a draw behind which the generator's state is kept
+# Draws whose count of numbers is told by the shape of what they fill.
+BY_SHAPE = {
+    *("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+}
+GIVEN = ("aten.bernoulli_.float", "aten.normal.float_float")
+
+
+@attrs.frozen
+class View:
+    """A tensor by where it lies in a storage, which has a number."""
+
+    storage: int
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def at(cls, storage: int, one: torch.Tensor) -> "View":
+        layout = tuple(one.size()), one.stride(), int(one.storage_offset())
+        return cls(storage, one.dtype, one.device, *layout)
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, in its storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+    @property
+    def size(self) -> int:
+        """The bytes of a storage that this ends."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (self.offset + last + 1) * self.dtype.itemsize
+
+    def fits(self, one: torch.Tensor) -> bool:
+        """Whether a tensor has this layout; where a dimension has one entry, its stride is free."""
+        if one.dtype != self.dtype or tuple(one.shape) != self.shape:
+            return False
+        steps = zip(self.shape, self.stride, one.stride(), strict=True)
+        same = all(mine == its or size == 1 for size, mine, its in steps)
+        return same and (one.storage_offset() == self.offset or 0 in self.shape)
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """One operation. In `args` and `kwargs` there are Views, and tensors that were there before.
+    `made` has for each of its results the View, None for what it returns of its arguments;
+    `default` is the default dtype when it ran, `line` the user's.
+
+    `draw` counts those that take numbers from torch's default generator. `state` is what that was
+    set to before: a state, or that after so many draws; None if it just went on."""
+
+    function: _torch.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    made: tuple[View | None, ...]
+    default: torch.dtype
+    line: str
+    draw: int | None = None
+    state: torch.Tensor | int | None = None
+
+    @property
+    def taken(self) -> tuple[View, ...]:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return tuple(one for one in leaves if isinstance(one, View))
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """The storages that it makes or writes to."""
+        written = pytree.tree_leaves(list(_torch.written(self.function, self.args, self.kwargs)))
+        found = [*written, *self.made]
+        return frozenset(one.storage for one in found if isinstance(one, View))
+
+    @property
+    def touched(self) -> frozenset[int]:
+        made = [one.storage for one in self.made if one is not None]
+        return frozenset([*(one.storage for one in self.taken), *made])
+
+    @property
+    def is_told_by_shape(self) -> bool:
+        name = str(self.function)
+        return name.split(".")[1] in BY_SHAPE or name in GIVEN
+
+    def run(self, tensor_of: Callable[[View], torch.Tensor]) -> list[torch.Tensor]:
+        """Its results, on tensors for its Views."""
+
+        def given(tree: Any) -> Any:
+            return pytree.tree_map(
+                lambda one: tensor_of(one) if isinstance(one, View) else one, tree
+            )
+
+        with _default_dtype(self.default):
+            found = self.function(*given(self.args), **given(dict(self.kwargs)))
+        return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+
+    def check(self, results: list[torch.Tensor]) -> None:
+        """Raises ValueError for results of another layout than that which was recorded."""
+        for view, one in zip(self.made, results, strict=True):
+            if view is not None and not view.fits(one):
+                raise ValueError(
+                    f"{self.function} has made {list(one.shape)} {one.dtype} with strides "
+                    f"{one.stride()}, where {list(view.shape)} {view.dtype} with {view.stride} was "
+                    f"recorded ({self.line}): torch's rule for its shape is wrong; make this "
+                    "tensor outside of pfeife.deferred_init()"
+                )
+
+
+class Tape:
+    """All operations in their order; `begin` is the generator's state before them."""
+
+    def __init__(self, begin: torch.Tensor):
+        self.operations: list[Operation] = []
+        self.draws: list[Operation] = []
+        self.places: list[int] = []  # of the draws among the operations
+        self.states = {0: begin}  # of the generator, after so many draws
+        self.since = 0  # elements drawn behind the last of them
+
+    def add(self, operation: Operation) -> None:
+        if operation.draw is not None:
+            assert operation.draw == len(self.draws)
+            self.draws.append(operation)
+            self.places.append(len(self.operations))
+        self.operations.append(operation)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that tapes of the same values share."""
+        found = hashlib.sha256(_bytes(self.states[0]))
+        for operation in self.operations:
+            for one in pytree.tree_leaves((operation.args, operation.kwargs, operation.state)):
+                tensor = isinstance(one, torch.Tensor)
+                found.update(_bytes(one) if tensor else f"{type(one)} {one}".encode())
+            found.update(f"{operation.function} {operation.made} {operation.default}".encode())
+        return found.hexdigest()
+
+    def values(self, wanted: Collection[int], before: int | None = None) -> Storages:
+        """The storages with these numbers, as they were `before` an operation, or at the end.
+
+        No memory is held but for them and for what an operation yet to come reads. The default
+        generator is left as it is."""
+        plan = self._needed(wanted, len(self.operations) if before is None else before)
+        last = {number: at for at in plan for number in self.operations[at].touched}
+        found: Storages = {}
+        with torch.random.fork_rng(devices=[]), _as_recorded():
+            stream = _Stream(self)
+            for at in plan:
+                operation = self.operations[at]
+                run = _Run(operation, found)
+                stream.draw(operation.draw, run) if operation.draw is not None else run()
+                for number in operation.touched:
+                    if last[number] == at and number not in wanted:
+                        found.pop(number, None)
+        return found
+
+    def state_after(self, draws: int | None = None) -> torch.Tensor:
+        """The generator's state after so many draws, or all of them."""
+        with torch.random.fork_rng(devices=[]), _as_recorded():
+            _Stream(self).seek(len(self.draws) if draws is None else draws)
+            return torch.get_rng_state()
+
+    def _needed(self, wanted: Iterable[int], before: int) -> list[int]:
+        """The operations that some storages are made by, in order."""
+        live, plan = set(wanted), []
+        for at in range(before - 1, -1, -1):
+            operation = self.operations[at]
+            if operation.changed & live:
+                live |= operation.touched
+                plan.append(at)
+        return plan[::-1]
+
+
+@attrs.frozen
+class _Run:
+    """An operation on the values that there are."""
+
+    operation: Operation
+    found: Storages
+
+    def __call__(self) -> None:
+        results = self.operation.run(lambda view: view.of(self.found[view.storage]))
+        self.operation.check(results)
+        for view, one in zip(self.operation.made, results, strict=True):
+            if view is not None:
+                self.found[view.storage] = one.untyped_storage()
+
+
+class _Stream:
+    """torch's default generator while a tape is replayed; it is where it was after `position`
+    draws."""
+
+    def __init__(self, tape: Tape):
+        self.tape, self.position = tape, -1
+        self.memory = torch.UntypedStorage(0)
+
+    def seek(self, draws: int) -> None:
+        """Brings the generator to where it was after so many draws."""
+        known = max(at for at in self.tape.states if at <= draws)
+        if not known <= self.position <= draws:
+            torch.set_rng_state(self.tape.states[known])
+            self.position = known
+        while self.position < draws:
+            self.draw(self.position, functools.partial(self._scratch, self.position))
+
+    def draw(self, number: int, run: Callable[[], None]) -> None:
+        """Runs a draw with the numbers that it has had."""
+        state = self.tape.draws[number].state
+        if isinstance(state, torch.Tensor):
+            torch.set_rng_state(state)
+        else:
+            self.seek(number if state is None else state)
+        run()
+        self.position = number + 1
+        self._keep(self.tape.draws[number])
+
+    def _keep(self, operation: Operation) -> None:
+        """Keeps the state behind large draws."""
+        views = [*operation.taken, *(one for one in operation.made if one is not None)]
+        size = max((torch.Size(one.shape).numel() for one in views), default=0)
+        if size >= LARGE:
+            self.tape.states.setdefault(self.position, torch.get_rng_state())
+
+    def _scratch(self, number: int) -> None:
+        """Takes the numbers of a draw, for nothing."""
+        operation = self.tape.draws[number]
+        if operation.is_told_by_shape:
+            operation.run(self._blank)
+            return
+        taken = {view.storage for view in operation.taken}
+        found = self.tape.values(taken, self.tape.places[number])
+        operation.run(lambda view: view.of(found[view.storage]))
+
+    def _blank(self, view: View) -> torch.Tensor:
+        """A tensor of the same layout with any values. All are in one memory: freed and asked for
+        again, the parts that remain would add up."""
+        if self.memory.device != view.device or self.memory.nbytes() < view.size:
+            self.memory = torch.UntypedStorage(view.size, device=view.device)
+        return view.of(self.memory)
+
+
+def _bytes(one: torch.Tensor) -> bytes:
+    return f"{one.dtype} {one.shape}".encode() + one.cpu().contiguous().numpy().tobytes()
+
+
+@contextlib.contextmanager
+def _as_recorded() -> Iterator[None]:
+    """While operations run as they ran: without gradients and autocast, and unseen."""
+    with torch.no_grad(), _torch.no_autocast(), _torch.no_dispatch():
+        yield
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
