@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife.runtime.distributed.hollow import hollow
+from pfeife.runtime.distributed.nan_memory import nan_like
 
 NOT_PICKLED = (
     "a model whose parameters are trained by several ranks cannot be pickled: save "
@@ -119,7 +119,7 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
     """NaN instead of values, without memory where that can be, in a way that neither autograd nor
     Dynamo takes for a change."""
     if tensor.is_floating_point() or tensor.is_complex():
-        nothing = hollow(tensor)
+        nothing = nan_like(tensor)
         if nothing is None:
             tensor.data.fill_(float("nan"))
         else:

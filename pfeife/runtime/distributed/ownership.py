@@ -17,7 +17,7 @@ from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
-from pfeife.runtime.distributed.hollow import give_back
+from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.stepping import Stepping

@@ -21,7 +21,7 @@ _FIXED, _NO_RESERVE = 0x10, 0x4000  # of Linux, which Python's mmap does not nam
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def hollow(like: torch.Tensor) -> torch.Tensor | None:
+def nan_like(like: torch.Tensor) -> torch.Tensor | None:
     """A tensor of NaN with the shape, strides and dtype of another one on the CPU; None where there
     cannot be one without memory: on other devices and systems, of integers."""
     nan = like.is_floating_point() or like.is_complex()
