@@ -10,11 +10,11 @@ from torch import nn
 WIDTH = 4  # of the batch and of what a net returns
 COMMON = (
     *("train", "accumulate", "eval", "load", "freeze", "rows", "second model", "second step"),
-    *("raise", "scale", "mode", "in place", "kept", "retained", "save", "save all", "clip all"),
+    *("raise", "scale", "mode", "in place", "kept", "retained", "save all", "clip all"),
 )
 # What may be refused, and so ends a loop early: on ranks all that reads others' parameters.
-RARE = ("last", "clip", "twice", "by hand", "penalty")
-ON_ONE = ("save", "raise", "skip", "differ", "load", "eval mode", "mode", "scale", "freeze", "seed")
+RARE = ("save", "last", "clip", "twice", "by hand", "penalty")
+ON_ONE = ("raise", "skip", "differ", "load", "eval mode", "mode", "scale", "freeze", "seed")
 
 
 @attrs.frozen

@@ -242,7 +242,7 @@ class Player:
         elif name == "seed":
             torch.manual_seed(value) if mine else None
         elif name in ("save", "save all"):
-            self.save(whole=name == "save all", mine=mine)
+            self.save(whole=name == "save all")
         elif name == "raise":
             self.explode(mine, action.rank is not None)
         elif name == "by hand":
@@ -384,9 +384,10 @@ class Player:
             one = parameters[value % len(parameters)]
             one.requires_grad_(not one.requires_grad)
 
-    def save(self, whole: bool, mine: bool) -> None:
-        model, expected = self.ours.models[0], self.eager.models[0].state_dict()
-        state = pfeife.full_state_dict(model) if whole else model.state_dict() if mine else expected
+    def save(self, whole: bool) -> None:
+        model = self.ours.models[0]
+        state = pfeife.full_state_dict(model) if whole else model.state_dict()
+        expected = self.eager.models[0].state_dict()
         for name, value in expected.items():
             self.check(f"saved {name}", state[name], value)
         self.eager.saved = copy.deepcopy(expected)
