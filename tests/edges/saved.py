@@ -101,7 +101,7 @@ def by_rank_zero_alone():
                 pair.check()
 
 
-@row(ranks=(2, 3))
+@row(ranks=(2, 3), whole=(3,))
 def by_another_rank_alone():
     """In one dict, as scripts save it, in a file."""
     pair = Pair()
@@ -118,7 +118,7 @@ def by_another_rank_alone():
             alike(found["optimizer"], pair.theirs.state_dict())
 
 
-@row(ranks=(2, 3))
+@row(ranks=(2, 3), whole=(3,))
 def by_all_ranks():
     """Also between backward and the optimizer's step, and right before other state is loaded."""
     pair = Pair()

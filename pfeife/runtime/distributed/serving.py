@@ -64,7 +64,9 @@ class Service:
         self.tags = itertools.count()
         self.asking = threading.Lock()  # one question at a time
         self.threads = [
-            threading.Thread(target=self._serve, args=(one,), name="pfeife serving", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(one,), name=f"pfeife serving {one}", daemon=True
+            )
             for one in self.others
         ]
         for thread in self.threads:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
+from pfeife.runtime.distributed.agreement import Agreed, disagreement
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.ending import end_process
 from pfeife.runtime.distributed.heartbeat import (
@@ -279,7 +280,7 @@ class World:
         number: int = 0,
         note: str = "",
         refused: Exception | None = None,
-    ) -> "Agreed":
+    ) -> Agreed:
         """What every rank adds to a text that all of them give alike (collective).
 
         Raises Refusal on every rank if the ranks are at different places of the script, by `what`
@@ -302,7 +303,7 @@ class World:
         if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
             told = self.from_all_ranks(f"{cause}\0{text}")
-            raise Refusal(str(refused) if refused else _disagreement(told)) from refused
+            raise Refusal(str(refused) if refused else disagreement(told)) from refused
         notes = [one[41 : 41 + one[40]].decode() for one in every if one[40] < _SHORT]
         if len(notes) < self.size:
             notes = self.from_all_ranks(note)
@@ -366,44 +367,6 @@ def _encoded(text: str) -> bytes:
 def _check_length(size: int, rank: int) -> None:
     if not 0 <= size <= plain.LARGEST_FILE:
         raise ValueError(f"rank {rank} wants to send {size} bytes of text to all; that is too much")
-
-
-@attrs.frozen
-class Agreed:
-    """What each rank has added to what all of them agree on."""
-
-    numbers: tuple[int, ...]
-    notes: tuple[str, ...]
-
-
-def _disagreement(told: Sequence[str]) -> str:
-    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and what it
-    has told of what."""
-    causes, places, texts = zip(*(one.split("\0", 2) for one in told), strict=True)
-    for rank, cause in enumerate(causes):
-        if cause:
-            return f"rank {rank}: {cause}"
-    for rank, place in enumerate(places):
-        if place != places[0]:
-            return (
-                f"rank {rank} is at {place} and rank 0 at {places[0]}: every rank must make the "
-                "same calls, in the same order"
-            )
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    here, there = _first_difference(texts[0], texts[others[0]])
-    return (
-        f"{places[0]}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
-        f"where rank 0 has {here!r}; every rank must run the same script with the same options "
-        "and versions, and is given the whole batch"
-    )
-
-
-def _first_difference(one: str, other: str) -> tuple[str, str]:
-    lines, others = one.splitlines(), other.splitlines()
-    for line, second in zip(lines, others, strict=False):
-        if line != second:
-            return line.strip(), second.strip()
-    return f"{len(lines)} lines", f"{len(others)} lines"
 
 
 def checksum(tensor: torch.Tensor) -> int:
