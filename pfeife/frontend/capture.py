@@ -74,9 +74,9 @@ def capture(
     flat = trace(*found, loss, cache=cache)
     told(2, 3)
 
-    def larger(gradients: bool) -> Program:
-        twice = steps.by(through, times=2)
-        return trace(*twice, loss, gradients=gradients, cache=cache).program
+    def larger(gradients: bool, times: int) -> Program:
+        grown = steps.by(through, times=times)
+        return trace(*grown, loss, gradients=gradients, cache=cache).program
 
     captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
     told(3, 3)

@@ -492,6 +492,22 @@ def hugging_face_with_num_items_in_batch():
     assert not found, found
 
 
+@row()
+def hugging_face_in_microbatches_of_one_row():
+    """Where it looks for packed sequences, and a dimension of 1 may be that of the row or not."""
+    model, (tokens, labels) = llama(), text(rows=3)
+    batch = tokens, labels, (labels[:, 1:] != -100).sum()
+
+    def step(tokens, labels, count):
+        kept = {"use_cache": False, "num_items_in_batch": count}
+        return model(input_ids=tokens, labels=labels, **kept).loss
+
+    expected = plainly(model, step, parts(batch, 3))
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=3)(*batch), expected)
+    assert not found, found
+
+
 @row(ranks=(1, 2))
 def hugging_face_with_padding():
     """Its own mean over the labels that are not ignored, of the whole batch; and its own result,
