@@ -29,10 +29,9 @@ def pipelined(trainer: type, **options: Any) -> type:
 
     `compute_loss` is what is captured: the model's own loss, label smoothing, `compute_loss_func`
     or an override; evaluation and prediction go through the pipeline too. `args` mean what they
-    mean on one device: `per_device_train_batch_size` is the batch of the whole pipeline, and every
-    rank reads all data. The batch of a call is cut into `microbatches`; `gradient_accumulation_steps`
-    accumulate over calls. Raises ValueError for arguments under which something else compiles or
-    distributes the model.
+    mean on one device: `per_device_train_batch_size` is the batch of the whole pipeline, which is
+    cut into `microbatches`, and every rank reads all data. Making the Trainer raises ValueError for
+    arguments under which something else compiles or distributes the model.
     """
     return type(f"Pipelined{trainer.__name__}", (_Pipelined, trainer), {"pfeife_options": options})
 
@@ -81,11 +80,13 @@ class _Pipelined(Base):
         if not return_outputs:
             return self._training(inputs, num_items_in_batch)
         found = self._evaluation(inputs, num_items_in_batch)
-        return found["loss"], found["outputs"]  # of which prediction_step leaves out a loss
+        return found["loss"], found["outputs"]
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Without labels there is no loss to compute: the model alone runs as a pipeline."""
-        return super().prediction_step(lambda **given: self._prediction(given), inputs, *args, **kwargs)
+        return super().prediction_step(
+            lambda **given: self._prediction(given), inputs, *args, **kwargs
+        )
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """All ranks must call it; the main one writes, and it returns when that is done."""

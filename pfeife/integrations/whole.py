@@ -42,9 +42,7 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {**mine, "state": state}
 
 
-def _owners(
-    optimizer: torch.optim.Optimizer, world: World
-) -> Iterator[tuple[int, int]]:
+def _owners(optimizer: torch.optim.Optimizer, world: World) -> Iterator[tuple[int, int]]:
     """The number of each parameter in a state_dict, and the rank whose state of it counts."""
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     for at, parameter in enumerate(parameters):
@@ -104,9 +102,7 @@ def whole_state_dicts(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[N
     for it (collective at the beginning). A wrapper has its `optimizer` in it."""
     with contextlib.ExitStack() as stack:
         for wrapped in optimizers:
-            optimizer = wrapped
-            while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-                optimizer = optimizer.optimizer
+            optimizer = getattr(wrapped, "optimizer", wrapped)
             whole = full_optimizer_state_dict(optimizer)
             hook = optimizer.register_state_dict_post_hook(lambda *_, whole=whole: whole)
             stack.callback(hook.remove)

@@ -48,7 +48,7 @@ def reshaped(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=dim, before=before)
 
 
-def _grown(one: Operation, possible: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+def _grown(one: Operation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those of the possible dimensions that are larger for twice the rows."""
     if one.twin is None:
         raise Stuck(numbers=True)
