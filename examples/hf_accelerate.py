@@ -1,8 +1,8 @@
 """A loop with Accelerate on pipeline ranks: accumulation, clipping, checkpoints.
 
-    torchrun --nproc-per-node 2 examples/hf_accelerate.py    two pipeline ranks
-    python examples/hf_accelerate.py                         two stages in one process
-    python examples/hf_accelerate.py --one-device            without Pfeife
+torchrun --nproc-per-node 2 examples/hf_accelerate.py    two pipeline ranks
+python examples/hf_accelerate.py                         two stages in one process
+python examples/hf_accelerate.py --one-device            without Pfeife
 """
 
 import argparse

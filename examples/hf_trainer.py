@@ -1,8 +1,8 @@
 """Trains a small GPT-2 with Hugging Face's Trainer on pipeline ranks; two lines are Pfeife's.
 
-    torchrun --nproc-per-node 2 examples/hf_trainer.py    two pipeline ranks
-    python examples/hf_trainer.py                         two stages in one process
-    python examples/hf_trainer.py --one-device            without Pfeife: the same losses
+torchrun --nproc-per-node 2 examples/hf_trainer.py    two pipeline ranks
+python examples/hf_trainer.py                         two stages in one process
+python examples/hf_trainer.py --one-device            without Pfeife: the same losses
 """
 
 import argparse

@@ -17,6 +17,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 SAME = "3 of 3 losses are the same"
 ALONE: dict[str, tuple[list[str], str]] = {
     "explain.py": ([], "mended is captured by Dynamo as one graph"),
+    "hf_accelerate.py": ([], "rank 0 has logged"),
+    "hf_trainer.py": ([], "rank 0 has logged"),
     "own_compiler.py": ([], SAME),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),

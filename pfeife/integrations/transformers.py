@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pfeife.backend.state import full_state_dict
-from pfeife.backend.step import compile
+from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
 from pfeife.integrations.whole import together, whole_state_dicts
 
@@ -50,9 +50,9 @@ class _Pipelined(Base):
             )
         joined(self.accelerator)
         options = {"loss": "loss", **self.pfeife_options}
-        self._training = compile(self._loss, **self.pfeife_options)
-        self._evaluation = compile(self._loss_and_outputs, **options)
-        self._prediction = compile(self._outputs, **self.pfeife_options)
+        self._training = pipeline(self._loss, **self.pfeife_options)
+        self._evaluation = pipeline(self._loss_and_outputs, **options)
+        self._prediction = pipeline(self._outputs, **self.pfeife_options)
 
     def _loss(self, inputs: dict[str, Any], count: Any) -> torch.Tensor:
         loss: torch.Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)
