@@ -1,8 +1,8 @@
 """Tunes a small Llama by LoRA (peft) with Hugging Face's Trainer on pipeline ranks.
 
-    torchrun --nproc-per-node 2 examples/hf_lora.py    two pipeline ranks
-    python examples/hf_lora.py                         two stages in one process
-    python examples/hf_lora.py --one-device            without Pfeife: the same losses
+torchrun --nproc-per-node 2 examples/hf_lora.py    two pipeline ranks
+python examples/hf_lora.py                         two stages in one process
+python examples/hf_lora.py --one-device            without Pfeife: the same losses
 """
 
 import argparse

@@ -49,7 +49,9 @@ def main() -> None:
         rows = torch.stack([text[i : i + CONTEXT + 1] for i in at])
         return rows[:, :-1], rows[:, 1:]  # every rank has the whole batch  <-
 
-    step = loss_fn if options.one_device else pfeife.compile(loss_fn, microbatches=4, stages=2)  # <-
+    step = (
+        loss_fn if options.one_device else pfeife.compile(loss_fn, microbatches=4, stages=2)
+    )  # <-
     losses = []
     for index in range(start, STEPS):
         for group in optimizer.param_groups:
