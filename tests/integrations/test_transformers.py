@@ -41,15 +41,29 @@ def same(mine, theirs):
 
 
 def test_two_ranks_log_and_save_what_one_device_does(one_device, tmp_path):
-    """Losses, norms, evaluations and tokens on every rank; then a run that goes on from the first
-    checkpoint, as if it had not been interrupted."""
+    """Losses, norms, evaluations and tokens on every rank."""
     folder, log = one_device
     assert logged(SCRIPT, "--save", tmp_path, ranks=2) == [log, log]
     same_files(folder, tmp_path)
-    shutil.rmtree(tmp_path / "checkpoint-12")
+
+
+@pytest.mark.whole
+def test_two_ranks_go_on_from_a_checkpoint_of_one_device(one_device, tmp_path):
+    """As if they had not been interrupted."""
+    folder, log = one_device
+    shutil.copytree(folder / "checkpoint-6", tmp_path / "checkpoint-6")
     for again in logged(SCRIPT, "--save", tmp_path, "--resume", ranks=2):
         assert again[:-1] == log[:-1]  # the last line has the mean loss since the start
     same_files(folder, tmp_path)
+
+
+@pytest.mark.whole
+def test_an_adapter(tmp_path):
+    """LoRA on a Llama: what is trained and saved is small, all else is read on every rank."""
+    folders = tmp_path / "one", tmp_path / "two"
+    (log,) = logged("hf_lora.py", "--one-device", "--save", folders[0])
+    assert logged("hf_lora.py", "--save", folders[1], ranks=2) == [log, log]
+    same(*(load_file(folder / "adapter_model.safetensors") for folder in folders))
 
 
 @pytest.mark.whole
