@@ -35,7 +35,7 @@ lint: .venv/dev
 	@touch $@
 
 .venv/dev: .venv/run
-	$(PIP) -e '.[dev,models]'
+	$(PIP) -e '.[dev,models,frameworks]'
 	@touch $@
 
 .venv/coverage: .venv/dev

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from logged import logged
 from processes import bounded
 from share import whole
 
@@ -17,6 +18,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 SAME = "3 of 3 losses are the same"
 ALONE: dict[str, tuple[list[str], str]] = {
     "explain.py": ([], "mended is captured by Dynamo as one graph"),
+    "hf_accelerate.py": ([], "rank 0 has logged"),
+    "hf_lora.py": ([], "rank 0 has logged"),
+    "hf_trainer.py": ([], "rank 0 has logged"),
+    "nanogpt.py": ([], "rank 0 has logged"),
     "own_compiler.py": ([], SAME),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
@@ -74,3 +79,14 @@ def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
 
 def test_training_on_two_ranks():
     assert f"{SAME}, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
+
+
+def test_a_loop_as_nanogpt_has_it(tmp_path):
+    """Within rounding: one device does not cut its batches. It goes on from its checkpoint."""
+    (expected,) = logged("nanogpt.py", "--one-device")
+    found = logged("nanogpt.py", "--save", tmp_path / "half.pt", ranks=2)
+    for one in found:
+        for mine, theirs in zip(one, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+    again = logged("nanogpt.py", "--resume", tmp_path / "half.pt", ranks=2)
+    assert again == [one[4:] for one in found]

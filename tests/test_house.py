@@ -20,6 +20,7 @@ LAYERS = [
     "cost",
     "sched report",
     "backend testing __main__",
+    "integrations",
 ]
 APART = {"passes", "runtime"}  # what they share lives below them
 

@@ -103,14 +103,14 @@ class MicrobatchGraph:
                 "be cut: pass the batch as arguments, and say with in_dims where it is"
             )
         loss = self.losses.asked(options)
-        larger = functools.cache(functools.partial(self.grown, 2))
+        larger = functools.cache(self.grown)
         if options.microbatches > 1 and self.inputs.numbers:
-            self._check_numbers(larger()[1].numbers)
+            self._check_numbers(larger(2)[1].numbers)
         captured = with_reductions(
             trace(self.step, self.inputs, loss, cache=options.cache),
             options.loss_reduction,
-            lambda gradients: (
-                trace(*larger(), loss, gradients=gradients, cache=options.cache).program
+            lambda gradients, times: (
+                trace(*larger(times), loss, gradients=gradients, cache=options.cache).program
             ),
             args if options.microbatches > 1 and options.check else None,
         )
@@ -118,7 +118,7 @@ class MicrobatchGraph:
         captured = attrs.evolve(captured, door=self.door)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
-            captured = self._with_dims(captured, larger()[0])
+            captured = self._with_dims(captured, larger(2)[0])
         return check_outputs(captured, options.reduce, options.microbatches)
 
     def check_unseen(self, captured: Captured) -> None:
@@ -263,7 +263,7 @@ class BatchedGraph:
         captured = with_reductions(
             at(),
             options.loss_reduction,
-            lambda gradients: at(times=2, gradients=gradients).program,
+            lambda gradients, times: at(times=times, gradients=gradients).program,
             args if count > 1 and self.shows and options.check else None,
         )
         self.losses.note(captured)

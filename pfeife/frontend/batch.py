@@ -221,8 +221,23 @@ def _dim(name: str, value: torch.Tensor, dim: Any) -> int:
 def _grown(leaf: Leaf, times: int) -> torch.Tensor:
     if leaf.dim is None:
         return leaf.first
-    several = torch.cat([leaf.first] * times, leaf.dim)
-    return several.detach().requires_grad_(leaf.first.requires_grad)
+    several = _laid_as(leaf.first, torch.cat([leaf.first] * times, leaf.dim).detach(), leaf.dim)
+    return several.requires_grad_(leaf.first.requires_grad)
+
+
+def _laid_as(first: torch.Tensor, grown: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor that has grown along a dimension, in memory as it was: a view of it (flatten) is a
+    copy where it was one. Contiguous where elements share memory."""
+    at = first.stride(dim)
+    strides = [s * grown.shape[dim] // first.shape[dim] if s > at else s for s in first.stride()]
+    end = 1
+    for stride, size in sorted(zip(strides, grown.shape, strict=True)):
+        if size > 1 and stride < end:
+            return grown
+        end = stride * size if size > 1 else end
+    return torch.empty_strided(grown.shape, strides, dtype=grown.dtype, device=grown.device).copy_(
+        grown
+    )
 
 
 def _first(value: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:

@@ -72,9 +72,9 @@ def capture(
     call = cutter(example_microbatch, kwargs)
     steps = _Doors(step, call, torch.device(device))
 
-    def larger(gradients: bool) -> Program:
-        twice = steps.by(through, times=2)
-        return trace(*twice, loss, gradients=gradients, cache=cache).program
+    def larger(gradients: bool, times: int) -> Program:
+        grown = steps.by(through, times=times)
+        return trace(*grown, loss, gradients=gradients, cache=cache).program
 
     with bare(deferred_tensors(step, call.others)):
         through, refused, found = steps.first(door)

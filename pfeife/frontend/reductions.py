@@ -6,7 +6,7 @@ not ignored (averaged by that count).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
 
 LossReduction = Literal["mean", "sum", "auto"]
-Larger = Callable[[bool], Program]
+Larger = Callable[[bool, int], Program]
 
 
 def derive_reductions(
@@ -34,8 +34,9 @@ def derive_reductions(
     """A flat program whose ports say how their microbatches are put together, and by port name
     what kept that from being known: such a loss is averaged.
 
-    `larger` gives the program for twice the rows, with or without gradients; it is asked only where
-    a number may count rows or no rule tells, and then `sample` for values with which both are run.
+    `larger` gives the program for so many times the rows, with or without gradients; it is asked
+    only where a number may count rows or no rule tells, and then `sample` for values with which
+    both are run.
     """
     known = derive(program, larger, sample)
     among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
@@ -68,6 +69,32 @@ def derive(
 ) -> dict[str, Known]:
     """What is known of every loss and output of a flat program, by port name; the arguments are as
     in `derive_reductions`."""
+    known = _beside_larger(program, larger, sample)
+    if larger is None or _rows(program) > 1:
+        return known
+    stuck = [name for name, one in known.items() if isinstance(one, Unknown)]
+    return {**known, **(_of_two_rows(larger, stuck) if stuck else {})}
+
+
+def _of_two_rows(larger: Larger, names: Sequence[str]) -> dict[str, Known]:
+    """What the program for two rows knows of results of that for one row, in which a dimension of
+    1 may be that of the row or any other. Not what a count of its own divides."""
+
+    def more(gradients: bool, times: int) -> Program:
+        return larger(gradients, 2 * times)
+
+    for gradients in (False, True):
+        with suppress(Exception):  # a step that more rows break tells nothing
+            known = _beside_larger(larger(gradients, 2), more, None)
+            found = {name: known.get(name) for name in names}
+            return {n: one for n, one in found.items() if isinstance(one, Rows) and not one.counts}
+    return {}
+
+
+def _beside_larger(
+    program: Program, larger: Larger | None, sample: Callable[[], Sample] | None
+) -> dict[str, Known]:
+    """What the rules tell, with the program for twice the rows beside it where they need it."""
     known = _derive(program)
     stuck = [one for one in known.values() if isinstance(one, Unknown)]
     if larger is None or not any(one.numbers or sample for one in stuck):
@@ -75,7 +102,7 @@ def derive(
     twins: dict[fx.Node, fx.Node] = {}
     for gradients in (False, True):  # a forward alone is traced in a third of the time
         with suppress(Exception):  # a step that twice the rows break tells nothing
-            twice = larger(gradients)
+            twice = larger(gradients, 2)
             twins = paired(*_wanted(program), *_wanted(twice))
         if twins:
             break
@@ -92,11 +119,15 @@ def _derive(program: Program, *more: Mapping[fx.Node, Any]) -> dict[str, Known]:
     """The same by the rules and what `follow` is given beside them."""
     graph, wanted = _wanted(program)
     inputs = {program.node(p.name): _given(p) for p in program.ports(Role.BATCH)}
-    places = [(p, _given(p).dim) for p in program.ports(Role.BATCH)]
-    rows = math.gcd(*[p.shape[dim] for p, dim in places if dim is not None]) or 1
-    found = follow(graph, inputs, wanted, rows, *more)
+    found = follow(graph, inputs, wanted, _rows(program), *more)
     names = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
     return {name: found[node] for name, node in zip(names, wanted, strict=True)}
+
+
+def _rows(program: Program) -> int:
+    """Rows of the microbatch that a program is for."""
+    places = [(p, _given(p).dim) for p in program.ports(Role.BATCH)]
+    return math.gcd(*[p.shape[dim] for p, dim in places if dim is not None]) or 1
 
 
 def _wanted(program: Program) -> tuple[fx.Graph, list[fx.Node]]:

@@ -493,6 +493,41 @@ def hugging_face_with_num_items_in_batch():
     assert not found, found
 
 
+@row()
+def views_of_one_text():
+    """All words but the last, and all but the first, of the same rows: flattened, both are copies,
+    and so they are in the step for more rows, which tells whether 8 counts rows."""
+    rows = torch.randint(WORDS, (4, 7), generator=torch.Generator().manual_seed(1))
+    model, (tokens, targets) = lm(), (rows[:, :-1], rows[:, 1:])
+
+    def step(tokens, targets):
+        return F.cross_entropy(scores(model, tokens) / 8, targets.flatten())
+
+    expected = plainly(model, step, parts((tokens, targets), 2), 2)
+    with said() as found:
+        compiled = pfeife.compile(step, microbatches=2)
+        check(model, compiled(tokens, targets), expected)
+        with torch.no_grad():
+            bitwise(compiled(tokens, targets), expected[0])
+    assert not found, found
+
+
+@row()
+def hugging_face_in_microbatches_of_one_row():
+    """Where it looks for packed sequences, and a dimension of 1 may be that of the row or not."""
+    model, (tokens, labels) = llama(), text(rows=3)
+    batch = tokens, labels, (labels[:, 1:] != -100).sum()
+
+    def step(tokens, labels, count):
+        kept = {"use_cache": False, "num_items_in_batch": count}
+        return model(input_ids=tokens, labels=labels, **kept).loss
+
+    expected = plainly(model, step, parts(batch, 3))
+    with said() as found:
+        check(model, pfeife.compile(step, microbatches=3)(*batch), expected)
+    assert not found, found
+
+
 @row(ranks=(1, 2))
 def hugging_face_with_padding():
     """Its own mean over the labels that are not ignored, of the whole batch; and its own result,

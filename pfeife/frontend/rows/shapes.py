@@ -42,8 +42,18 @@ def reshaped(one: Operation) -> Rows:
     if not possible:
         raise Stuck
     same = [(d, b) for d, b in possible if new[d] == shape[rows.dim]]
+    if one.rows == 1 and len(possible) > 1:  # a dimension of 1 may be that of the row, or not
+        same = _grown(one, possible)
     dim, before = (same or possible)[0]
     return attrs.evolve(rows, dim=dim, before=before)
+
+
+def _grown(one: Operation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of the possible dimensions that are larger for twice the rows."""
+    if one.twin is None:
+        raise Stuck(numbers=True)
+    twice = attrs.evolve(one, node=one.twin).shape
+    return [(dim, before) for dim, before in possible if twice[dim] != one.shape[dim]]
 
 
 def moved(order: Callable[[Operation, int], Sequence[int]]) -> Rule:

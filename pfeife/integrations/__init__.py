@@ -1,0 +1,6 @@
+"""Other people's loops around a pipelined step. Each module imports its framework, and nothing of
+Pfeife imports these modules.
+
+Read `accelerate` first, which makes all processes of torchrun one, then `transformers`, whose
+Trainer stands on it; `whole` gathers what the ranks' optimizers keep.
+"""

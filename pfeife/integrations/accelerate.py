@@ -1,0 +1,72 @@
+"""Accelerate over a pipeline: all processes of torchrun are one process to it.
+
+    from pfeife.integrations.accelerate import Accelerator      # for: from accelerate import ...
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = pfeife.compile(lambda batch: model(**batch).loss, microbatches=4)
+
+`prepare` wraps no model in DDP and shards no loader: every rank is given every batch.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from pfeife.backend.state import clip_grad_norm_, full_state_dict
+from pfeife.integrations.whole import together, whole_state_dicts
+
+
+class Accelerator(accelerate.Accelerator):
+    """An Accelerator whose processes are the ranks of a pipeline.
+
+    Each process keeps its number and device, so that the main one alone logs and writes, but none
+    knows of others: batches, gradients and metrics are neither shared out nor gathered. What needs
+    the state of all ranks (`clip_grad_norm_`, `get_state_dict`, `save_state`) all ranks must call.
+    Raises ValueError where another plugin (FSDP, DeepSpeed, ...) distributes the model.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.join()
+
+    def join(self) -> None:
+        """Makes the processes one, as far as Accelerate goes."""
+        kind = self.distributed_type
+        if kind != DistributedType.NO and not self.multi_device and kind.name != "MULTI_CPU":
+            raise ValueError(
+                f"Accelerate distributes the model itself ({kind.name}): a pipeline wants none of "
+                "its plugins (FSDP, DeepSpeed, Megatron, TPU)"
+            )
+        for state in (PartialState(), AcceleratorState()):  # of all Accelerators of this process
+            state.distributed_type, state.num_processes = DistributedType.NO, 1
+        self.dataloader_config.dispatch_batches = False  # each rank reads its own copy
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """`pfeife.clip_grad_norm_`, after the gradients' scale is taken out."""
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """`pfeife.full_state_dict` of a model."""
+        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Accelerate's own, with the state of all ranks; returns when it is written."""
+        with whole_state_dicts(self._optimizers):
+            where: str = super().save_state(*args, **kwargs)
+        together("Accelerator.save_state")
+        return where
+
+
+def joined(accelerator: accelerate.Accelerator) -> Accelerator:
+    """The same Accelerator, which somebody else has made, as one of ours."""
+    accelerator.__class__ = Accelerator
+    accelerator.join()
+    return accelerator

@@ -1,0 +1,105 @@
+"""Hugging Face's Trainer over a pipeline.
+
+    from pfeife.integrations.transformers import pipelined
+
+    trainer = pipelined(Trainer, microbatches=4)(model=model, args=args, ...)
+
+The script is otherwise as it was, and runs in one process and under torchrun: the losses, logs,
+checkpoints and the model are those of one device, with one device's arguments.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pfeife.backend.state import full_state_dict
+from pfeife.backend.step import compile as pipeline
+from pfeife.integrations.accelerate import joined
+from pfeife.integrations.whole import together, whole_state_dicts
+
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+
+def pipelined(trainer: type, **options: Any) -> type:
+    """A subclass of a Trainer class (Trainer, Seq2SeqTrainer, one of your own) whose steps run as
+    pipelines; the options are those of `pfeife.compile`.
+
+    `compute_loss` is what is captured: the model's own loss, label smoothing, `compute_loss_func`
+    or an override; evaluation and prediction go through the pipeline too. `args` mean what they
+    mean on one device: `per_device_train_batch_size` is the batch of the whole pipeline, which is
+    cut into `microbatches`, and every rank reads all data. Making the Trainer raises ValueError for
+    arguments under which something else compiles or distributes the model.
+    """
+    return type(f"Pipelined{trainer.__name__}", (_Pipelined, trainer), {"pfeife_options": options})
+
+
+class _Pipelined(Base):
+    """What differs from a Trainer; stands before it, so that its `super()` is the Trainer."""
+
+    pfeife_options: dict[str, Any]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.torch_compile:
+            raise ValueError(
+                "TrainingArguments(torch_compile=True): the pipeline's step is compiled by Pfeife; "
+                "leave it out, and say compiler='inductor' to pipelined() if you want Inductor"
+            )
+        joined(self.accelerator)
+        options = {"loss": "loss", **self.pfeife_options}
+        self._training = pipeline(self._loss, **self.pfeife_options)
+        self._evaluation = pipeline(self._loss_and_outputs, **options)
+        self._prediction = pipeline(self._outputs, **self.pfeife_options)
+
+    def _loss(self, inputs: dict[str, Any], count: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)
+        return loss
+
+    def _loss_and_outputs(self, inputs: dict[str, Any], count: Any) -> dict[str, Any]:
+        loss, outputs = super().compute_loss(self.model, inputs, True, num_items_in_batch=count)
+        if isinstance(outputs, dict):  # the loss goes once
+            outputs = type(outputs)(**{name: outputs[name] for name in outputs if name != "loss"})
+        else:
+            outputs = (None, *outputs[1:])
+        return {"loss": loss, "outputs": outputs}
+
+    def _outputs(self, inputs: dict[str, Any]) -> Any:
+        return self.model(**inputs)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The Trainer's own, as a pipeline of the model's stages."""
+        if not return_outputs:
+            return self._training(inputs, num_items_in_batch)
+        found = self._evaluation(inputs, num_items_in_batch)
+        return found["loss"], found["outputs"]
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Without labels there is no loss to compute: the model alone runs as a pipeline."""
+        return super().prediction_step(
+            lambda **given: self._prediction(given), inputs, *args, **kwargs
+        )
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """All ranks must call it; the main one writes, and it returns when that is done."""
+        super().save_model(*args, **kwargs)
+        together("Trainer.save_model")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with whole_state_dicts([self.optimizer]):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # all ranks have the same, and the file has one name
+            super()._save_rng_state(output_dir)
