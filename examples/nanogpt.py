@@ -13,9 +13,9 @@ import os
 import torch
 import torch.nn.functional as F
 from gpt import GPT
+from pfeife.integrations.whole import full_optimizer_state_dict
 
 import pfeife
-from pfeife.integrations.whole import full_optimizer_state_dict
 
 STEPS, ACCUMULATED, ROWS, CONTEXT = 8, 2, 8, 16
 

@@ -2,5 +2,5 @@
 Pfeife imports these modules.
 
 Read `accelerate` first, which makes all processes of torchrun one, then `transformers`, whose
-Trainer stands on it; `whole` gathers what the ranks' optimizers keep.
+Trainer stands on it; `together` is where ranks wait until a file is written.
 """

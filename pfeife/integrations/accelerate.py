@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
-from pfeife.integrations.whole import together, whole_state_dicts
+from pfeife.integrations.together import together
 
 
 class Accelerator(accelerate.Accelerator):
@@ -58,9 +58,8 @@ class Accelerator(accelerate.Accelerator):
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Accelerate's own, with the state of all ranks; returns when it is written."""
-        with whole_state_dicts(self._optimizers):
-            where: str = super().save_state(*args, **kwargs)
+        """Accelerate's own; returns on all ranks when it is written."""
+        where: str = super().save_state(*args, **kwargs)
         together("Accelerator.save_state")
         return where
 

@@ -15,7 +15,7 @@ import torch
 from pfeife.backend.state import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
-from pfeife.integrations.whole import together, whole_state_dicts
+from pfeife.integrations.together import together
 
 if TYPE_CHECKING:
     Base = Any
@@ -95,10 +95,6 @@ class _Pipelined(Base):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with whole_state_dicts([self.optimizer]):
-            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks have the same, and the file has one name
