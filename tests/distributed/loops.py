@@ -160,5 +160,6 @@ def pipelines_whose_neighbours_are_replicas() -> None:
             first, last = (set(names[rank].split()) for rank in replica)
             assert first and last and first | last == expected.gradients.keys()
             assert [names[rank] for rank in replica] == [names[rank] for rank in pipelines[0]]
-        whole = pfeife.full_state_dict(one.model)
-        assert not any(value.isnan().any() for value in whole.values())
+        asked, whole = one.model.state_dict(), pfeife.full_state_dict(one.model)
+        for name, value in whole.items():
+            assert not value.isnan().any() and torch.equal(asked[name], value), name

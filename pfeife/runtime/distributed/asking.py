@@ -61,7 +61,7 @@ class Asking:
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[int]]:
         found: dict[int, dict[int, None]] = {}  # a tied tensor once
         for owned in (self.known[one] for one in tensors):
-            replica = self.service.world.rank // owned.mesh.ranks
-            rank = replica * owned.mesh.ranks + owned.first
+            replica, _ = owned.mesh.place(self.service.world.rank)
+            rank = owned.mesh.in_world(replica, owned.ranks[0])
             found.setdefault(rank, {})[owned.number] = None
         return {rank: tuple(found[rank]) for rank in sorted(found)}
