@@ -18,6 +18,7 @@ from pfeife.frontend.tape import Operation, Tape, View
 from pfeife.frontend.user_lines import calling_line
 
 _STATES = 0x7066656966650000  # seeds of the states that stand for those after draws
+_SEED = 8  # bytes
 _READING = {"tolist", "numpy", "__array__", "__repr__"}
 _STORED = {"__reduce_ex__", "__dlpack__", "share_memory_", "storage", "_typed_storage"}
 
@@ -180,9 +181,13 @@ class Recording(_torch.TorchDispatchMode):
         return None if torch.equal(found, self.now) else self.marks.get(_text(found), found)
 
     def _mark(self) -> None:
-        """Gives the generator the state that stands for the one after the last draw."""
+        """Gives the generator the state that stands for the one after the last draw; what it was
+        seeded with is what it was (`torch.initial_seed()`), which states begin with."""
+        seed = torch.get_rng_state()[:_SEED]
         torch.default_generator.manual_seed(_STATES + len(self.tape.draws))
         self.now = torch.get_rng_state()
+        self.now[:_SEED] = seed
+        torch.set_rng_state(self.now)
         self.marks[_text(self.now)] = len(self.tape.draws)
 
 

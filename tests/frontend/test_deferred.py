@@ -538,3 +538,18 @@ def test_memory():
     )
     whole, without, share = map(int, done.stdout.split())
     assert (whole, without < 60, share < 120) == (256, True, True), done.stdout
+
+
+def test_a_constructor_that_asks_for_the_seed():
+    def made() -> list[int]:
+        torch.manual_seed(5)
+        found = [torch.initial_seed()]
+        torch.nn.Linear(3, 3)
+        found.append(torch.initial_seed())
+        torch.manual_seed(6)
+        torch.nn.Linear(3, 3)
+        return [*found, torch.initial_seed()]
+
+    with pfeife.deferred_init():
+        found = made()
+    assert found == made() == [5, 5, 6] and torch.initial_seed() == 6
