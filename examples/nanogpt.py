@@ -1,5 +1,5 @@
 """A loop as nanoGPT has it, on pipeline ranks: groups for weight decay, a cosine, accumulation,
-clipping, evaluation, checkpoints. What it needed is marked with <-.
+clipping, evaluation, checkpoints. What it needed is marked with <-: no DDP, and one line.
 
     torchrun --nproc-per-node 2 examples/nanogpt.py    two pipeline ranks
     python examples/nanogpt.py --one-device            without Pfeife
@@ -13,7 +13,6 @@ import os
 import torch
 import torch.nn.functional as F
 from gpt import GPT
-from pfeife.integrations.whole import full_optimizer_state_dict
 
 import pfeife
 
@@ -59,16 +58,14 @@ def main() -> None:
         for part in range(ACCUMULATED):
             loss = step(*batch(index * ACCUMULATED + part)) / ACCUMULATED
             loss.backward()
-        norm = pfeife.clip_grad_norm_(model.parameters(), 1.0)  # <-
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             losses.append([loss.item(), norm.item(), step(*batch(9999)).item()])
-        if options.save and index + 1 == STEPS // 2:
-            state = {"model": pfeife.full_state_dict(model), "steps": index + 1}  # <-
-            state["optimizer"] = full_optimizer_state_dict(optimizer)  # <-
-            if rank == 0:
-                torch.save(state, options.save)
+        if options.save and index + 1 == STEPS // 2 and rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "steps": index + 1}, options.save)
     print(f"rank {rank} has logged {json.dumps(losses)}")
 
 
