@@ -32,7 +32,10 @@ def is_hollow(tensor: torch.Tensor) -> bool:
     with plainly():
         if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_meta:
             return False
-        return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
+        try:
+            return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST
+        except RuntimeError:  # those of functionalization have storages without addresses
+            return False
 
 
 def without_memory(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:

@@ -553,3 +553,12 @@ def test_a_constructor_that_asks_for_the_seed():
     with pfeife.deferred_init():
         found = made()
     assert found == made() == [5, 5, 6] and torch.initial_seed() == 6
+
+
+def test_tensors_of_other_kinds_live_meanwhile():
+    """As tracing leaves them: their storages have no addresses."""
+    kept = torch._to_functional_tensor(torch.ones(2))
+    with pfeife.deferred_init():
+        net = torch.nn.Linear(2, 2)
+    pfeife.materialize(net)
+    assert not net.weight.isnan().any() and kept.shape == (2,)
