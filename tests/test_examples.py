@@ -81,6 +81,7 @@ def test_training_on_two_ranks():
     assert f"{SAME}, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
 
 
+@pytest.mark.whole
 def test_a_loop_as_nanogpt_has_it(tmp_path):
     """Within rounding: one device does not cut its batches. It goes on from its checkpoint."""
     (expected,) = logged("nanogpt.py", "--one-device")

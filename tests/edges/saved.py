@@ -147,7 +147,7 @@ def by_all_ranks():
     pair.check()
 
 
-@row(ranks=(2, 3))
+@row(ranks=(2, 3), whole=(3,))
 def before_a_barrier_of_all():
     pair = Pair(optimizer="adamw")
     for _ in range(2):

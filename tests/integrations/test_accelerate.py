@@ -10,6 +10,7 @@ from pfeife.integrations.accelerate import joined
 SCRIPT = "hf_accelerate.py"
 
 
+@pytest.mark.whole
 def test_two_ranks_have_the_losses_of_one_device(tmp_path):
     """Within rounding: one device does not cut its batches. What they save, they and one device
     load."""

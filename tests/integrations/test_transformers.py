@@ -90,6 +90,7 @@ def trainer(folder, kind, data, **more):
     return kind(model(), args, eval_dataset=data)
 
 
+@pytest.mark.whole
 def test_predictions_and_evaluations(tmp_path):
     """With labels and without, with smoothed ones, and with rows left over."""
     tokens = torch.randint(16, (6, 8))

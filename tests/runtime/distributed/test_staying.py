@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from share import whole
 
 SCRIPT = str(Path(__file__).parents[2] / "staying.py")
 
@@ -37,7 +38,7 @@ def ended(folder: Path, how: str) -> tuple[list[int | None], dict[str, str]]:
     return codes, {path.name: path.read_text() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("how", ["ends", "destroys", "exits"])
+@pytest.mark.parametrize("how", ["ends", whole("destroys"), whole("exits")])
 def test_a_rank_whose_script_has_ended_still_answers(tmp_path, how):
     """It stays until the others have ended too; its exit code is its own."""
     codes, files = ended(tmp_path, how)
@@ -50,7 +51,7 @@ def test_a_rank_whose_script_has_ended_makes_no_step(tmp_path):
     assert files["told"].startswith("rank 1: its program has ended while rank 0 waited"), files
 
 
-@pytest.mark.parametrize("how", ["raises", "is killed"])
+@pytest.mark.parametrize("how", [whole("raises"), "is killed"])
 def test_a_rank_that_is_gone_while_it_is_asked(tmp_path, how):
     codes, files = ended(tmp_path, how)
     assert codes == [1, 1 if how == "raises" else -9], (codes, files)
