@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pfeife._torch import is_shared
 from pfeife.runtime.distributed.nan_memory import nan_like
 
 NOT_PICKLED = (
@@ -120,9 +121,9 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
     Dynamo takes for a change."""
     if tensor.is_floating_point() or tensor.is_complex():
         nothing = nan_like(tensor)
-        if nothing is None:
+        if nothing is None or is_shared(tensor):  # by p.data that a script has kept, say
             tensor.data.fill_(float("nan"))
-        else:
+        if nothing is not None:
             tensor.data = nothing
         one.probe = _probe(tensor)
     one.version, one.place = version_of(tensor), tensor.data_ptr()
