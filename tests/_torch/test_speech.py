@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from share import whole
 
 GIVEN = """
 import torch
@@ -16,7 +17,9 @@ print(*torch.ops.aten._ctc_loss_backward(whole, x, whole, [3], [2], whole, table
 """
 
 
-@pytest.mark.parametrize("key", ["Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd"])
+@pytest.mark.parametrize(
+    "key", ["Meta", *map(whole, ("CompositeImplicitAutograd", "CompositeExplicitAutograd"))]
+)
 def test_a_torch_with_rules_of_its_own_is_left_alone(key):
     """Whichever way it has them."""
     code = GIVEN.format(key=key)

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import random_cases
 from torch import nn
 
 import pfeife
@@ -227,7 +228,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@random_cases(60)
 @given(OPERATIONS, st.integers(0, 3), st.sets(st.integers(0, 12)))
 def test_any_constructor(operations, seed, kept):
     def make():
