@@ -8,7 +8,7 @@ from torch import nn
 
 from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.ownership import Owned
+from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.world import World
 

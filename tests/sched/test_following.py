@@ -12,7 +12,7 @@ from pfeife import sched
 from pfeife.cost import estimate
 from pfeife.ir.program import Role, holders
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.distributed.ownership import ranks_of
+from pfeife.runtime.distributed.owned import ranks_of
 from pfeife.sched.families.policies import POLICIES
 from pfeife.testing import assert_same, nets, tied_across
 

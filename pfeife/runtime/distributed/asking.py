@@ -11,7 +11,7 @@ from pfeife.runtime.distributed.kept import Kept
 from pfeife.runtime.distributed.questions import Named
 
 if TYPE_CHECKING:
-    from pfeife.runtime.distributed.ownership import Owned
+    from pfeife.runtime.distributed.owned import Owned
     from pfeife.runtime.distributed.serving import Service
 
 

@@ -2,23 +2,22 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.data.machine import Mesh
 from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
-from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
 from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
+from pfeife.runtime.distributed.owned import Owned, check_memory, ranks_of, trained_by
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
@@ -27,36 +26,6 @@ if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
 
 Slots = Mapping[str | None, Any]  # tensors by the names of ports
-
-
-@attrs.frozen
-class Owned:
-    """One tensor, and the ranks of a pipeline that train it, in their order: its owners.
-
-    `number` is the same for a tensor in all processes, and so is `name`: what the first program
-    that trains it calls it. `alike` says whether all have the same values; statistics of replicas
-    are not.
-    """
-
-    number: int
-    name: str
-    ranks: tuple[int, ...]
-    mesh: Mesh
-    alike: bool = True
-
-    @property
-    def first(self) -> int:
-        """The rank of the world whose values count."""
-        return self.mesh.in_world(0, self.ranks[0])
-
-    @property
-    def everywhere(self) -> tuple[int, ...]:
-        """The ranks of the world that train the tensor, those of all replicas."""
-        return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))
-
-    def holds(self, rank: int) -> bool:
-        """Whether a rank of the world trains the tensor."""
-        return self.mesh.place(rank)[1] in self.ranks
 
 
 class Ownership:
@@ -142,7 +111,7 @@ class Ownership:
                 "trained parameters is made from pfeife.full_state_dict(model)"
             )
         ranks = ranks_of(program)
-        trained = {port.fqn for port in _trained(program) if slots[port.name].is_leaf}
+        trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
         wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
         wanted = [port for port in wanted if port.name not in carried]
         pairs = [
@@ -151,7 +120,7 @@ class Ownership:
             for value in [slots[port.name]]
             for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
-        _check_memory([*self.known.items(), *pairs])
+        check_memory([*self.known.items(), *pairs])
         foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
         _make_own([slots[port.name] for port in new], foreign)
         for tensor, owned in pairs:
@@ -371,36 +340,3 @@ def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
     others = {id(one): one for one in foreign if is_waiting(one)}
     make([one for one in tensors if is_waiting(one) and id(one) not in others])
     forsake(list(others.values()))
-
-
-def ranks_of(program: Program) -> dict[str, frozenset[int]]:
-    """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
-    or update."""
-    found = holders(program, Role.PARAMETER, Role.BUFFER).items()
-    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
-
-
-def _check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
-    """Raises Refusal for tensors in one memory that are trained on different ranks."""
-    spans = []
-    for tensor, owned in pairs:
-        if tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
-            start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), owned))
-    spans.sort(key=lambda span: span[:2])
-    for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end and one.ranks != other.ranks:
-            first, second = sorted((one, other), key=lambda one: one.number)
-            raise Refusal(
-                f"{first.name} and {second.name} share memory, but are two tensors, trained on "
-                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
-                "parameter (b.weight = a.weight)"
-            )
-
-
-def _trained(program: Program) -> list[Port]:
-    """State that the program has a gradient or an update of."""
-    changed = {port.fqn for port in program.ports(Role.GRADIENT, Role.BUFFER_UPDATE)}
-    return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]

@@ -1,0 +1,74 @@
+"""A tensor that ranks train, and what a program says of that."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import attrs
+import torch
+
+from pfeife.data.machine import Mesh
+from pfeife.ir.program import Port, Program, Role, holders
+from pfeife.runtime.failure import Refusal
+
+
+@attrs.frozen
+class Owned:
+    """One tensor, and the ranks of a pipeline that train it, in their order: its owners.
+
+    `number` is the same for a tensor in all processes, and so is `name`: what the first program
+    that trains it calls it. `alike` says whether all have the same values; statistics of replicas
+    are not.
+    """
+
+    number: int
+    name: str
+    ranks: tuple[int, ...]
+    mesh: Mesh
+    alike: bool = True
+
+    @property
+    def first(self) -> int:
+        """The rank of the world whose values count."""
+        return self.mesh.in_world(0, self.ranks[0])
+
+    @property
+    def everywhere(self) -> tuple[int, ...]:
+        """The ranks of the world that train the tensor, those of all replicas."""
+        return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank of the world trains the tensor."""
+        return self.mesh.place(rank)[1] in self.ranks
+
+
+def ranks_of(program: Program) -> dict[str, frozenset[int]]:
+    """By canonical name the ranks that read a parameter or buffer, or make a part of its gradient
+    or update."""
+    found = holders(program, Role.PARAMETER, Role.BUFFER).items()
+    return {name: frozenset(c.rank for c in calls if c.rank is not None) for name, calls in found}
+
+
+def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
+    """Raises Refusal for tensors in one memory that are trained on different ranks."""
+    spans = []
+    for tensor, owned in pairs:
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), owned))
+    spans.sort(key=lambda span: span[:2])
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end and one.ranks != other.ranks:
+            first, second = sorted((one, other), key=lambda one: one.number)
+            raise Refusal(
+                f"{first.name} and {second.name} share memory, but are two tensors, trained on "
+                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
+                "parameter (b.weight = a.weight)"
+            )
+
+
+def trained_by(program: Program) -> list[Port]:
+    """State that the program has a gradient or an update of."""
+    changed = {port.fqn for port in program.ports(Role.GRADIENT, Role.BUFFER_UPDATE)}
+    return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]
