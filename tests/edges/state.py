@@ -692,6 +692,14 @@ def by_hand(parameters):
     return sum(norms) ** 0.5
 
 
+def in_turn(parameters):
+    """What has been told of a gradient is out of date when a view of it is changed."""
+    norms = [parameters[at].grad.norm() for at in (0, -1)]
+    for parameter in parameters:
+        parameter.grad.view(-1).mul_(0.5)
+    return [*norms, *(parameters[at].grad.norm() for at in (1, -2))]
+
+
 @row(ranks=(1, 2))
 def torch_itself_clips_by_the_norm_of_all():
     """Each rank asks the others for the norms of their gradients; one that many of them have does
@@ -704,6 +712,7 @@ def torch_itself_clips_by_the_norm_of_all():
         lambda p: torch.nn.utils.clip_grad_value_(p, 1e-4),
         lambda p: (by_hand(p), torch.nn.utils.clip_grad_norm_(p, 1e-3, 1.0)),
         lambda p: [one.grad.mul_(0.5) for one in p] and by_hand(p),
+        in_turn,
         lambda p: [torch.nn.utils.clip_grad_norm_(p[i::2], 1e-3) for i in range(2)],
     ]
     for seed, clip in enumerate(clips):

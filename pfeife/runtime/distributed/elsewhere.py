@@ -77,16 +77,19 @@ class Elsewhere(torch.Tensor):
     """
 
     owned: Any  # its parameter's `Owned`
-    norms: Norms | None  # None for what was computed
+    norms: Norms
+    computed: bool  # of the gradient, which may be a view of it: then nobody knows its norm
     overflow: bool  # whether any rank has a gradient that is not finite
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, owned: Any, norms: Norms | None = None) -> "Elsewhere":
+    def __new__(
+        cls, like: torch.Tensor, owned: Any, norms: Norms, computed: bool = False
+    ) -> "Elsewhere":
         """One with the shape of another tensor; `owned` is the same on every rank."""
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.owned, made.norms, made.overflow = owned, norms, False
+        made.owned, made.norms, made.computed, made.overflow = owned, norms, computed, False
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -105,9 +108,8 @@ class Elsewhere(torch.Tensor):
         raise ValueError(f"{self!r}: it can be saved there")
 
     def change(self) -> None:
-        """It has been changed in place, on every rank."""
-        if self.norms:
-            self.norms.forget(self.owned.number)
+        """It has been changed in place, on every rank, and so may be what it is a view of."""
+        self.norms.forget(self.owned.number)
 
 
 def is_here(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
@@ -127,7 +129,7 @@ def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) ->
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     one, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
-    if dims or kwargs.get("dim") or one.norms is None:
+    if dims or kwargs.get("dim") or one.computed:
         raise _refused(func, args, kwargs)
     norm = one.norms.take(one.owned.number, float(order))
     dtype = one.dtype.to_real() if one.dtype.is_complex else one.dtype
@@ -184,7 +186,7 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
         raise _refused(func, args, kwargs)
     one = _of(args, kwargs)
     like = torch.empty_strided((), (), dtype=found.dtype, device=one.device)
-    return Elsewhere(like.expand(found.shape), one.owned)
+    return Elsewhere(like.expand(found.shape), one.owned, one.norms, computed=True)
 
 
 def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
