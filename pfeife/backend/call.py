@@ -11,6 +11,7 @@ import torch
 
 from pfeife import _torch
 from pfeife.backend.changed import write_changed
+from pfeife.backend.loss_scale import Again, LossScale, loss_scale_of
 from pfeife.backend.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
@@ -18,7 +19,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.microbatch import cut, join
-from pfeife.ir.evaluate import Divisor, Result, divisors
+from pfeife.ir.evaluate import Divisor, Result, State, divisors
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.passes.compose import Recorded
@@ -85,6 +86,11 @@ class Compiled:
         return tuple(port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained)
 
     @functools.cached_property
+    def loss_scale(self) -> LossScale | None:
+        """The gradient that the loss will be given, where the backwards depend on it."""
+        return loss_scale_of(self.program) if self.program.ports(Role.LOSS) else None
+
+    @functools.cached_property
     def read_later(self) -> frozenset[str]:
         """The names of the input ports that a backward reads as the call has left them."""
         return read_by_backwards(self.program)
@@ -140,6 +146,7 @@ class Call:
 
     loss      forward                       in between              backward
     inside    all F and B: loss, gradients  autograd keeps these    gradients * what arrives
+      (with a loss scale: `again` may run them once more, see `loss_scale`)
     outside   all F: results                activations stay        tangents, all B: gradients
     """
 
@@ -159,6 +166,8 @@ class Call:
         self.inside = bool(self.program.ports(Role.LOSS))
         self.step: Any = None
         self.result: Result | None = None
+        self.scale = compiled.loss_scale.value if compiled.loss_scale else 1.0
+        self.again: Again | None = None
         self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
         self.shapes: dict[str, torch.Size] = {}
@@ -171,9 +180,11 @@ class Call:
         later = trains and not self.inside
         tangents = _later(self.program, self.count) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
-        self.step = self.compiled.pipeline.start(
-            state, self._microbatches(slots), seed=self.seed, tangents=tangents
-        )
+        microbatches, pipeline = self._microbatches(slots), self.compiled.pipeline
+        scaled = {"scale": self.scale} if self.compiled.loss_scale else {}
+        if scaled:
+            self.again = self._kept(state, microbatches, slots)
+        self.step = pipeline.start(state, microbatches, seed=self.seed, tangents=tangents, **scaled)
         self._run("first forward" if later else "first step", backward=not later)
         result = self.step.result()
         self._check_answers(result)
@@ -198,6 +209,18 @@ class Call:
         write_changed(captured, slots, joined)
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
+
+    def _kept(
+        self, state: State, microbatches: Sequence[Mapping[str, torch.Tensor]], slots: Slots
+    ) -> Again:
+        """What the step reads, before it writes any of it."""
+        updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
+        before = {name: state[name].clone() if name in updated else state[name] for name in state}
+        copied = updated | set(self.compiled.captured.changed)
+        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
+        ports = tuple(one for one in ports if not {one.fqn, one.name} & copied)
+        pipeline = self.compiled.pipeline
+        return Again.of(pipeline, before, microbatches, self.seed, ports, slots)
 
     def _check_answers(self, result: Result) -> None:
         """Raises WrongAnswer, on all ranks, before anything is written."""
@@ -264,6 +287,12 @@ class Call:
         _tell(self.elsewhere, result.overflow)
         return self.gradients(result)
 
+    def is_other(self, scale: float) -> bool:
+        """Whether the loss is given another gradient than the one that the step has run with."""
+        assert self.compiled.loss_scale is not None
+        self.compiled.loss_scale.note(scale)
+        return scale != self.scale
+
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
         """The leaves' gradients; None for a leaf that is none of the step's."""
         dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
@@ -309,6 +338,7 @@ class _LossInside(torch.autograd.Function):
         assert call.result is not None
         ctx.save_for_backward(*call.gradients(call.result))
         ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
+        ctx.call, call.result = call if call.again else None, None
         _wire(ctx, call.compiled.captured, results)
         return results
 
@@ -325,12 +355,17 @@ class _LossInside(torch.autograd.Function):
                 "taken as the loss and only its gradient is computed: return the whole loss, "
                 'or say with loss= which result it is, or loss="outside" if none is'
             )
-        # The gradients are those of the loss itself, and what arrives for it is a factor of all.
-        scale = given[at]  # None where nothing of what was differentiated came from the loss
-        nothing = scale is None
-        if not nothing:
-            _tell(ctx.elsewhere, ctx.overflow)
-        return (None, None, *(None if nothing or g is None else g * scale for g in gradients))
+        scale, overflow = given[at], ctx.overflow
+        if scale is None:  # nothing of what was differentiated came from the loss
+            return (None, None, *(None for _ in gradients))
+        if ctx.call is None:
+            # The gradients are those of the loss itself; what arrives for it is a factor of all.
+            gradients = [None if g is None else g * scale for g in gradients]
+        elif ctx.call.is_other(float(scale)):
+            result = ctx.call.again.result(float(scale))
+            gradients, overflow = ctx.call.gradients(result), result.overflow
+        _tell(ctx.elsewhere, overflow)
+        return (None, None, *gradients)
 
 
 class _LossOutside(torch.autograd.Function):

@@ -166,6 +166,8 @@ class Steps:
         """All that a call's program and its messages depend on, a line each."""
         gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
         built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
+        if compiled and compiled.loss_scale:
+            built += f", its loss with the gradient {compiled.loss_scale.value:g}"
         lines = [
             *self.backend.alike,
             f"the step {self.name} in {options.microbatches} microbatches, {gradients}",

@@ -164,15 +164,17 @@ def _warn_uneven(count: Count, found: Sequence[torch.Tensor]) -> None:
         )
 
 
-def loss_tangents(program: Program, divided: Sequence[Divisor]) -> list[dict[str, torch.Tensor]]:
-    """For every microbatch, by port name, the gradient that `(loss / divisor).backward()` sends
-    into the loss."""
+def loss_tangents(
+    program: Program, divided: Sequence[Divisor], scale: float = 1.0
+) -> list[dict[str, torch.Tensor]]:
+    """For every microbatch, by port name, the gradient that `(loss / divisor * scale).backward()`
+    sends into the loss."""
     ports = [port for port in program.ports(Role.TANGENT) if port.fqn == "loss"]
     made: dict[Any, dict[str, torch.Tensor]] = {}
     for by in divided if ports else ():
         if by not in made:
             one = torch.ones(ports[0].shape, dtype=ports[0].dtype, device=ports[0].device)
-            made[by] = {ports[0].name: over(one, by)}
+            made[by] = {ports[0].name: over(one * scale, by)}
     return [made[by] if ports else {} for by in divided]
 
 
@@ -220,11 +222,13 @@ def evaluate(
     *,
     seed: int = 0,
     tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+    scale: float = 1.0,
 ) -> Result:
     """One training step, in one process, whatever the level of the program.
 
     `state` maps canonical names to tensors and is not changed; `tangents` gives, per
-    microbatch, the gradient of each output where the loss is outside. Buffers are updated in
+    microbatch, the gradient of each output where the loss is outside; `scale` is the gradient of
+    the loss where it is inside. Buffers are updated in
     microbatch order. With replicas the microbatches are assigned to them in equal, contiguous
     parts; each takes a step of its own from the same buffers, loss and gradients are averaged in
     replica order (added, where the loss is outside or a sum), and the buffers are those of the
@@ -247,7 +251,7 @@ def evaluate(
     divided = loss_divisors(program, microbatches)
     parts = [
         _one_pipeline(
-            program, state, microbatches, tangents, seed, range(start, start + each), divided
+            program, state, microbatches, tangents, seed, range(start, start + each), divided, scale
         )
         for start in range(0, count, each)
     ]
@@ -295,9 +299,10 @@ def _one_pipeline(
     seed: int,
     mine: range,
     divided: Sequence[Divisor],
+    scale: float,
 ) -> Result:
     held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
-    arriving = loss_tangents(program, divided)
+    arriving = loss_tangents(program, divided, scale)
     slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
     losses, outputs, batch_gradients = [], [], []
     sums: dict[str, torch.Tensor] = {}

@@ -72,6 +72,7 @@ class Pipeline(ABC, Generic[S]):
         *,
         seed: int = 0,
         tangents: Tangents | None = None,
+        scale: float = 1.0,
     ) -> S:
         """A step that has not run yet. Raises ValueError for inputs that do not fit."""
         with self._starting() as replicas:
@@ -80,7 +81,7 @@ class Pipeline(ABC, Generic[S]):
                     f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
                 )
             return self._started(
-                state, _parts(self.program, microbatches, seed, tangents, replicas)
+                state, _parts(self.program, microbatches, seed, tangents, scale, replicas)
             )
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
@@ -103,13 +104,14 @@ def _parts(
     microbatches: Sequence[Any],
     seed: int,
     tangents: Tangents | None,
+    scale: float,
     replicas: Iterable[int],
 ) -> list[Part]:
     """The checked inputs of some replicas, to which the microbatches are assigned in equal
     parts."""
     each = len(microbatches) // program.replicas
     divided = loss_divisors(program, microbatches)
-    arriving = loss_tangents(program, divided)
+    arriving = loss_tangents(program, divided, scale)
 
     def inputs(index: int) -> dict[str, torch.Tensor]:
         batch = named_batch(program, microbatches[index], index)

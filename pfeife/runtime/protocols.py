@@ -52,6 +52,7 @@ class Pipeline(Protocol):
         *,
         seed: int = 0,
         tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        scale: float = 1.0,
     ) -> Step:
         """A step that has not run yet, with the arguments of `evaluate`."""
 

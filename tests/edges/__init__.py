@@ -15,6 +15,7 @@ TOPICS = (
     "frozen",
     "hang",
     "memory",
+    "precision",
     "ranks",
     "recurrent",
     "reductions",

@@ -1,0 +1,121 @@
+"""The gradient of a step's loss, which the step needs before it arrives.
+
+The schedule, backwards included, runs inside of the call. What arrives at the loss afterwards is a
+factor of all gradients, but for those that are lost: in float16 nothing is smaller than 6e-8, and
+it is for their sake that a GradScaler scales the loss. A step with such gradients therefore runs
+with the gradient that its loss was given last.
+
+    call        all F and B, with the last gradient of the loss
+    backward    the same has arrived:  the gradients are handed out as they are
+                another one:           the step runs again, with that
+
+So every gradient has the bits that eager's backward gives it, an overflow included. A scaler
+changes its scale every 2,000 steps, and after an overflow.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.ir.evaluate import Result, State
+from pfeife.ir.program import Kind, Port, Program, value_of
+from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.protocols import Pipeline
+
+log = logging.getLogger("pfeife")
+FIRST = float(inspect.signature(torch.amp.GradScaler).parameters["init_scale"].default)
+_MANY = 5  # steps that run twice, one after the other
+_PLACE = "the gradient of a step's loss"
+
+
+@attrs.define
+class LossScale:
+    """The gradient that the loss of a program was given last; before that, the first one of a
+    GradScaler. `changes` counts those in a row that were another one."""
+
+    value: float = FIRST
+    changes: int = 0
+
+    def note(self, value: float) -> None:
+        """Such a gradient has arrived."""
+        self.changes = self.changes + 1 if value != self.value else 0
+        world = world_so_far()
+        if self.changes == _MANY and not (world and world.rank):
+            log.warning(
+                "the gradient of the loss was another one in each of the last %d steps (%g, then "
+                "%g). A step whose gradients are in float16 then runs twice: scale the loss alike "
+                "in every call, and divide the gradients by what changes",
+                *(_MANY, self.value, value),
+            )
+        self.value = value
+
+
+def loss_scale_of(program: Program) -> LossScale | None:
+    """None for a program whose backwards have the range of float32, as bfloat16 has."""
+    return LossScale() if any(_is_narrow(dtype) for dtype in _backward_dtypes(program)) else None
+
+
+def _backward_dtypes(program: Program) -> set[torch.dtype]:
+    bodies = [program.body(call) for call in program.calls if call.kind != Kind.FORWARD]
+    values = (value_of(node) for body in bodies for node in body.graph.nodes)
+    return {value.dtype for value in values if value is not None and value.is_floating_point()}
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
+
+
+@attrs.frozen(eq=False)
+class Again:
+    """A step that has run with some gradient of its loss, and all that it takes to run it with
+    another one: `given` are the tensors that it reads, by what they are called, with the versions
+    that they must still have."""
+
+    pipeline: Pipeline
+    state: State
+    microbatches: Sequence[Mapping[str, torch.Tensor]]
+    seed: int
+    given: Sequence[tuple[str, torch.Tensor, int]]
+
+    @staticmethod
+    def of(
+        pipeline: Pipeline,
+        state: State,
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        seed: int,
+        ports: Iterable[Port],
+        slots: Mapping[str, Any],
+    ) -> "Again":
+        """`ports` are those whose tensors in `slots` are read as they are."""
+        pairs = [(port.fqn, slots[port.name]) for port in ports]
+        given = [(name, value, version_of(value)) for name, value in pairs]
+        return Again(pipeline, state, microbatches, seed, given)
+
+    def result(self, scale: float) -> Result:
+        """The step with this gradient of the loss (collective). Raises RuntimeError, under torchrun
+        Refusal on all ranks, if what it reads has been changed."""
+        world, refused = world_so_far(), self._changed(scale)
+        if world:
+            with world.busy(lambda: Doing(_PLACE)):
+                world.agreed(f"{scale}", _PLACE, refused=refused)
+        elif refused:
+            raise refused
+        step = self.pipeline.start(self.state, self.microbatches, seed=self.seed, scale=scale)
+        step.run()
+        return step.result(outputs=False)
+
+    def _changed(self, scale: float) -> RuntimeError | None:
+        names = [name for name, value, version in self.given if version_of(value) != version]
+        if not names:
+            return None
+        return RuntimeError(
+            f"{names[0]} was changed in place between a call of the step and its backward, which "
+            f"must run the step again: its gradients are in float16, and that of the loss is "
+            f"{scale:g} now; call backward before anything is changed"
+        )

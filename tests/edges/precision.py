@@ -1,0 +1,167 @@
+"""Half precision: gradients that float16 would lose, sums in float32."""
+
+import copy
+import os
+
+import torch
+from listening import said
+from rows import row
+from torch import nn
+
+import pfeife
+from pfeife.runtime.distributed.elsewhere import is_here
+
+STAGES = {} if "RANK" in os.environ else {"stages": 2}
+CUT = {**STAGES, "split_at": {"2": "begin"}}
+HALF = torch.float16
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+
+
+def rows(seed, count=8):
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny(model, x, factor=1.0):
+    """A loss whose gradients are less than 1e-8 within float16."""
+    with torch.autocast("cpu", dtype=HALF):
+        return (model(x).float().square() * factor).mean() * 1e-7
+
+
+def accumulated(step, scaler, *batch, count=2, times=1.0):
+    """One device's loss, its gradients those of its microbatches in turn."""
+    total = torch.zeros(())
+    for part in zip(*(one.chunk(count) for one in batch), strict=True):
+        loss = step(*part)
+        scaler.scale(loss / count * times).backward()
+        total = total + loss.detach() / count
+    return total
+
+
+def same_gradients(model, other):
+    mine = [(n, p.grad) for n, p in model.named_parameters() if is_here(p.grad)]
+    assert mine
+    theirs = dict(other.named_parameters())
+    wrong = [name for name, gradient in mine if not torch.equal(gradient, theirs[name].grad)]
+    assert not wrong, wrong
+
+
+def pair(**options):
+    model = net()
+    other = copy.deepcopy(model)
+    return model, other, pfeife.compile(lambda x, f: tiny(model, x, f), microbatches=2, **options)
+
+
+def scalers(**options):
+    return [torch.amp.GradScaler("cpu", **options) for _ in range(2)]
+
+
+@row(ranks=(1, 2))
+def small_gradients_survive():
+    """The default scaler, whose scale is what the first call supposes."""
+    for options in ({}, {"loss": "outside"}, {"schedule": "zb-h1"}):
+        model, other, _ = pair()
+        step = pfeife.compile(lambda x, m=model: tiny(m, x), microbatches=2, **options, **CUT)
+        mine, theirs = scalers()
+        found = step(rows(1))
+        mine.scale(found).backward()
+        assert torch.equal(found, accumulated(lambda x, m=other: tiny(m, x), theirs, rows(1)))
+        same_gradients(model, other)
+        assert all(p.grad.abs().max() > 0 for p in model.parameters() if is_here(p.grad))
+        other.zero_grad()
+        accumulated(lambda x, m=other: tiny(m, x), scalers(enabled=False)[0], rows(1))
+        assert not other[0].weight.grad.any(), "without a scale they are lost"
+
+
+@row(ranks=(1, 2))
+def a_scale_that_grows_and_shrinks():
+    """Steps that overflow are left out, as on one device: 12 steps, growth after every two."""
+    model, other, step = pair(**CUT)
+    mine, theirs = scalers(growth_interval=2, init_scale=2.0**13)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, other)]
+    scales = []
+    for seed in range(12):
+        factor = torch.full((8, 1), 1e12 if seed in (3, 8) else 1.0)
+        batch = rows(seed), factor
+        loss = step(*batch)
+        mine.scale(loss).backward()
+        expected = accumulated(lambda x, f: tiny(other, x, f), theirs, *batch)
+        assert torch.equal(loss, expected)
+        if seed not in (3, 8):
+            same_gradients(model, other)
+        for scaler, optimizer in zip((mine, theirs), optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert mine.get_scale() == theirs.get_scale()
+        scales.append(mine.get_scale())
+    assert set(scales) == {2.0**13, 2.0**14, 2.0**15}, scales
+    found = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+class Remembers(nn.Module):
+    """What it computes depends on a buffer that it updates, and on one that it assigns anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = net(3), nn.BatchNorm1d(16)
+        self.register_buffer("shift", torch.zeros(16))
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        h = x + self.shift
+        self.shift.add_(x.mean(0))
+        h = self.norm(self.net(h)) * (1 + self.calls)
+        self.calls = self.calls + 1
+        return h
+
+
+def run_again(**options):
+    """Each of three calls, whose gradients add up, runs again: nobody has said 1/3 before."""
+    model = Remembers()
+    other = copy.deepcopy(model)
+    step = pfeife.compile(lambda x: tiny(model, x), microbatches=2, **options)
+    mine, theirs = scalers()
+    for seed in range(3):
+        found = step(rows(seed))
+        mine.scale(found * (1 / 3)).backward(retain_graph=True)
+        mine.scale(found * (1 / (4 + seed))).backward()
+        before, calls = copy.deepcopy(other.state_dict()), other.calls
+        for times in (1 / 3, 1 / (4 + seed)):  # the same microbatches, from the same state
+            other.load_state_dict(before)
+            other.calls = calls
+            sums = [p.grad for p in other.parameters()]
+            other.zero_grad()
+            expected = accumulated(lambda x: tiny(other, x), theirs, rows(seed), times=times)
+            assert torch.equal(found, expected)
+            for parameter, total in zip(other.parameters(), sums, strict=True):
+                parameter.grad += 0 if total is None else total
+        same_gradients(model, other)
+    state = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        assert torch.equal(state[name], value), name
+    return model, step
+
+
+@row(ranks=(1, 2))
+def gradients_of_several_calls_that_run_again():
+    cut = {"split_at": {"net.2": "begin"}}
+    with said() as lines:
+        run_again(**STAGES, **cut)
+    told = any("the gradient of the loss was another one" in line for line in lines)
+    assert told == (os.environ.get("RANK", "0") == "0")
+
+
+@row("0.weight was changed in place between a call of the step and its backward", ranks=(1, 2))
+def a_parameter_that_changes_before_a_step_runs_again():
+    model, _, step = pair(**CUT)
+    loss = step(rows(0), torch.ones(8, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0)
+    loss.backward()
