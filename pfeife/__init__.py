@@ -1,6 +1,7 @@
 """Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
 
 from pfeife import backend
+from pfeife.backend.checkpoints import Checkpoints
 from pfeife.backend.explain import Explanation, explain
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
@@ -32,6 +33,7 @@ from pfeife.sched.families.family import Family
 __all__ = [
     "Action",
     "Call",
+    "Checkpoints",
     "Costs",
     "Explanation",
     "Family",

@@ -22,6 +22,7 @@ LAYERS = [
     "backend testing __main__",
     "integrations",
 ]
+DISTRIBUTED = {("cost", "network"), ("runtime", "distributed"), ("frontend", "checkpoint_folder")}
 APART = {"passes", "runtime"}  # what they share lives below them
 
 
@@ -56,7 +57,7 @@ def test_a_module(path):
             assert layer(words[1]) < layer(me), f"{me} imports {name}"
             assert not {me, words[1]} <= APART, f"{me} imports {name}"
         if words[:2] == ["torch", "distributed"]:
-            assert parts(path)[:2] in {("cost", "network"), ("runtime", "distributed")}
+            assert parts(path)[:2] in DISTRIBUTED
         if any(word.startswith("_") for word in words[1:]) and words[0] == "torch":
             assert me == "_torch" or name == "torch.utils._pytree", f"private {name}"
     calls = {

@@ -6,8 +6,8 @@ step which Dynamo has broken; `decide` asks the planner, `build` makes a pipelin
 that as a function of autograd, `loss_scale` knows with which gradient of the loss, `changed` writes
 to arguments what the step changes of them in place, `explain` says what would become of a step,
 `given` checks decisions and functions that are options, `state` reads state that is on other ranks,
-`values` sees to those of models that were made without, `artifacts` writes what was
-decided.
+`checkpoints` saves and loads it (`restoring` has the model and optimizers, `beside` what else there
+is), `values` sees to those of models that were made without, `artifacts` writes what was decided.
 """
 
 import sys

@@ -10,6 +10,7 @@ from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.shares import all_state, owner_of
 from pfeife.runtime.distributed.world import World
 
 
@@ -24,16 +25,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     world = world_so_far()
     if world is None:
         return {name: _copied(value) for name, value in model.state_dict().items()}
+    state = all_state(model, world, "full_state_dict")
     with world.busy(lambda: Doing("full_state_dict")):
-        world.ownership.foreign.reading = True
-        try:
-            state = model.state_dict(keep_vars=True)
-        finally:
-            world.ownership.foreign.reading = False
-        values = list(state.values())
-        told = world.ownership.news(None, values)
-        found = world.agreed("\n".join(state), "the names in full_state_dict", note=told)
-        world.ownership.agree(world, found.notes, args=values)
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:
@@ -47,17 +40,12 @@ def _copied(value: Any) -> Any:
 
 def _whole(value: Any, world: World) -> Any:
     """A value from the first rank that trains it."""
-    owned = _owned(value, world)
+    owned = owner_of(value, world)
     if owned is None:
         return _copied(value)
     found = value.detach().to(world.device).contiguous().clone()
     world.broadcast(found.reshape(-1).view(torch.uint8), owned.first)
     return found.to("cpu")
-
-
-def _owned(value: Any, world: World | None) -> Owned | None:
-    known = isinstance(value, torch.Tensor) and world is not None and value in world.ownership.known
-    return world.ownership.known[value] if known and world is not None else None
 
 
 def clip_grad_norm_(
@@ -77,7 +65,7 @@ def clip_grad_norm_(
     one = isinstance(parameters, torch.Tensor)
     listed: list[Any] = [parameters] if one else list(parameters)
     world = world_so_far()
-    known = [_owned(parameter, world) for parameter in listed]
+    known = [owner_of(parameter, world) for parameter in listed]
     if world is None or not any(known):
         return torch.nn.utils.clip_grad_norm_(
             listed, max_norm, norm_type, error_if_nonfinite, foreach

@@ -1,83 +1,87 @@
-"""Values for models that were made without, from a file: each tensor is read by itself."""
+"""Values from a checkpoint for models that were made without."""
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
-from pfeife.frontend.waiting import forsake, is_waiting, make
+from pfeife.frontend.checkpoint_files import Stored, stored
+from pfeife.frontend.tape import Source, Storages, View
 
 Names = Mapping[int, Sequence[str]]
 
 
-@attrs.frozen
-class Stored:
-    """A file of tensors: their names, what tells the shape of one of them, and what reads it."""
+@attrs.frozen(eq=False)
+class Shelf:
+    """What the values of some storages are made of from now on: for each of their tensors its name
+    in a checkpoint, "" for one that is not there, which the `tape` makes."""
 
     path: Path
-    names: Collection[str]
-    shape: Callable[[str], Sequence[int]]
-    read: Callable[[str], torch.Tensor]
+    tape: Source
+    tensors: Mapping[int, Sequence[tuple[View, str]]]
+    known: Collection[str]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that others share which read the same names of a file of the same name."""
+        told = f"{self.path.name} {self.tape.digest} {sorted(self.tensors.items())}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def values(self, wanted: Collection[int]) -> Storages:
+        """The storages with these numbers. No memory is held but for them and one tensor."""
+        made = {n for n in wanted if not all(name for _, name in self.tensors[n])}
+        found = dict(self.tape.values(made))
+        for number in wanted:
+            if number not in found:
+                views = [view for view, _ in self.tensors[number]]
+                size = max(view.size for view in views)
+                found[number] = torch.UntypedStorage(size, device=views[0].device)
+        named = [pair for number in wanted for pair in self.tensors[number] if pair[1]]
+        with torch.no_grad(), stored(self.path, self.known) as file:
+            file.read({name: view.of(found[view.storage]) for view, name in named})
+        return found
 
 
-@contextmanager
-def stored(path: str | os.PathLike[str]) -> Iterator[Stored]:
-    """A file of safetensors, by its ending, or one that `torch.save` has written of a state_dict.
-    Raises ValueError for a file of something else."""
-    path = Path(path)
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ValueError(f"{path} needs the package safetensors: pip install it") from error
-        with safe_open(str(path), framework="pt") as file:
-            yield Stored(
-                path,
-                set(file.keys()),
-                lambda name: file.get_slice(name).get_shape(),
-                file.get_tensor,
-            )
-        return
-    found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+def shelve(wanted: Sequence[Any], names: Names, path: Path) -> None:
+    """From now on the values of deferred tensors are read from a checkpoint, by any of their names;
+    buffers that are not there are made, and so are tensors that have no names. Raises ValueError
+    for names that only one of the two has, and for other shapes, before anything is changed."""
+    known = {name for several in names.values() for name in several}
+    with stored(path, known) as file:
+        _check_names(wanted, names, file)
+        there = {id(one): _name(one, names, file) for one in wanted}
+        for one in wanted:
+            _check_shape(one, there[id(one)], file)
+    for source in {id(one.recipe.tape): one.recipe.tape for one in wanted}.values():
+        theirs = [one for one in wanted if one.recipe.tape is source]
+        tensors: dict[int, list[tuple[View, str]]] = {}
+        for one in theirs:
+            view = one.recipe.view
+            tensors.setdefault(view.storage, []).append((view, there[id(one)]))
+        shelf = Shelf(path, source, tensors, known)
+        for one in theirs:
+            one.recipe = attrs.evolve(one.recipe, tape=shelf)
+
+
+def _check_shape(one: Any, name: str, file: Stored) -> None:
+    if name and list(file.shapes[name]) != list(one.recipe.view.shape):
         raise ValueError(
-            f"{path} is no state_dict: it has something else than tensors by their names"
+            f"{name} is {list(file.shapes[name])} in {file.path} and "
+            f"{list(one.recipe.view.shape)} in the model"
         )
-    yield Stored(path, found.keys(), lambda name: found[name].shape, found.__getitem__)
-
-
-def fill(wanted: Sequence[Any], names: Names, file: Stored) -> None:
-    """Gives deferred tensors their values from a file, by any of their names; buffers that are not
-    there are made, and so are tensors that have no names. Raises ValueError for names that only one
-    of the two has, and for other shapes, before anything is changed."""
-    _check_names(wanted, names, file)
-    there = {id(one): name for one in wanted for name in [_name(one, names, file)] if name}
-    given = [one for one in wanted if id(one) in there]
-    for one in given:
-        shape = list(file.shape(there[id(one)]))
-        if shape != list(one.shape):
-            raise ValueError(
-                f"{there[id(one)]} is {shape} in {file.path} and {list(one.shape)} in the model"
-            )
-    # What shares memory with others is made with them, and then written to.
-    made = {one.recipe.place for one in wanted if id(one) not in there}
-    make([one for one in wanted if one.recipe.place in made])
-    forsake([one for one in given if is_waiting(one)])
-    with torch.no_grad():
-        for one in given:
-            one.data.copy_(file.read(there[id(one)]))
 
 
 def _check_names(wanted: Sequence[Any], names: Names, file: Stored) -> None:
-    unknown = sorted(set(file.names) - {name for several in names.values() for name in several})
+    unknown = sorted(set(file.shapes) - {name for several in names.values() for name in several})
     missing = [
         names[id(one)][0]
         for one in wanted
-        if isinstance(one, torch.nn.Parameter) and not _name(one, names, file)
+        if isinstance(one, nn.Parameter) and not _name(one, names, file)
     ]
     for found, where in ((unknown, "the model"), (missing, str(file.path))):
         if found:
@@ -85,4 +89,4 @@ def _check_names(wanted: Sequence[Any], names: Names, file: Stored) -> None:
 
 
 def _name(one: Any, names: Names, file: Stored) -> str:
-    return next((name for name in names.get(id(one), ()) if name in file.names), "")
+    return next((name for name in names.get(id(one), ()) if name in file.shapes), "")

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import aliases
-from pfeife.frontend.checkpoint import fill, stored
+from pfeife.frontend.checkpoint import shelve
 from pfeife.frontend.recording import Reading, Recording
 from pfeife.frontend.waiting import Deferred, Recipe, become, deferred_tensors, make
 
@@ -60,6 +61,7 @@ def materialize(
     model: nn.Module,
     keep: Callable[[str], bool] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    later: bool = False,
 ) -> None:
     """Makes the values of a model from `deferred_init`, of parameters and buffers whose names are
     to be kept (all unless given), in the same objects. The others stay without memory, and can be
@@ -70,10 +72,14 @@ def materialize(
     only what a single operation of the constructor reads. Models that have their values are left
     alone.
 
-    From a `checkpoint`, a file of safetensors or one of `torch.save(model.state_dict())`, the
-    values of what is kept are read instead, and cast as `load_state_dict` does; buffers that it has
-    not are made. Raises ValueError for a tensor that was computed from parameters with gradients,
-    and for a checkpoint of other names or shapes.
+    From a `checkpoint`, the values of what is kept are read instead, and cast as `load_state_dict`
+    does; buffers that it has not are made. It is a file of safetensors or of
+    `torch.save(model.state_dict())`, a folder of such files with their index, as Hugging Face ships
+    models, or a folder of torch.distributed.checkpoint. If it is read `later`, that is when the
+    values are needed: at the first call of a step each rank reads those that its stages use.
+
+    Raises ValueError for a tensor that was computed from parameters with gradients, and for a
+    checkpoint of other names or shapes.
     """
     found, names = deferred_tensors(model), aliases(model)
 
@@ -82,11 +88,12 @@ def materialize(
 
     kept = {one.recipe.place for one in found if is_kept(one)}
     wanted = [one for one in found if one.recipe.place in kept]
-    if checkpoint is None:
+    if later and checkpoint is None:
+        raise ValueError("later=True says when a checkpoint is read, and none was given")
+    if checkpoint is not None:
+        shelve(wanted, names, Path(checkpoint))
+    if not later:
         make(wanted)
-        return
-    with stored(checkpoint) as file:
-        fill(wanted, names, file)
 
 
 def _defer(recording: Recording) -> None:

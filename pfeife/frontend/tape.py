@@ -13,7 +13,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -22,6 +22,19 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 
 Storages = dict[int, torch.UntypedStorage]
+
+
+class Source(Protocol):
+    """What makes storages by their numbers: a tape, or a checkpoint."""
+
+    @property
+    def digest(self) -> str:
+        """A text that those of the same values share."""
+
+    def values(self, wanted: Collection[int]) -> Storages:
+        """The storages with these numbers."""
+
+
 LARGE = 1 << 16  # elements of a draw behind which the generator's state is kept
 # Draws whose count of numbers is told by the shape of what they fill.
 BY_SHAPE = {

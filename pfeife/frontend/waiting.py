@@ -1,6 +1,7 @@
 """Tensors without values yet: a shape, dtype, device and strides, one NaN, and a recipe.
 
-The recipe is the tape of the constructor that has made the tensor, and where it lies. Optimizers
+The recipe is the tape of the constructor that has made the tensor (or a checkpoint), and where it
+lies. Optimizers
 may have such tensors; whoever asks for their values is told what to do.
 """
 
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.places import Places
-from pfeife.frontend.tape import Tape, View
+from pfeife.frontend.tape import Source, View
 
 _ENDS = (type, types.ModuleType, types.FrameType, types.CodeType)
 _LAYOUT = {"stride", "is_contiguous", "storage_offset", "get_device", "device", "is_cuda", "is_cpu"}
@@ -31,7 +32,7 @@ _VALUES = {
 class Recipe:
     """How the values of a tensor are made, and of which class it is then."""
 
-    tape: Tape
+    tape: Source
     view: View
     kind: type
     line: str

@@ -5,9 +5,10 @@ processes share; `agreement` is a part of it), `process_group` and `rendezvous` 
 another). `ownership`, `owned`, `foreign` and `nan_memory` keep state where it is trained,
 `gradients`, `elsewhere` and `stepping` do so with gradients. `saving` and `optimizers` give state
 whole to whoever saves it: `asking` knows who has what, `serving` asks and answers (`script`,
-`questions`, `posting`, `givens` and `kept` are its parts). `staying`, `heartbeat`, `patience`,
-`diagnosis` and `ending` are for when a rank is late or gone; `connection`, `sending`, `buffers` and
-`arriving` are parts of the transport, `meshes` reads which ranks are its pipelines.
+`questions`, `posting`, `givens` and `kept` are its parts). `shares` are what a rank writes to a
+checkpoint, by `writing`. `staying`, `heartbeat`, `patience`, `diagnosis` and `ending` are for when
+a rank is late or gone; `connection`, `sending`, `buffers` and `arriving` are parts of the
+transport, `meshes` reads which ranks are its pipelines.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

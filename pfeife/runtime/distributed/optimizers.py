@@ -106,6 +106,8 @@ class Optimizers:
     ) -> dict[str, Any] | None:
         """A hook: the state_dict() with the state of what other ranks train, on the CPU, and by
         the indices that it has on one device. Raises as `Service.states`."""
+        if self.asking.foreign.reading:
+            return None
         groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
         pairs = [
             pair

@@ -1,7 +1,8 @@
 """What ranks ask one another for, and what they answer: JSON, and the tensors behind it."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -37,7 +38,8 @@ class Question:
 
 
 class Kind(enum.Enum):
-    """The types of what an optimizer's state is made of."""
+    """The types of what states are made of; pairs are those of a dict that has other keys than
+    texts."""
 
     NONE = "None"
     BOOL = "bool"
@@ -48,6 +50,8 @@ class Kind(enum.Enum):
     LIST = "list"
     TUPLE = "tuple"
     DICT = "dict"
+    PAIRS = "pairs"
+    COUNTER = "Counter"
 
 
 @attrs.frozen
@@ -109,8 +113,12 @@ def told(value: Any, tensors: list[torch.Tensor]) -> Value:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Value(Kind.TENSOR, str(len(tensors) - 1))
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and type(value) is not Counter and _by_name(value):
         return Value(Kind.DICT, "", tuple(value), _all_told(list(value.values()), tensors))
+    if type(value) in (dict, Counter):
+        pairs = [part for pair in value.items() for part in pair]
+        kind = Kind.PAIRS if type(value) is dict else Kind.COUNTER
+        return Value(kind, "", (), _all_told(pairs, tensors))
     if type(value) in (list, tuple):
         return Value(Kind(type(value).__name__), "", (), _all_told(value, tensors))
     if value is None or type(value) in (bool, int, str):
@@ -119,8 +127,12 @@ def told(value: Any, tensors: list[torch.Tensor]) -> Value:
         return Value(Kind.FLOAT, value.hex())
     raise Refusal(
         f"its state has a {type(value).__name__}: only tensors, numbers, texts, and lists, tuples "
-        "and dicts by name of these are sent to other ranks"
+        "and dicts of these are sent to other ranks and saved"
     )
+
+
+def _by_name(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
 
 
 def _all_told(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Value, ...]:
@@ -134,6 +146,10 @@ def heard(value: Value, tensors: Sequence[torch.Tensor]) -> Any:
             return tensors[int(value.text)]
         case Kind.DICT:
             return dict(zip(value.keys, _all_heard(value, tensors), strict=True))
+        case Kind.PAIRS | Kind.COUNTER:
+            parts = _all_heard(value, tensors)
+            pairs = dict(zip(parts[::2], parts[1::2], strict=True))
+            return pairs if value.kind is Kind.PAIRS else Counter(pairs)
         case Kind.LIST:
             return list(_all_heard(value, tensors))
         case Kind.TUPLE:

@@ -1,0 +1,77 @@
+"""A folder that torch.distributed.checkpoint has written, read key by key in this process alone."""
+
+import io
+import itertools
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+METADATA = ".metadata"  # what is written last
+
+
+class Folder:
+    """What such a folder has: `tensors`, empty ones on the meta device by their keys, and the keys
+    of `objects`.
+
+    torch keeps the list of keys as a pickle: open only folders of people whom you trust. Raises
+    ValueError for a folder without one, as an interrupted save leaves it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path, self.reader = Path(path), FileSystemReader(path)
+        try:
+            self.metadata = self.reader.read_metadata()
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is no complete checkpoint: it has no {METADATA}, which is written last"
+            ) from None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.objects: set[str] = set()
+        for key, one in self.metadata.state_dict_metadata.items():
+            if isinstance(one, TensorStorageMetadata):
+                dtype = one.properties.dtype
+                self.tensors[key] = torch.empty(one.size, dtype=dtype, device="meta")
+            else:
+                self.objects.add(key)
+        self.keys = sorted(self.metadata.state_dict_metadata)
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that begin so, in order."""
+        start = bisect_left(self.keys, prefix)
+        keys = itertools.islice(self.keys, start, None)
+        return list(itertools.takewhile(lambda key: key.startswith(prefix), keys))
+
+    def fill(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Reads tensors by their keys into others of the same shapes."""
+        self._read(dict(into))
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Tensors on the CPU and objects by their keys. Raises pickle.UnpicklingError for objects
+        that are not plain data."""
+        found: dict[str, Any] = {
+            key: torch.empty_like(self.tensors[key], device="cpu") if key in self.tensors else None
+            for key in keys
+        }
+        return self._read(found)
+
+    def _read(self, found: dict[str, Any]) -> dict[str, Any]:
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(found, self.metadata, True)
+        self.reader.set_up_storage_reader(self.metadata, True)
+        plans = [self.reader.prepare_local_plan(planner.create_local_plan())]
+        (plan,) = self.reader.prepare_global_plan(planner.create_global_plan(plans))
+        self.reader.read_data(planner.finish_plan(plan), planner).wait()
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's own, which makes nothing but plain data of what it reads."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

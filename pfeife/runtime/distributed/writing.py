@@ -1,0 +1,127 @@
+"""Folders of torch.distributed.checkpoint that appear at once, when they are complete."""
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.world import World
+from pfeife.runtime.failure import Refusal
+
+_SLOWEST = timedelta(hours=2)  # of a rank that writes; one that is gone is noticed at once
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder by their steps, in order. All are complete: while one is written
+    it has another name."""
+    found = {}
+    for path in folder.glob("step-*"):
+        number = re.fullmatch(r"step-(\d+)", path.name)
+        if number:
+            found[int(number.group(1))] = path
+    return dict(sorted(found.items()))
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes the checkpoint of a step beside the others, renames it when it is complete, and then
+    removes all but the `keep` latest ones.
+
+        .step-00000040.new    being written, or left behind by a save that was interrupted
+        step-00000040         complete
+        .step-00000020.old    being removed
+    """
+
+    def __init__(self, folder: Path, step: int, keep: int | None):
+        self.folder, self.keep = folder, keep
+        self.final = folder / f"step-{step:08}"
+        super().__init__(folder / f".{self.final.name}.new")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On one rank, before anybody writes: removes what interrupted saves have left."""
+        for path in self.folder.glob(".step-*"):
+            for one in path.iterdir() if path == Path(self.path) else [path]:
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank, when all have written."""
+        super().finish(metadata, results)
+        _sync(Path(self.path))
+        Path(self.path).rename(self.final)
+        _sync(self.folder)
+        for path in [] if self.keep is None else list(complete(self.folder).values())[: -self.keep]:
+            old = path.rename(path.with_name(f".{path.name}.old"))
+            shutil.rmtree(old)
+
+
+def group_of(world: World | None) -> dist.ProcessGroup | None:
+    """A process group of all ranks for nothing but checkpoints, which may be written while the
+    ranks train (collective); None for one process."""
+    if world is None:
+        return None
+    with world.busy(lambda: Doing("the connections for checkpoints")):
+        return dist.new_group(backend="gloo", timeout=_SLOWEST)
+
+
+def write(
+    state: Mapping[str, Any], writer: Writer, group: dist.ProcessGroup | None, wait: bool
+) -> Future[Any]:
+    """Writes what each rank gives of a state (collective over a group; None for one process). It is
+    copied, and written by a thread, unless this is to `wait`."""
+    given: dict[str, Any] = {"storage_writer": writer, "process_group": group}
+    if wait:
+        done: Future[Any] = Future()
+        try:
+            with _alone(group):
+                done.set_result(dcp.save(dict(state), no_dist=group is None, **given))
+        except dcp.CheckpointException as error:
+            done.set_exception(error)
+        return done
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    found = dcp.async_save(dict(state), no_dist=group is None, async_stager=stager, **given)
+    found = found if isinstance(found, Future) else found.upload_completion
+    found.add_done_callback(lambda _: stager.close())
+    return found
+
+
+def written(writing: Future[Any]) -> None:
+    """Waits until something is written. Raises Refusal, on all ranks, if one could not write."""
+    try:
+        writing.result()
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise Refusal(
+            f"the checkpoint was not written: rank {rank}: {type(cause).__name__}: {cause}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """torch warns of what is wanted: that one process saves by itself."""
+    with warnings.catch_warnings():
+        if group is None:
+            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
+        yield
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
