@@ -28,8 +28,15 @@ def beside(others: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _written(name, one) for name, one in {**states, _RANDOM: random_state}.items()}
 
 
+def check_beside(folder: Folder, others: Mapping[str, Any]) -> None:
+    """Raises ValueError for a state that is not there."""
+    lost = [name for name in others if not folder.under(f"{BESIDE}.{name}.")]
+    if lost:
+        raise ValueError(f"{folder.path} has no state of {', '.join(lost)}")
+
+
 def load_beside(folder: Folder, others: Mapping[str, Any]) -> None:
-    """Reads these states back. Raises ValueError for one that is not there."""
+    """Reads these states back."""
     for name, one in others.items():
         one.load_state_dict(_read(name, folder))
         # A loader makes its iterator now, so that its draws come before the numbers are put back.
@@ -55,8 +62,6 @@ def _read(name: str, folder: Folder) -> Any:
     found = {
         key.removeprefix(prefix): one for key, one in folder.read(folder.under(prefix)).items()
     }
-    if "text" not in found:
-        raise ValueError(f"{folder.path} has no state of {name}")
     text = found.pop("text")
     return heard(plain.from_json(Value, text), [found[f"tensors.{at}"] for at in range(len(found))])
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pfeife.backend.beside import BESIDE, beside, load_beside
+from pfeife.backend.beside import BESIDE, beside, check_beside, load_beside
 from pfeife.backend.restoring import (
     MODEL,
     OPTIMIZER,
@@ -119,6 +119,7 @@ class Checkpoints:
         if found is None:
             return 0
         folder = Folder(found)
+        check_beside(folder, self.others)
         load_model(self.model, folder, world)
         load_optimizers(self.optimizers, names_of(self.model), folder, world)
         load_beside(folder, self.others)

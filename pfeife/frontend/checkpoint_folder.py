@@ -39,13 +39,15 @@ class Folder:
                 self.tensors[key] = torch.empty(one.size, dtype=dtype, device="meta")
             else:
                 self.objects.add(key)
-        self.keys = sorted(self.metadata.state_dict_metadata)
+        self.places = {key: at for at, key in enumerate(self.metadata.state_dict_metadata)}
+        self.keys = sorted(self.places)
 
     def under(self, prefix: str) -> list[str]:
-        """The keys that begin so, in order."""
+        """The keys that begin so, in the order in which they were written."""
         start = bisect_left(self.keys, prefix)
         keys = itertools.islice(self.keys, start, None)
-        return list(itertools.takewhile(lambda key: key.startswith(prefix), keys))
+        found = itertools.takewhile(lambda key: key.startswith(prefix), keys)
+        return sorted(found, key=self.places.__getitem__)
 
     def fill(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads tensors by their keys into others of the same shapes."""

@@ -10,6 +10,7 @@ TOPICS = (
     "batch",
     "breaks",
     "changed",
+    "checkpoints",
     "draws",
     "dynamo",
     "frozen",
@@ -24,4 +25,4 @@ TOPICS = (
     "values",
     "words",
 )
-ABOUT_RANKS = ("hang", "ranks", "saved", "state")
+ABOUT_RANKS = ("checkpoints", "hang", "ranks", "saved", "state")

@@ -123,7 +123,8 @@ class Service:
             raise ValueError(
                 f"{name} was written to, outside of optimizer.step() and load_state_dict(), after "
                 "another rank had asked for its state_dict(): what it was given may be too old. "
-                "Call pfeife.full_state_dict(model) on every rank instead"
+                "Call pfeife.full_state_dict(model) on every rank instead (and to load with "
+                "torch.distributed.checkpoint.load, which writes in place, pfeife.Checkpoints.load)"
             )
 
     def _tag(self) -> int:

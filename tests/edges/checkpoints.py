@@ -1,0 +1,240 @@
+"""Checkpoints over torch.distributed.checkpoint: each rank writes what it trains."""
+
+import contextlib
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rows import row
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+import pfeife
+from edges.saved import OPTIMIZERS, Pair, alike, norms
+from edges.state import PAIR, Tied, refused, rows
+from pfeife.frontend.checkpoint_folder import Folder
+from pfeife.runtime.distributed.process_group import join_world
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def one_folder():
+    """A new folder that all ranks see."""
+    world = join_world(torch.device("cpu"))
+    folder = Path(world.decided_by_rank_zero(tempfile.mkdtemp))
+    try:
+        yield folder
+        dist.barrier()
+    finally:
+        if RANK == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_plain_torch(path, model, optimizer, **options):
+    """Loads as torch's documentation says, in one process."""
+    options = StateDictOptions(**options)
+    state, states = get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": state, "optim": states}, checkpoint_id=path, no_dist=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=state, optim_state_dict=states, options=options
+    )
+
+
+def twins_alike(pair, model, optimizer):
+    alike(model.state_dict(), pair.twin.state_dict())
+    alike(optimizer.state_dict(), pair.theirs.state_dict())
+
+
+@row(ranks=(2, 3), whole=(3,))
+def each_rank_writes_what_it_trains():
+    """Once, under the names of one device; plain torch reads that, in both of its ways."""
+    pair = Pair(optimizer="adamw")
+    pair.train(2)
+    with one_folder() as folder:
+        pfeife.Checkpoints(folder, pair.model, pair.mine).save(2)
+        dist.barrier()
+        metadata = Folder(folder / "step-00000002").metadata
+        files = {index.fqn: one.relative_path for index, one in metadata.storage_data.items()}
+        assert len(files) == len(metadata.storage_data) == len(metadata.state_dict_metadata)
+        for name, one in pair.model.named_parameters():
+            if one.grad_fn is None and not one.isnan().any():
+                assert files[f"model.{name}"].startswith(f"__{RANK}_"), (name, files)
+                assert files[f"optim.state.{name}.exp_avg"].startswith(f"__{RANK}_")
+        model = norms()
+        optimizer = OPTIMIZERS["adamw"](model)
+        in_plain_torch(folder / "step-00000002", model, optimizer)
+        twins_alike(pair, model, optimizer)
+        if RANK == 0:
+            dcp_to_torch_save(folder / "step-00000002", folder / "one.pt")
+            found = torch.load(folder / "one.pt", weights_only=True)
+            alike(dict(found["model"]), dict(pair.twin.state_dict()))
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2, 3), whole=(3,))
+def what_plain_torch_has_saved():
+    """Loaded before the first step and between two later ones, flattened then."""
+    pair = Pair(optimizer="adamw")
+    pair.train(2)
+    with one_folder() as folder:
+        for flat in (False, True) if RANK == 0 else ():
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            state, states = get_state_dict(pair.twin, pair.theirs, options=options)
+            whole = {"model": state, "optim": states}
+            dcp.save(whole, checkpoint_id=folder / str(flat), no_dist=True)
+        dist.barrier()
+        torch.manual_seed(3)
+        again = Pair(optimizer="adamw")
+        in_plain_torch(folder / "False", again.twin, again.theirs)
+        again.seed = 2
+        checkpoints = pfeife.Checkpoints(folder, again.model, again.mine)
+        assert checkpoints.load(folder / "False") == 0 and not again.mine.state
+        again.train(2)
+        assert 0 < len(again.mine.state) < len(again.theirs.state)
+        again.check()
+        assert checkpoints.load(folder / "True") == 0
+        again.twin.load_state_dict(pair.twin.state_dict())
+        again.theirs.load_state_dict(copy.deepcopy(pair.theirs.state_dict()))
+        again.check()
+        again.train(1)
+        again.check()
+
+
+def tools_of_torch(name):
+    """Its own functions and a script's plain lines; loaded before the first step. In place after
+    others were given state: an error that says what to do."""
+    pair = Pair(optimizer=name)
+    pair.train(2)
+    with one_folder() as folder:
+        state, states = get_state_dict(pair.model, pair.mine)
+        dcp.save({"model": state, "optim": states}, checkpoint_id=folder / "named")
+        dcp.save({"model": pair.model, "optim": pair.mine}, checkpoint_id=folder / "plain")
+        pair.train()
+        pair.check()
+        again = Pair(optimizer=name)
+        in_plain_torch(folder / "named", again.model, again.mine)
+        in_plain_torch(folder / "named", again.twin, again.theirs)
+        again.seed = 2
+        again.train()
+        twins_alike(pair, again.twin, again.theirs)
+        again.check()
+        words = f"{[0, 2][RANK]}.0.weight was written to, outside of optimizer.step() and"
+        plain = {"model": again.model, "optim": again.mine}
+        refused(lambda: dcp.load(plain, checkpoint_id=folder / "plain"), words)
+
+
+@row(ranks=(2,))
+def tools_of_torch_with_adamw():
+    tools_of_torch("adamw")
+
+
+@row(ranks=(2,), whole=(2,))
+def tools_of_torch_without_state():
+    tools_of_torch("sgd")
+
+
+@row(ranks=(2,))
+def a_model_without_memory_reads_its_own():
+    """At the first step, and the optimizer's state when it steps."""
+    pair = Pair(optimizer="adamw")
+    pair.train(2)
+    with one_folder() as folder:
+        pfeife.Checkpoints(folder, pair.model, pair.mine).save(2)
+        torch.manual_seed(9)
+        with pfeife.deferred_init():
+            model = norms()
+        again = Pair(make=lambda: copy.deepcopy(pair.twin), optimizer="adamw")
+        again.model, again.mine = model, OPTIMIZERS["adamw"](model)
+        again.theirs.load_state_dict(copy.deepcopy(pair.theirs.state_dict()))
+        again.step, again.seed = pfeife.compile(again.loss_of(model), microbatches=2), 2
+        read, original = [], Folder._read
+        Folder._read = lambda self, found: [read.extend(found), original(self, found)][1]
+        try:
+            assert pfeife.Checkpoints(folder, model, again.mine).load() == 2
+            again.train(2)
+        finally:
+            Folder._read = original
+        again.check()
+        mine = {name for name, one in model.named_parameters() if not one.isnan().any()}
+        assert 0 < len(mine) < len(list(model.parameters()))
+        found = {key[6:] for key in read if key.startswith("model.")}
+        assert {name for name in found if "running" not in name and "num_" not in name} == mine
+        assert {key[12:-8] for key in read if key.endswith(".exp_avg")} == mine
+
+
+@row(ranks=(2,))
+def written_while_the_ranks_train():
+    pair = Pair(optimizer="adamw")
+    pair.train(2)
+    expected = copy.deepcopy((pair.twin.state_dict(), pair.theirs.state_dict()))
+    with one_folder() as folder:
+        checkpoints = pfeife.Checkpoints(folder, pair.model, pair.mine)
+        checkpoints.save(2, wait=False)
+        pair.train(3)
+        checkpoints.wait()
+        pair.check()
+        model = norms()
+        optimizer = OPTIMIZERS["adamw"](model)
+        in_plain_torch(checkpoints.latest(), model, optimizer)
+        alike(model.state_dict(), expected[0])
+        alike(optimizer.state_dict(), expected[1])
+
+
+@row(ranks=(2,))
+def tied_weights_have_both_names():
+    torch.manual_seed(0)
+    model = Tied()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **PAIR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(rows(0)).backward()
+    optimizer.step()
+    whole = pfeife.full_state_dict(model)
+    with one_folder() as folder:
+        pfeife.Checkpoints(folder, model, optimizer).save(1)
+        dist.barrier()
+        other = Tied()
+        in_plain_torch(folder / "step-00000001", other, torch.optim.SGD(other.parameters(), lr=0.1))
+        alike(dict(other.state_dict()), whole)
+
+
+class Clock:
+    """Its state is a time, which is no plain data."""
+
+    def state_dict(self):
+        return {"now": Path()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+@row(ranks=(2,))
+def what_is_refused():
+    """On all ranks; they go on."""
+    pair = Pair()
+    pair.train()
+    with one_folder() as folder:
+        checkpoints = pfeife.Checkpoints(folder, pair.model, pair.mine)
+        checkpoints.save(5)
+        refused(lambda: checkpoints.save(5), f"{folder}/step-00000005 is there already, and this")
+        clocks = pfeife.Checkpoints(folder, pair.model, pair.mine, clock=Clock())
+        refused(lambda: clocks.save(6), "the state of clock cannot be saved: its state has a Posi")
+        refused(clocks.load, f"{folder}/step-00000005 has no state of clock")
+        words = "rank 1 is at the names in Checkpoints.save(7) and rank 0 at the names in Ch"
+        refused(lambda: checkpoints.save(6 + RANK), words)
+        other = pfeife.Checkpoints(folder, nn.Linear(6, 6), ())
+        refused(other.load, "the model has no ['0.0.weight', '0.0.bias', '0.1.weight'] (21 in all)")
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000005"]
+        pair.train()
+        pair.check()
