@@ -27,6 +27,7 @@ from pfeife.passes import (
     record,
     split_backward,
 )
+from pfeife.runtime.distributed.loading import data_sampler, from_rank0
 from pfeife.runtime.failure import PipelineError
 from pfeife.sched.families.family import Family
 
@@ -56,10 +57,12 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "compose",
+    "data_sampler",
     "deferred_init",
     "dp_wrap",
     "evaluate",
     "explain",
+    "from_rank0",
     "full_state_dict",
     "fuse",
     "insert_send_recv",

@@ -94,7 +94,13 @@ class Builder:
                 f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
                 f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
             )
-        return given or Mesh(max(1, world.size // replicas), replicas)
+        mesh = given or Mesh(max(1, world.size // replicas), replicas)
+        if self.options.batch == "replica" and mesh.size != world.size:
+            raise Refusal(
+                f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
+                f"not divided by {replicas}; start {mesh.size} (torchrun --nproc-per-node)"
+            )
+        return mesh
 
     def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
         """Whether a step must be built anew, since another one has been the first to train state
@@ -143,6 +149,11 @@ class _Build:
         text = f"{self.options}\n{clusters}"
         if self.world:
             self.world.check_agreement(text, "the program")
+        if self.options.apart > 1 and program.ports(Role.TANGENT) and not program.ports(Role.LOSS):
+            raise Refusal(
+                "option batch='replica': with the loss outside of the step nobody knows what the "
+                "loss of one replica is of that of all; return the loss from the step"
+            )
         plan, history = self._planned(captured, clusters, order, machine)
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
@@ -169,6 +180,7 @@ class _Build:
                 known = world is not None and world.ownership.owns_any(self.args)
                 if options.microbatches > 1 and not (
                     options.check
+                    and options.cut > 1
                     and not known
                     and check_first_call(self.graph.step, captured, self.args, self.graph.sure)
                 ):
@@ -267,10 +279,17 @@ class _Build:
                 return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
             device = _device_of(program, self.device)
             pipeline = DistributedPipeline(
-                program, schedule, device, bodies, timeout=options.timeout, mesh=mesh
+                program,
+                schedule,
+                device,
+                bodies,
+                timeout=options.timeout,
+                mesh=mesh,
+                apart=options.apart > 1,
             )
             carried, modules = captured.carried, self.graph.inputs.modules
-            world.ownership.settle(program, self._slots(captured), mesh, modules, world, carried)
+            slots, apart = self._slots(captured), options.apart > 1
+            world.ownership.settle(program, slots, mesh, modules, world, carried, apart)
             names = [None if name in carried else name for name in captured.arguments]
             return pipeline, world.ownership.borrowed(program, names, self.args, mine[0])
 

@@ -26,6 +26,7 @@ from pfeife.passes.compose import Recorded
 from pfeife.runtime.distributed.elsewhere import arrived
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.gradients import is_ours
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.protocols import Pipeline
 from pfeife.runtime.step import Observer, Watch
@@ -195,11 +196,9 @@ class Call:
                 if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
                     slots[port.name].copy_(result.buffers[port.fqn])
         outputs = self.program.ports(Role.OUTPUT)
-        self.divided = {port.name: self._divided(port, slots) for port in outputs}
+        self.divided = {port.name: self._divided(port, microbatches) for port in outputs}
         joined = {
-            port.name: join(
-                port, [one[port.fqn] for one in result.outputs], self.divided[port.name]
-            )
+            port.name: join(port, _values(result.outputs, port.fqn), self.divided[port.name])
             for port in outputs
         }
         if result.loss is not None:
@@ -248,23 +247,24 @@ class Call:
 
         return watch
 
-    def _microbatches(self, slots: Slots) -> list[dict[str, torch.Tensor]]:
+    def _microbatches(self, slots: Slots) -> list[Any]:
+        """Those of the whole step; of which this process is not given, what it knows of them."""
         changed = self.compiled.captured.changed  # before what is read later
         whole = {
             p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
             for p in self.program.ports(Role.BATCH)
         }
-        if self.count == 1:  # also what has no dimensions
-            return [whole]
-        dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
-        parts = {name: value.chunk(self.count, dims[name]) for name, value in whole.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(self.count)]
+        pipeline = self.compiled.pipeline
+        apart = isinstance(pipeline, DistributedPipeline) and pipeline.apart
+        count = len(pipeline.given) if apart else self.count
+        found = _cut(whole, {p.fqn: p.batch_dim or 0 for p in self.program.ports(Role.BATCH)}, count)
+        return pipeline.known(found) if apart else found
 
-    def _divided(self, port: Port, slots: Slots) -> list[Divisor]:
+    def _divided(self, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
         """What the microbatches of a result without rows are divided by."""
         if port.batch_dim is not None or port.reduction == "last":
             return []
-        return divisors(self.program, port, self._microbatches(slots))
+        return divisors(self.program, port, microbatches)
 
     def tangents(self, gradients: Sequence[torch.Tensor | None]) -> list[dict[str, torch.Tensor]]:
         """The gradients of the results as those of the microbatches' outputs."""
@@ -300,12 +300,27 @@ class Call:
         found: list[torch.Tensor | None] = []
         for name in self.leaves:
             if name in dims:
-                parts = [one[name] for one in result.batch_gradients]
-                found.append(torch.cat(parts, dims[name]) if self.count > 1 else parts[0])
+                parts = _values(result.batch_gradients, name)
+                found.append(torch.cat(parts, dims[name]) if len(parts) > 1 else parts[0])
             else:
                 gradient = result.gradients.get(name)
                 found.append(gradient if gradient is None else gradient.to(devices[name]))
         return found
+
+
+def _cut(
+    whole: Mapping[str, torch.Tensor], dims: Mapping[str, int], count: int
+) -> list[dict[str, torch.Tensor]]:
+    """A batch in so many microbatches."""
+    if count == 1:  # also what has no dimensions
+        return [dict(whole)]
+    parts = {name: value.chunk(count, dims[name]) for name, value in whole.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+
+def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> list[torch.Tensor]:
+    """A result of those microbatches that have it here."""
+    return [one[name] for one in microbatches if name in one]
 
 
 def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:

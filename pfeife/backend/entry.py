@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,6 +22,7 @@ from pfeife.data import plain
 from pfeife.data.machine import Machine, Network
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
+from pfeife.runtime.distributed.world import World
 
 
 class Backend:
@@ -40,6 +42,19 @@ class Backend:
         links = options.network
         network = links if isinstance(links, Network | None) else _measured(links)
         self.builder = Builder(options, target, network)
+        self.known: dict[tuple[bool, int], Options] = {}
+
+    def options_for(self, world: World | None, microbatches: int | None = None) -> Options:
+        """The options of a call, which may be cut into fewer microbatches than others. One process
+        is given the batch of all replicas."""
+        count = self.options.microbatches if microbatches is None else microbatches
+        key = world is None, count
+        if key not in self.known:
+            batch = self.options.batch if world else "global"
+            same = (count, batch) == (self.options.microbatches, self.options.batch)
+            made = attrs.evolve(self.options, microbatches=count, batch=batch)
+            self.known[key] = self.options if same else made
+        return self.known[key]
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph of the whole batch; the program is built at the first call

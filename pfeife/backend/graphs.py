@@ -112,7 +112,7 @@ class MicrobatchGraph:
             lambda gradients, times: (
                 trace(*larger(times), loss, gradients=gradients, cache=options.cache).program
             ),
-            args if options.microbatches > 1 and options.check else None,
+            args if options.cut > 1 and options.check else None,
         )
         captured = with_flags(captured, self.inputs.flags)
         captured = attrs.evolve(captured, door=self.door)
@@ -247,7 +247,7 @@ class BatchedGraph:
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program at the microbatch's shapes. Raises ValueError if the batch does not
         divide, or the graph was specialised to the full batch."""
-        count = options.microbatches
+        count = options.cut
         if count > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
                 f"microbatches={count}, but the graph is specialised to this batch: no input has "
@@ -267,7 +267,7 @@ class BatchedGraph:
             args if count > 1 and self.shows and options.check else None,
         )
         self.losses.note(captured)
-        return check_outputs(captured, options.reduce, count)
+        return check_outputs(captured, options.reduce, options.microbatches)
 
     def check_unseen(self, captured: Captured) -> None:
         """Nothing: such a step is taken at the caller's word."""

@@ -51,6 +51,14 @@ def _capture(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option capture={value!r}: must be one of {list(get_args(Capture))}")
 
 
+Batch = Literal["global", "replica", "rank0"]
+
+
+def _batch(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value not in get_args(Batch):
+        raise ValueError(f"option batch={value!r}: must be one of {list(get_args(Batch))}")
+
+
 def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
@@ -135,7 +143,11 @@ def _is_key(value: Any) -> bool:
 class Options:
     """Options of `torch.compile(step, backend="pfeife", options={...})`.
 
-    microbatches: into how many equal parts the batch of a call is cut.
+    microbatches: into how many equal parts the batch of a call is cut, that of all replicas.
+    batch: what each rank is given: "global", the batch of all replicas; "replica", that of its own
+        replica, which is cut into microbatches / replicas parts (the batch of the step is then that
+        of the first replica, of the second, and so on); or "rank0": what rank 0 is given counts,
+        the others may be given nothing. In one process it is always that of all replicas.
     stages: how many stages; one a rank unless given.
     schedule: the name of a family, such as "1f1b" or "zb-h1"; a `Family` of your own; a `Schedule`;
         a function from a `Problem` (costs, bytes and ranks of the stages) to a `Schedule`; or
@@ -197,6 +209,7 @@ class Options:
     """
 
     microbatches: int = attrs.field(default=1, validator=_count)
+    batch: Batch = attrs.field(default="global", validator=_batch)
     stages: int | None = attrs.field(default=None, validator=_count)
     schedule: Scheduling = attrs.field(default="1f1b", validator=check_schedule, repr=described)
     plan: Plan | str | os.PathLike[str] | None = attrs.field(
@@ -252,6 +265,16 @@ class Options:
     check: bool = attrs.field(default=True, validator=_flag)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
     progress: bool = attrs.field(default=True, validator=_flag, repr=False)
+
+    @property
+    def apart(self) -> int:
+        """How many replicas are given batches of their own."""
+        return self.replicas if self.batch == "replica" else 1
+
+    @property
+    def cut(self) -> int:
+        """Into how many microbatches the batch is cut that one rank is given."""
+        return self.microbatches // self.apart
 
     def __attrs_post_init__(self) -> None:
         if self.microbatches % self.replicas:

@@ -114,7 +114,8 @@ class Step:
         """The result of a call, or an error that all ranks know of. Raises all other errors."""
         self.reached, self.asked = False, "batch"
         try:
-            call = self.call = self.cutter(args, kwargs)
+            apart = self.backend.options_for(world).apart
+            call = self.call = self.cutter(args, kwargs, apart)
             if self.has_values:
                 return self._checked(call, self._result(call)), None
             at_once = self.runs and world is None
@@ -248,9 +249,9 @@ class Step:
         """A call of what was built, with the whole batch."""
         assert self.call is not None
         self.reached = True
-        options = self.backend.options
-        if self.call.microbatches != options.microbatches:  # of a smaller batch
-            options = attrs.evolve(options, microbatches=self.call.microbatches)
+        world = world_so_far()
+        apart = self.backend.options_for(world).apart
+        options = self.backend.options_for(world, self.call.microbatches * apart)
         if self.waits:  # there are no values to check with
             options = attrs.evolve(options, check=False)
         return self.run(steps, values, options)

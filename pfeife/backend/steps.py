@@ -53,8 +53,8 @@ class Steps:
         Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
         fails.
         """
-        options = options or self.backend.options
-        world = join_world(self._device(args), options.timeout)
+        world = join_world(self._device(args), self.backend.options.timeout)
+        options = options or self.backend.options_for(world)
         builder = self.backend.builder
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
@@ -148,22 +148,29 @@ class Steps:
     ) -> int:
         """The seed of rank 0, once all ranks have said that they are about to do the same."""
         borrowed = compiled.borrowed if compiled else None
+        apart = options.batch == "replica"
+        groups = self.backend.builder.mesh(world).pipelines if apart else ()
         with world.building("the arguments of a step"):
-            text, news, refused = "", "", None
+            text, batch, news, refused = "", "", "", None
             try:
                 world.service.check_given()
-                text = self._said(args, compiled, options)
+                text, batch = self._said(args, compiled, options)
                 news = world.ownership.news(borrowed, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
                 refused = error
-            found = world.agreed(text, _ARGUMENTS, number=seed, note=news, refused=refused)
+            found = world.agreed(
+                text, _ARGUMENTS, number=seed, note=news, refused=refused, own=batch, groups=groups
+            )
             world.ownership.agree(world, found.notes, borrowed, args)
         return _common_seed(world, found.numbers)
 
-    def _said(self, args: Sequence[Any], compiled: Compiled | None, options: Options) -> str:
-        """All that a call's program and its messages depend on, a line each."""
+    def _said(
+        self, args: Sequence[Any], compiled: Compiled | None, options: Options
+    ) -> tuple[str, str]:
+        """All that a call's program and its messages depend on, a line each; and what the ranks of
+        one replica have alike, if each replica is given a batch of its own."""
         gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
         built = f"program {compiled.digest}" if compiled else "a program that is not built yet"
         if compiled and compiled.loss_scale:
@@ -173,17 +180,21 @@ class Steps:
             f"the step {self.name} in {options.microbatches} microbatches, {gradients}",
             f"{built}, {self.graph.inputs.mode}",
         ]
+        own: list[str] = []
         arguments, dims = self.graph.inputs.arguments, self.graph.dims
         for argument, dim, value in zip(arguments, dims, args, strict=True):
             if isinstance(value, torch.Tensor):
+                name = argument.names[0]
                 where = f"{value.dtype} {list(value.shape)} on {value.device.type}"
                 where += ", of a model from deferred_init" if is_waiting(value) else ""
-                lines.append(f"{argument.names[0]}: {where}")
+                lines.append(f"{name}: {where}")
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)
                 if options.compare_batches and not (trained or self._is_computed(value)):
-                    lines[-1] += f", values with the checksum {self._checksum(value, dim):x}"
-        return "\n".join(lines)
+                    values = f"{where}, values with the checksum {self._checksum(value, dim):x}"
+                    to = own if dim is not None and options.batch == "replica" else lines
+                    to.append(f"{name}: {values}")
+        return "\n".join(lines), "\n".join(own)
 
     def _is_computed(self, value: torch.Tensor) -> bool:
         """Whether an argument is none of the batch's that the caller has made."""

@@ -220,6 +220,12 @@ class Mesh:
     def size(self) -> int:
         return self.ranks * self.replicas
 
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the world in each pipeline."""
+        order = self.order or tuple(range(self.size))
+        return tuple(order[at : at + self.ranks] for at in range(0, self.size, self.ranks))
+
     def in_world(self, replica: int, rank: int) -> int:
         """The rank of the world that is this rank of a pipeline."""
         at = replica * self.ranks + rank

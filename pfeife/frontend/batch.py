@@ -92,15 +92,19 @@ class Cutter:
         self.signature = _signature(step)
         self.most = 0  # rows of the largest microbatch so far
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Raises ValueError for arguments that cannot be cut."""
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: int = 1
+    ) -> Arguments:
+        """Raises ValueError for arguments that cannot be cut; they are those of one of so many
+        batches that are `apart`."""
         found, rebuild = _opened((args, dict(kwargs)), self._dims(args, kwargs))
         names = self._names(args)
         named = [(_named(path, names), value, dim) for path, value, dim in found]
         for name, value, _ in named:
             _check_kind(name, value)
         batch = {n: (v, _dim(n, v, d)) for n, v, d in named if d is not None and _is_cut(v)}
-        count = self._count(self._rows({n: v.shape[d] for n, (v, d) in batch.items()}))
+        rows = self._rows({n: v.shape[d] for n, (v, d) in batch.items()})
+        count = self._count(rows, self.microbatches // apart, self.replicas // apart)
         known: dict[tuple[int, int | None], torch.Tensor] = {}
         leaves = []
         for name, value, _ in named:
@@ -166,18 +170,20 @@ class Cutter:
             raise ValueError(f"microbatch: the batch is empty: {empty} has no rows")
         return fewest
 
-    def _count(self, rows: int) -> int:
-        """Into how many microbatches so many rows are cut."""
-        if not rows or rows % self.microbatches == 0:
-            return self.microbatches
+    def _count(self, rows: int, wanted: int, replicas: int) -> int:
+        """Into how many microbatches so many rows are cut, for so many replicas."""
+        if not rows or rows % wanted == 0:
+            return wanted
         for count in range(1, rows + 1):
-            small = rows < self.most * self.microbatches and rows // count <= self.most
-            if self.fit_smaller and small and rows % count == 0 and count % self.replicas == 0:
+            small = rows < self.most * wanted and rows // count <= self.most
+            if self.fit_smaller and small and rows % count == 0 and count % replicas == 0:
                 return count
-        divides = next(n for n in range(self.microbatches, 0, -1) if rows % n == 0)
+        divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)
+        times = self.replicas // replicas
+        each = f", {wanted} for each of {times} replicas" if times > 1 else ""
         raise ValueError(
-            f"microbatch: a batch of {rows} rows does not divide into {self.microbatches} "
-            f"microbatches; pass microbatches={divides}, or drop_last=True in the loader"
+            f"microbatch: a batch of {rows} rows does not divide into {wanted} microbatches{each}; "
+            f"pass microbatches={divides * times}, or drop_last=True in the loader"
         )
 
 

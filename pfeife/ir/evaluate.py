@@ -18,6 +18,14 @@ State = Mapping[str, torch.Tensor]
 
 
 @attrs.frozen(eq=False)
+class Counted:
+    """A microbatch of which this process has no more than what it counts: the values of the
+    program's `counts`, in their order."""
+
+    counts: Sequence[torch.Tensor]
+
+
+@attrs.frozen(eq=False)
 class Result:
     """What a step gives.
 
@@ -118,7 +126,7 @@ def divisors(
     weighted = port.reduction == "weighted"
     for index in port.counts:
         count = program.counts[index]
-        found = _counted(program, count, microbatches)
+        found = _counts(program, count, microbatches)
         _refuse_nothing(count, found, empty_is_zero=weighted and count.empty_is_zero)
         # The mean of the batch is sum(loss[k] * count[k]) / sum(count). With several pipelines the
         # sums of each are averaged later, which divides by their number once more.
@@ -130,11 +138,26 @@ def divisors(
     return [len(microbatches) // pipelines] * len(microbatches)
 
 
-def _counted(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+def _counts(program: Program, count: Count, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+    return [
+        one.counts[program.counts.index(count)]
+        if isinstance(one, Counted)
+        else _count(count, named_batch(program, one, index))
+        for index, one in enumerate(microbatches)
+    ]
+
+
+def counted(program: Program, microbatch: Any, index: int = 0) -> Counted:
+    """What others need to know of a microbatch."""
+    batch = named_batch(program, microbatch, index)
+    return Counted([_count(one, batch) for one in program.counts])
+
+
+def _count(count: Count, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     names = [node.name for node in count.module.graph.nodes if node.op == "placeholder"]
-    batches = [named_batch(program, one, index) for index, one in enumerate(microbatches)]
     with torch.no_grad():
-        return [count.module.forward(*(one[name] for name in names)).double() for one in batches]
+        found: torch.Tensor = count.module.forward(*(batch[name] for name in names)).double()
+        return found
 
 
 def _even(found: Sequence[torch.Tensor]) -> bool:

@@ -13,10 +13,10 @@ class Agreed:
     notes: tuple[str, ...]
 
 
-def disagreement(told: Sequence[str]) -> str:
-    """Why ranks do not agree, from every rank's reason not to go on, if it has one, and what it
-    has told of what."""
-    causes, places, texts = zip(*(one.split("\0", 2) for one in told), strict=True)
+def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> str:
+    """Why ranks do not agree, from every rank's reason not to go on, if it has one, what it has
+    told of what, and what it has told its group."""
+    causes, places, texts, owned = zip(*(one.split("\0", 3) for one in told), strict=True)
     for rank, cause in enumerate(causes):
         if cause:
             return f"rank {rank}: {cause}"
@@ -26,13 +26,18 @@ def disagreement(told: Sequence[str]) -> str:
                 f"rank {rank} is at {place} and rank 0 at {places[0]}: every rank must make the "
                 "same calls, in the same order"
             )
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    here, there = _first_difference(texts[0], texts[others[0]])
-    return (
-        f"{places[0]}: ranks {others} have another one than rank 0: rank {others[0]} has {there!r} "
-        f"where rank 0 has {here!r}; every rank must run the same script with the same options "
-        "and versions, and is given the whole batch"
-    )
+    given = "the batch of its replica" if groups else "the whole batch"
+    for each, ranks in ((texts, range(len(told))), *((owned, group) for group in groups)):
+        first, *rest = ranks
+        others = [rank for rank in rest if each[rank] != each[first]]
+        if others:
+            here, there = _first_difference(each[first], each[others[0]])
+            return (
+                f"{places[0]}: ranks {others} have another one than rank {first}: rank {others[0]} "
+                f"has {there!r} where rank {first} has {here!r}; every rank must run the same "
+                f"script with the same options and versions, and is given {given}"
+            )
+    raise AssertionError("all ranks agree")
 
 
 def _first_difference(one: str, other: str) -> tuple[str, str]:

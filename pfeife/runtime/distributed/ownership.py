@@ -96,14 +96,17 @@ class Ownership:
         modules: Iterable[nn.Module],
         world: "World",
         carried: Collection[str] = (),
+        apart: bool = False,
     ) -> None:
         """Gives what a program trains owners, where it has none (collective): not the ports that
         are `carried`, whose new values are results, on every rank. What no program has
         trained yet must have the same values on every rank, else Refusal is raised: then one of
-        them was seeded otherwise, or was given another batch."""
+        them was seeded otherwise, or was given another batch, unless replicas have batches that
+        are `apart`."""
         known = self.of(program, slots, mesh)
         new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
-        wrong = world.differing({port.fqn: standing_for(slots[port.name]) for port in new})
+        alike = [port for port in new if port.role != Role.BATCH or not apart]
+        wrong = world.differing({port.fqn: standing_for(slots[port.name]) for port in alike})
         if wrong:
             raise Refusal(
                 f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "

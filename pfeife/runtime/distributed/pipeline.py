@@ -3,16 +3,18 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
-from pfeife.ir.evaluate import Result, State, add, averaged, mean
+from pfeife.ir.evaluate import Counted, Result, State, add, averaged, counted, mean
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
+from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
@@ -33,6 +35,10 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
     rank's stages. `timeout` is after how many seconds without progress inside of a step a rank is
     given up (300 unless the world has been told another).
 
+    With `apart` a rank is given the microbatches of its own replica alone: what a step is started
+    with has `Counted` in the places of the others (see `known`), and results with rows are those
+    of its own.
+
     Raises ValueError for a program or schedule that other ranks do not have, PipelineError when
     a rank does not arrive. When a step fails on any rank it raises PipelineError on all others,
     and its own exception there; the next step connects the ranks anew.
@@ -47,14 +53,16 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         *,
         timeout: float | None = None,
         mesh: Mesh | None = None,
+        apart: bool = False,
     ):
         super().__init__(program, schedule)
         self.device, self.timeout = device or torch.device("cpu"), timeout
         self.mesh = mesh or Mesh(len(schedule.ranks), program.replicas)
+        self.apart = apart
         world = self._world()
         with world.building("a pipeline"):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
-            self.transport = DistributedTransport(world, self.mesh, program)
+            self.transport = DistributedTransport(world, self.mesh, program, apart)
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
             self.gradients = trained_on(program, self.transport.rank)
 
@@ -71,8 +79,33 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         world = self._world()
         with world.busy(lambda: Doing("the inputs of a step")):
             if world is not self.transport.world:  # after a failure
-                self.transport = DistributedTransport(world, self.mesh, self.program)
+                self.transport = DistributedTransport(world, self.mesh, self.program, self.apart)
             yield range(self.transport.replica, self.transport.replica + 1)
+
+    @property
+    def given(self) -> range:
+        """The microbatches that a rank is given."""
+        each = self.schedule.microbatches
+        replica = self.mesh.place(self._world().rank)[0] if self.apart else 0
+        return range(replica * each, (replica + 1) * each) if self.apart else range(self.microbatches)
+
+    def known(self, mine: Sequence[Mapping[str, torch.Tensor]]) -> list[Any]:
+        """All microbatches, as far as they are known here, of those that this rank is `given`
+        (collective if these are not all)."""
+        found: list[Any] = [Counted(())] * self.microbatches
+        if self.apart and self.program.counts:
+            world, each = self._world(), self.schedule.microbatches
+            with world.busy(lambda: Doing("the counts of a batch")):
+                counts = [
+                    torch.stack([n.to(self.device) for n in counted(self.program, one, i).counts])
+                    for i, one in zip(self.given, mine, strict=True)
+                ]
+                told = world.gather(torch.stack(counts))
+            for index in range(self.microbatches):
+                table = told[self.mesh.in_world(index // each, 0)]
+                found[index] = Counted(table[index % each].unbind())
+        found[self.given.start : self.given.stop] = mine
+        return found
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()
@@ -165,18 +198,22 @@ class DistributedStep(PipelineStep):
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role
     ) -> tuple[dict[str, torch.Tensor], ...]:
-        """Every microbatch's values of a role, from the ranks that made them to all: one
-        broadcast from each of these."""
+        """Every microbatch's values of a role, from the ranks that made them to all, or rows to
+        those that have the same batch: one broadcast from each of these."""
         program, transport = self.pipeline.program, self.transport
-        sources: dict[int, list[Port]] = {}
+        sources: dict[tuple[int, bool], list[Port]] = {}
         for port in program.ports(role):
-            sources.setdefault(owner(program, port), []).append(port)
+            rows = role == Role.BATCH_GRADIENT or port.batch_dim is not None
+            at = owner(program, port), rows and transport.within is not None
+            sources.setdefault(at, []).append(port)
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(program.replicas) for _ in mine]
         for replica in range(program.replicas):
-            for rank, ports in sources.items():
+            for (rank, within), ports in sources.items():
+                if within and replica != transport.replica:
+                    continue
                 source = transport.mesh.in_world(replica, rank)
                 keys = [(index, port) for index in range(len(mine)) for port in ports]
-                values = self._from(source, mine, keys)
+                values = self._from(source, mine, keys, transport.within if within else None)
                 for (index, port), value in zip(keys, values, strict=True):
                     found[replica * len(mine) + index][port.fqn] = value
         return tuple(found)
@@ -186,6 +223,7 @@ class DistributedStep(PipelineStep):
         source: int,
         mine: Sequence[Mapping[str, torch.Tensor]],
         keys: Sequence[tuple[int, Port]],
+        among: Connection | None,
     ) -> Tensors:
         world = self.transport.world
         told = tuple(i for i, (_, port) in enumerate(keys) if port.sized_by_data)
@@ -193,16 +231,16 @@ class DistributedStep(PipelineStep):
         if world.rank == source:
             values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
             for piece in envelope.pack(values):
-                world.broadcast(piece, source)
+                world.broadcast(piece, source, among)
             return values
-        bring = functools.partial(self._broadcast, source)
+        bring = functools.partial(self._broadcast, source, among)
         return envelope.whole(bring(envelope.opening), bring)
 
-    def _broadcast(self, source: int, envelope: Envelope) -> Tensors:
+    def _broadcast(self, source: int, among: Connection | None, envelope: Envelope) -> Tensors:
         """The values that a rank broadcasts."""
         values, pieces = envelope.empty(self.pipeline.device)
         for piece in pieces:
-            self.transport.world.broadcast(piece, source)
+            self.transport.world.broadcast(piece, source, among)
         return values
 
 

@@ -27,7 +27,7 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     naming them, if ranks do not arrive within `timeout` seconds.
     """
     limit = TIMEOUT if timeout is None else timeout
-    if not dist.is_initialized() and _number("WORLD_SIZE", 1, default="1") > 1:
+    if not dist.is_initialized() and number_of("WORLD_SIZE", 1, default="1") > 1:
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -54,8 +54,8 @@ def world_so_far() -> World | None:
 
 
 def _initialize(device: torch.device, timeout: float) -> None:
-    size, port = _number("WORLD_SIZE", 1), _number("MASTER_PORT", 1, 2**16 - 1)
-    rank = _number("RANK", 0, size - 1)
+    size, port = number_of("WORLD_SIZE", 1), number_of("MASTER_PORT", 1, 2**16 - 1)
+    rank = number_of("RANK", 0, size - 1)
     host = os.environ.get("MASTER_ADDR", "localhost")
     limit = timedelta(seconds=timeout)
     mine = rank == 0 and not kept_by_torchrun()
@@ -69,15 +69,16 @@ def _initialize(device: torch.device, timeout: float) -> None:
     store = dist.PrefixStore(f"pfeife attempt {attempt}", keeper)
     store = dist.PrefixStore(f"start {rendezvous(store, rank, size, timeout)}", store)
     if device.type == "cuda":
-        torch.cuda.set_device(_number("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
+        torch.cuda.set_device(number_of("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Without our timeout: the user's own collectives keep that of torch.
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(leave_world)
 
 
-def _number(name: str, least: int, most: int | None = None, default: str = "") -> int:
-    """A variable of the environment that torchrun sets."""
+def number_of(name: str, least: int, most: int | None = None, default: str = "") -> int:
+    """A variable of the environment that torchrun sets. Raises ValueError for none from `least` to
+    `most`."""
     text = os.environ.get(name, default)
     number = int(text) if re.fullmatch(r"-?\d{1,9}", text.strip()) else None
     if number is None or number < least or (most is not None and number > most):

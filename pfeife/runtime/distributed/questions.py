@@ -38,7 +38,7 @@ class Question:
 
 
 class Kind(enum.Enum):
-    """The types of what states are made of; pairs are those of a dict that has other keys than
+    """The types of what is sent, such as states; pairs are those of a dict that has other keys than
     texts."""
 
     NONE = "None"
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 @attrs.frozen
 class Value:
-    """A value of an optimizer's state: as text, a tensor by its place in the answer, or what it
+    """A value that is sent: as text, a tensor by its place in the answer, or what it
     is made of."""
 
     kind: Kind
@@ -73,11 +73,11 @@ class Shaped:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def empty(self) -> torch.Tensor:
-        """Room for it on the CPU. Raises ValueError for what is no dtype or shape."""
+    def empty(self, device: str = "cpu") -> torch.Tensor:
+        """Room for it. Raises ValueError for what is no dtype or shape."""
         if self.dtype not in _DTYPES or min(self.shape, default=0) < 0:
             raise ValueError(f"{self.dtype}{list(self.shape)} is no kind of tensor")
-        return torch.empty(self.shape, dtype=_DTYPES[self.dtype])
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device=device)
 
     def laid_out(self, dense: torch.Tensor) -> torch.Tensor:
         """The tensor with the strides that it had, if no two of its values share memory there."""
@@ -108,8 +108,8 @@ def as_bytes(dense: torch.Tensor) -> torch.Tensor:
 
 
 def told(value: Any, tensors: list[torch.Tensor]) -> Value:
-    """A value of an optimizer's state; its tensors are added to a list. Raises Refusal for types
-    other than those of `Kind`."""
+    """A value, such as an optimizer's state; its tensors are added to a list. Raises Refusal for
+    types other than those of `Kind`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Value(Kind.TENSOR, str(len(tensors) - 1))
@@ -126,7 +126,7 @@ def told(value: Any, tensors: list[torch.Tensor]) -> Value:
     if type(value) is float:
         return Value(Kind.FLOAT, value.hex())
     raise Refusal(
-        f"its state has a {type(value).__name__}: only tensors, numbers, texts, and lists, tuples "
+        f"it has a {type(value).__name__}: only tensors, numbers, texts, and lists, tuples "
         "and dicts of these are sent to other ranks and saved"
     )
 

@@ -27,9 +27,12 @@ class DistributedTransport(Buffered):
     direction between two ranks has a process group of its own. Under NCCL opposite ones overlap
     only so. Under Gloo, who sends locks the connection; what then arrives on it keeps Gloo's
     thread asking the system again and again, to the sender's cost if both share a core.
+
+    `apart` says that each replica has a batch of its own, and results of its own rows: these are
+    broadcast `within` it.
     """
 
-    def __init__(self, world: World, mesh: Mesh, program: Program):
+    def __init__(self, world: World, mesh: Mesh, program: Program, apart: bool = False):
         if mesh.size != world.size:
             raise ValueError(
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
@@ -44,6 +47,11 @@ class DistributedTransport(Buffered):
         self.out: dict[int, End] = {}
         self.into: dict[int, End] = {}
         self._connect(program)
+        self.within: Connection | None = None  # None for all ranks
+        for pipeline in mesh.pipelines if apart else ():
+            connection = world.connection_of(pipeline, "results")
+            if world.rank in pipeline:
+                self.within = connection
         self.buffers = Buffers(self.device)
         self.apart = set[int]()  # ranks to which the world's sender sends
         # The rank that this one waits for, and since when.

@@ -213,9 +213,13 @@ class World:
         finally:
             self.waiting = None
 
-    def broadcast(self, value: torch.Tensor, source: int) -> None:
-        """Rank `source`'s contents of a dense tensor of bytes, in place on every rank."""
-        self.wait(self.connection.group.broadcast(value, source))
+    def broadcast(
+        self, value: torch.Tensor, source: int, among: Connection | None = None
+    ) -> None:
+        """Rank `source`'s contents of a dense tensor of bytes, in place on every rank, or on those
+        of a connection."""
+        through = among or self.connection
+        self.wait(through.group.broadcast(value, through.index(source)))
 
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and dtype, on every rank."""
@@ -280,8 +284,11 @@ class World:
         number: int = 0,
         note: str = "",
         refused: Exception | None = None,
+        own: str = "",
+        groups: Sequence[Sequence[int]] = (),
     ) -> Agreed:
-        """What every rank adds to a text that all of them give alike (collective).
+        """What every rank adds to a text that all of them give alike (collective), and to one of
+        their `own` that the ranks of each group do.
 
         Raises Refusal on every rank if the ranks are at different places of the script, by `what`
         they agree on; if the texts differ, with the first line that does; or if any rank cannot
@@ -289,21 +296,23 @@ class World:
         """
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
         #
-        #     0 ... 31 | 32 ... 39 | 40             | 41 ... 136
-        #     digest   | number    | bytes of note  | note        96 bytes: the note goes apart
-        #     zeros: this rank cannot go on
+        #     0 ... 31 | 32 ... 39 | 40             | 41 ... 136                  | 137 ... 152
+        #     digest   | number    | bytes of note  | note                        | digest of own
+        #     zeros: this rank cannot go on           96 bytes: the note goes apart
         text = f"{what}\0{text}"
         digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
         mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
         noted = _encoded(note)
         short = noted.ljust(_SHORT, b"\0") if len(noted) < _SHORT else bytes(_SHORT)
-        data = bytearray(mine + bytes([min(len(noted), _SHORT)]) + short)
+        owned = hashlib.sha256(_encoded(own)).digest()[:16]
+        data = bytearray(mine + bytes([min(len(noted), _SHORT)]) + short + owned)
         found = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(self.device))
         every = [bytes(one.tolist()) for one in found]
-        if any(one[:32] != every[0][:32] or not any(one[:32]) for one in every):
+        alike = not any(one[:32] != every[0][:32] or not any(one[:32]) for one in every)
+        if not (alike and all(len({every[one][137:] for one in group}) == 1 for group in groups)):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
-            told = self.from_all_ranks(f"{cause}\0{text}")
-            raise Refusal(str(refused) if refused else disagreement(told)) from refused
+            told = self.from_all_ranks(f"{cause}\0{text}\0{own}")
+            raise Refusal(str(refused) if refused else disagreement(told, groups)) from refused
         notes = [one[41 : 41 + one[40]].decode() for one in every if one[40] < _SHORT]
         if len(notes) < self.size:
             notes = self.from_all_ranks(note)
