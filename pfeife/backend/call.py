@@ -3,7 +3,7 @@
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -28,6 +28,7 @@ from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.gradients import is_ours
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.protocols import Pipeline
 from pfeife.runtime.step import Observer, Watch
 
@@ -103,29 +104,30 @@ def run_step(
     args: Sequence[Any],
     seed: int = 0,
     show: Shown | None = None,
+    sent: Sent | None = None,
 ) -> list[torch.Tensor]:
     """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
-    given for the first one, which takes longest."""
+    given for the first one, which takes longest; `sent` has what rank 0 alone was given."""
     captured = compiled.captured
     slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
-    found = dict(zip(captured.results, _results(compiled, options, slots, seed, show), strict=True))
+    call = Call(compiled, options, seed, show, sent)
+    found = dict(zip(captured.results, _results(call, slots), strict=True))
     own = {captured.carried[name]: slots[name] for name in captured.in_place}
     return list((found | own).values())
 
 
-def _results(
-    compiled: Compiled, options: Options, slots: Slots, seed: int, show: Shown | None
-) -> Sequence[torch.Tensor]:
+def _results(call: "Call", slots: Slots) -> Sequence[torch.Tensor]:
+    compiled = call.compiled
     program = compiled.captured.program
     if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
-        return Call(compiled, options, (), seed, show).forward(slots)
+        return call.forward(slots)
     leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
     if compiled.microbatches > 1 and "hooks" not in compiled.said:
         _warn_of_hooks(compiled, leaves)
     if not leaves:  # the results have a backward on every rank
         leaves[""] = torch.empty(0, requires_grad=True)
     function = _LossInside if program.ports(Role.LOSS) else _LossOutside
-    call = Call(compiled, options, tuple(leaves), seed, show)
+    call.leaves = tuple(leaves)
     results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
     return results
 
@@ -155,13 +157,14 @@ class Call:
         self,
         compiled: Compiled,
         options: Options,
-        leaves: tuple[str, ...],
         seed: int = 0,
         show: Shown | None = None,
+        sent: Sent | None = None,
     ):
-        self.seed = seed
+        self.seed, self.sent = seed, sent
         self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
-        self.compiled, self.options, self.leaves = compiled, options, leaves
+        self.compiled, self.options = compiled, options
+        self.leaves: tuple[str, ...] = ()  # that get gradients
         self.count = compiled.microbatches
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
@@ -249,16 +252,23 @@ class Call:
 
     def _microbatches(self, slots: Slots) -> list[Any]:
         """Those of the whole step; of which this process is not given, what it knows of them."""
+        pipeline, sent = self.compiled.pipeline, self.sent
+        if sent and isinstance(pipeline, DistributedPipeline):
+            sent.parts(pipeline.reads({p: slots[p.name] for p in self._sent(slots)}))
         changed = self.compiled.captured.changed  # before what is read later
         whole = {
             p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
             for p in self.program.ports(Role.BATCH)
         }
-        pipeline = self.compiled.pipeline
-        apart = isinstance(pipeline, DistributedPipeline) and pipeline.apart
-        count = len(pipeline.given) if apart else self.count
-        found = _cut(whole, {p.fqn: p.batch_dim or 0 for p in self.program.ports(Role.BATCH)}, count)
-        return pipeline.known(found) if apart else found
+        dims = {p.fqn: p.batch_dim or 0 for p in self.program.ports(Role.BATCH)}
+        if not isinstance(pipeline, DistributedPipeline):
+            return _cut(whole, dims, self.count)
+        return pipeline.known(_cut(whole, dims, len(pipeline.given)), sent is not None)
+
+    def _sent(self, slots: Slots) -> Iterator[Port]:
+        """The ports of what rank 0 alone was given."""
+        ports = self.program.ports(Role.BATCH, Role.CONSTANT)
+        return (port for port in ports if self.sent and slots[port.name] in self.sent)
 
     def _divided(self, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
         """What the microbatches of a result without rows are divided by."""

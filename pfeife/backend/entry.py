@@ -74,9 +74,21 @@ class Backend:
     def steps(self, module: fx.GraphModule, examples: Sequence[Any]) -> Steps:
         """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs
         do."""
+        if self.options.batch == "rank0":
+            raise ValueError(
+                'option batch="rank0": Dynamo calls this backend with the arguments of its own '
+                "rank; use pfeife.compile(step, ...), which asks rank 0 for them first"
+            )
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:
             return Steps(self, BatchedGraph(module, examples, self.losses), name)
+        if self.options.batch != "global":
+            raise ValueError(
+                f"option batch={self.options.batch!r}: {name} is broken into several graphs, and "
+                f"what is computed between them would be of one replica "
+                f"({broken[0] or broken[1]}); use pfeife.compile(step, ...), or give every rank "
+                "the whole batch"
+            )
         if broken[0] or self.broken is None:
             self.broken = broken[0] or "it goes on after another graph", broken[1]
         return PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)

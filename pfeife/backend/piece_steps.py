@@ -15,6 +15,7 @@ from pfeife.backend.steps import Steps, is_trained
 from pfeife.data.progress import Shown, shown
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 
@@ -43,7 +44,9 @@ class PieceSteps(Steps):
         """The graphs of the step, as this call has them."""
         return self.backend.parts[torch.is_grad_enabled()]
 
-    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[Any]:
+    def __call__(
+        self, args: Sequence[Any], options: Options | None = None, sent: Sent | None = None
+    ) -> list[Any]:
         """One call with what the step's Python has made of the whole batch. Raises as `Steps`."""
         world = world_so_far()
         ranks = self.backend.builder.mesh(world).ranks if world else 1
@@ -52,7 +55,7 @@ class PieceSteps(Steps):
         key = self.piece.key(args)
         if key not in self.whole or _owned(world, args):
             try:
-                tensors = super().__call__(args, options)
+                tensors = super().__call__(args, options, sent)
                 self.parts.shared.add(self.name, self.piece.shared(tensors, args))
                 found = self.piece.results(tensors, args)
                 self.piece.note(found)

@@ -29,6 +29,7 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.places import contents_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
+from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import PipelineError, Refusal
 
@@ -96,6 +97,8 @@ class Step:
         self.asked: Door | Literal["batch"] = "batch"  # what a call has been refused by
         self.lock = threading.RLock()
         self.call: Arguments | None = None
+        self.of_rank_zero = CallOfRankZero(self.name)
+        self.sent: Sent | None = None
         self.reached = self.has_values = self.waits = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +117,10 @@ class Step:
         """The result of a call, or an error that all ranks know of. Raises all other errors."""
         self.reached, self.asked = False, "batch"
         try:
-            apart = self.backend.options_for(world).apart
-            call = self.call = self.cutter(args, kwargs, apart)
+            options = self.backend.options_for(world)
+            if world and options.batch == "rank0":
+                args, kwargs, self.sent = self.of_rank_zero(world, args, kwargs)
+            call = self.call = self.cutter(args, kwargs, options.apart)
             if self.has_values:
                 return self._checked(call, self._result(call)), None
             at_once = self.runs and world is None
@@ -137,7 +142,7 @@ class Step:
             found.__cause__ = error if found is not error else error.__cause__
             return None, found
         finally:
-            self.call, self.waits = None, False
+            self.call, self.sent, self.waits = None, None, False
 
     def _result(self, call: Arguments) -> Any:
         """What the step returns, through the door that takes it."""
@@ -176,6 +181,7 @@ class Step:
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None
         if unsettled:
+            self._everything()
             check_settled(self.step, call, _given(call.leaves), *unsettled)
         if not self.reached:
             raise _NotReached(
@@ -229,6 +235,7 @@ class Step:
         return self.traced[-1][0].broken(call) or "the values of tensors that it asks for"
 
     def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
+        self._everything()
         found = traced(self.step, call)
 
         def grown(times: int) -> tuple[Forward, Inputs]:
@@ -258,7 +265,12 @@ class Step:
 
     def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
         """The results of a call of what was built, or is built for it."""
-        return steps(values, options)
+        return steps(values, options, self.sent)
+
+    def _everything(self) -> None:
+        """Before a rank reads the batch by itself: what rank 0 has been given comes to all."""
+        if self.sent:
+            self.sent.everything()
 
     def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
@@ -288,6 +300,7 @@ class Step:
 
     def _check_again(self, call: Arguments) -> None:
         """Raises Refusal for attributes that the step sets and that make a difference."""
+        self._everything()
         try:
             check_again(self.step, call)
         except ValueError as error:

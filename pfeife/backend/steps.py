@@ -23,6 +23,7 @@ from pfeife.frontend.waiting import is_waiting
 from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
 
@@ -47,8 +48,11 @@ class Steps:
         self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
         self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
 
-    def __call__(self, args: Sequence[Any], options: Options | None = None) -> list[torch.Tensor]:
+    def __call__(
+        self, args: Sequence[Any], options: Options | None = None, sent: Sent | None = None
+    ) -> list[torch.Tensor]:
         """One call with the whole batch: builds the program if it is not known, and runs it.
+        `sent` has those of the arguments that rank 0 alone was given.
 
         Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
         fails.
@@ -64,11 +68,11 @@ class Steps:
             compiled = None
         seed = _seed(compiled)
         if world is None:
-            return self._run(builder, key, compiled, args, world, seed)
+            return self._run(builder, key, compiled, args, world, seed, sent)
         with world.service.script.resting("its next call of a compiled step"):
             seed = self._agreed(world, args, compiled, options, seed)
         with world.service.called():
-            return self._run(builder, key, compiled, args, world, seed)
+            return self._run(builder, key, compiled, args, world, seed, sent)
 
     def _run(
         self,
@@ -78,22 +82,25 @@ class Steps:
         args: Sequence[Any],
         world: World | None,
         seed: int,
+        sent: Sent | None,
     ) -> list[torch.Tensor]:
         """The call that all ranks make."""
         options = builder.options
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
-            return run_step(compiled, options, args, seed)
+            return run_step(compiled, options, args, seed, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
+            if sent:
+                sent.everything()
             compiled = self._built(builder, args, world, show)
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, world)
         seed = _seed(compiled)
         if world and _draws(compiled):
             seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
-        results = run_step(compiled, options, args, seed, show)
+        results = run_step(compiled, options, args, seed, show, sent)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 
@@ -190,6 +197,7 @@ class Steps:
                 lines.append(f"{name}: {where}")
                 state = argument.role in (Role.PARAMETER, Role.BUFFER)
                 trained = state or (dim is None and value.requires_grad)
+                trained = trained or (argument.given and options.batch == "rank0")
                 if options.compare_batches and not (trained or self._is_computed(value)):
                     values = f"{where}, values with the checksum {self._checksum(value, dim):x}"
                     to = own if dim is not None and options.batch == "replica" else lines

@@ -21,7 +21,7 @@ class Absent(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
@@ -62,6 +62,6 @@ def _shape(value: torch.Tensor) -> torch.Tensor:
 
 def _refused(what: Any) -> ValueError:
     return ValueError(
-        f"{what} reads values of a batch that rank 0 alone has: pass values=True to from_rank0, or "
-        "do it in the loader or in the step"
+        f"{what} reads values of a batch that rank 0 alone has: do it in the loader, or in a step "
+        'that is compiled with batch="rank0", or pass values=True to from_rank0'
     )

@@ -19,10 +19,11 @@ State = Mapping[str, torch.Tensor]
 
 @attrs.frozen(eq=False)
 class Counted:
-    """A microbatch of which this process has no more than what it counts: the values of the
-    program's `counts`, in their order."""
+    """A microbatch of which another process has told what it counts: the values of the program's
+    `counts`, in their order; and what of it this process has, if anything."""
 
     counts: Sequence[torch.Tensor]
+    microbatch: Any = None
 
 
 @attrs.frozen(eq=False)
@@ -86,6 +87,8 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     their order (a tuple of the arguments, or a single argument).
     """
     ports = program.ports(Role.BATCH)
+    if isinstance(microbatch, Counted):
+        microbatch = microbatch.microbatch
     if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
         values = [microbatch[port.fqn] for port in ports]
     else:
@@ -147,10 +150,10 @@ def _counts(program: Program, count: Count, microbatches: Sequence[Any]) -> list
     ]
 
 
-def counted(program: Program, microbatch: Any, index: int = 0) -> Counted:
-    """What others need to know of a microbatch."""
-    batch = named_batch(program, microbatch, index)
-    return Counted([_count(one, batch) for one in program.counts])
+def counts_of(program: Program, microbatch: Any) -> list[torch.Tensor]:
+    """What others need to know of a microbatch, see `Counted`."""
+    batch = named_batch(program, microbatch)
+    return [_count(one, batch) for one in program.counts]
 
 
 def _count(count: Count, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

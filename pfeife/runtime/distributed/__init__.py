@@ -8,7 +8,8 @@ whole to whoever saves it: `asking` knows who has what, `serving` asks and answe
 `questions`, `posting`, `givens` and `kept` are its parts). `shares` are what a rank writes to a
 checkpoint, by `writing`. `staying`, `heartbeat`, `patience`, `diagnosis` and `ending` are for when
 a rank is late or gone; `connection`, `sending`, `buffers` and `arriving` are parts of the
-transport, `meshes` reads which ranks are its pipelines.
+transport, `meshes` reads which ranks are its pipelines. `loading` gives ranks their data:
+`announcing` tells all what rank 0 has, `rank_zero` does so with a call's arguments.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

@@ -61,7 +61,9 @@ def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:
     at = {id(one): index for index, one in enumerate(tensors)}
     for one in tensors:
         if one.requires_grad:
-            raise Refusal(f"a tensor that wants a gradient ({list(one.shape)}) is not sent to others")
+            raise Refusal(
+                f"a tensor that wants a gradient ({list(one.shape)}) is not sent to others"
+            )
         if any(n > 1 and not step for n, step in zip(one.shape, one.stride(), strict=True)):
             raise Refusal(f"an expanded tensor ({list(one.shape)}) is not sent: pass a copy of it")
     return Structure(

@@ -34,7 +34,9 @@ def data_sampler(
     `drop_last`. Raises ValueError for processes that `replicas` do not divide, or for those of
     another mesh.
     """
-    world = dist.get_world_size() if dist.is_initialized() else number_of("WORLD_SIZE", 1, None, "1")
+    world = (
+        dist.get_world_size() if dist.is_initialized() else number_of("WORLD_SIZE", 1, None, "1")
+    )
     rank = dist.get_rank() if dist.is_initialized() else number_of("RANK", 0, None, "0")
     found = mesh_of(mesh) or Mesh(max(1, world // replicas), replicas)
     if world == 1:
@@ -49,7 +51,12 @@ def data_sampler(
     )
 
 
-class from_rank0:  # noqa: N801  it is called like a function
+def from_rank0(
+    loader: Iterable[Any] | None,
+    *,
+    values: bool = True,
+    device: torch.device | str | None = None,
+) -> "RankZeroLoader":
     """A loader that gives on every rank what rank 0's gives: `for batch in from_rank0(loader)`.
 
     On the other ranks `loader` is not looked at (None will do). Batches are tensors, numbers, texts
@@ -61,16 +68,14 @@ class from_rank0:  # noqa: N801  it is called like a function
     step, of `batch="rank0"`, sends them to the ranks that need them. `device` is that of the steps:
     of this process's GPU if there is one, or the CPU, unless given.
     """
+    return RankZeroLoader(loader, values, torch.device(device) if device else _default_device())
 
-    def __init__(
-        self,
-        loader: Iterable[Any] | None,
-        *,
-        values: bool = True,
-        device: torch.device | str | None = None,
-    ):
-        self.loader, self.values = loader, values
-        self.device = torch.device(device) if device else _default_device()
+
+class RankZeroLoader:
+    """See `from_rank0`."""
+
+    def __init__(self, loader: Iterable[Any] | None, values: bool, device: torch.device):
+        self.loader, self.values, self.device = loader, values, device
         self.announced = Announced("the next batch of from_rank0")
 
     def __iter__(self) -> Iterator[Any]:

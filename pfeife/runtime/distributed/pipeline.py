@@ -9,7 +9,7 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
-from pfeife.ir.evaluate import Counted, Result, State, add, averaged, counted, mean
+from pfeife.ir.evaluate import Counted, Result, State, add, averaged, counts_of, mean
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
@@ -87,25 +87,67 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         """The microbatches that a rank is given."""
         each = self.schedule.microbatches
         replica = self.mesh.place(self._world().rank)[0] if self.apart else 0
-        return range(replica * each, (replica + 1) * each) if self.apart else range(self.microbatches)
+        return (
+            range(replica * each, (replica + 1) * each) if self.apart else range(self.microbatches)
+        )
 
-    def known(self, mine: Sequence[Mapping[str, torch.Tensor]]) -> list[Any]:
+    def known(self, mine: Sequence[Any], of_rank_zero: bool = False) -> list[Any]:
         """All microbatches, as far as they are known here, of those that this rank is `given`
-        (collective if these are not all)."""
+        (collective if these are not all, or if rank 0 alone has all their values)."""
         found: list[Any] = [Counted(())] * self.microbatches
-        if self.apart and self.program.counts:
-            world, each = self._world(), self.schedule.microbatches
-            with world.busy(lambda: Doing("the counts of a batch")):
-                counts = [
-                    torch.stack([n.to(self.device) for n in counted(self.program, one, i).counts])
-                    for i, one in zip(self.given, mine, strict=True)
-                ]
-                told = world.gather(torch.stack(counts))
-            for index in range(self.microbatches):
-                table = told[self.mesh.in_world(index // each, 0)]
-                found[index] = Counted(table[index % each].unbind())
         found[self.given.start : self.given.stop] = mine
+        if not self.program.counts or not (self.apart or of_rank_zero):
+            return found
+        world = self._world()
+        with world.busy(lambda: Doing("the counts of a batch")):
+            if of_rank_zero:
+                table = self._counted(mine) if world.rank == 0 else self._counts(len(mine))
+                world.broadcast(table.view(torch.uint8), 0)
+            else:
+                told = world.gather(self._counted(mine))
+                table = torch.cat([told[ranks[0]] for ranks in self.mesh.pipelines])
+        return [Counted(row.unbind(), one) for row, one in zip(table, found, strict=True)]
+
+    def _counts(self, microbatches: int) -> torch.Tensor:
+        """Room for what microbatches count."""
+        shape = microbatches, len(self.program.counts)
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def _counted(self, mine: Sequence[Any]) -> torch.Tensor:
+        found = self._counts(len(mine))
+        for row, one in zip(found, mine, strict=True):
+            row.copy_(torch.stack(counts_of(self.program, one)))
         return found
+
+    def reads(self, batch: Mapping[Port, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """What of a batch each rank of the world reads: the rows of its replica's microbatches, of
+        what its stages use."""
+        found: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(self.mesh.size)}
+        for port, value in batch.items():
+            for rank in self._readers[port.name]:
+                for replica in range(self.mesh.replicas):
+                    rows = self._rows_of(replica, port, value.detach())
+                    found[self.mesh.in_world(replica, rank)].append(rows)
+        return found
+
+    def _rows_of(self, replica: int, port: Port, value: torch.Tensor) -> torch.Tensor:
+        if port.role != Role.BATCH or self.program.replicas == 1:
+            return value
+        return value.chunk(self.program.replicas, port.batch_dim or 0)[replica]
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        """The ranks of a pipeline whose calls use an input, by its port's name; all of them where
+        it is used outside of calls."""
+        everyone = list(range(self.mesh.ranks))
+        ranks = {call.node: call.rank or 0 for call in self.program.calls}
+        return {
+            node.name: sorted({ranks[user.name] for user in node.users})
+            if all(user.name in ranks for user in node.users)
+            else everyone
+            for node in self.program.module.graph.nodes
+            if node.op == "placeholder"
+        }
 
     def _started(self, state: State, parts: Sequence[Part]) -> "DistributedStep":
         transport = self.transport.for_step()

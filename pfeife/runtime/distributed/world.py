@@ -213,9 +213,7 @@ class World:
         finally:
             self.waiting = None
 
-    def broadcast(
-        self, value: torch.Tensor, source: int, among: Connection | None = None
-    ) -> None:
+    def broadcast(self, value: torch.Tensor, source: int, among: Connection | None = None) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank, or on those
         of a connection."""
         through = among or self.connection
