@@ -212,9 +212,7 @@ class Call:
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
 
-    def _kept(
-        self, state: State, microbatches: Sequence[Mapping[str, torch.Tensor]], slots: Slots
-    ) -> Again:
+    def _kept(self, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:
         """What the step reads, before it writes any of it."""
         updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
         before = {name: state[name].clone() if name in updated else state[name] for name in state}

@@ -79,7 +79,7 @@ class Again:
 
     pipeline: Pipeline
     state: State
-    microbatches: Sequence[Mapping[str, torch.Tensor]]
+    microbatches: Sequence[Any]
     seed: int
     given: Sequence[tuple[str, torch.Tensor, int]]
 
@@ -87,7 +87,7 @@ class Again:
     def of(
         pipeline: Pipeline,
         state: State,
-        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        microbatches: Sequence[Any],
         seed: int,
         ports: Iterable[Port],
         slots: Mapping[str, Any],
