@@ -21,6 +21,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "hf_accelerate.py": ([], "rank 0 has logged"),
     "hf_lora.py": ([], "rank 0 has logged"),
     "hf_trainer.py": ([], "rank 0 has logged"),
+    "lightning_gpt.py": ([], "rank 0 has logged"),
     "nanogpt.py": ([], "rank 0 has logged"),
     "own_compiler.py": ([], SAME),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),

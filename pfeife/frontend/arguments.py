@@ -218,11 +218,13 @@ def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
 
 
 def _assigned_name(place: str) -> str:
-    """What a person calls an attribute, which may not be there yet."""
-    cut = max(place.rfind("."), place.rfind("["))
-    known = _torch.source_value(place) is not None
-    words = _torch.source_words(place if known else place[:cut])
-    return ".".join(words if known else [*words, *re.findall(r"\w+", place[cut:])])
+    """What a person calls an attribute, or an entry of what it will be, whether they are there
+    already or not."""
+    cut = len(place)
+    while cut > 0 and _torch.source_value(place[:cut]) is None:
+        cut = max(place.rfind(".", 0, cut), place.rfind("[", 0, cut))
+    known = place[: max(cut, 0)] or place
+    return ".".join([*_torch.source_words(known), *re.findall(r"\w+", place[len(known) :])])
 
 
 def _hidden(source: str, order: Sequence[str]) -> bool:

@@ -2,5 +2,6 @@
 Pfeife imports these modules.
 
 Read `accelerate` first, which makes all processes of torchrun one, then `transformers`, whose
-Trainer stands on it; `together` is where ranks wait until a file is written.
+Trainer stands on it; `together` is where ranks wait until a file is written, or hear what the
+first one has found. `lightning` is a strategy of Lightning's Trainer: its steps are `logged_step`s.
 """
