@@ -45,7 +45,7 @@ from pfeife._torch.dynamo import (
     whole_graph,
     willing,
 )
-from pfeife._torch.gloo import gloo_device, gloo_group
+from pfeife._torch.gloo import gather_into, gloo_device, gloo_group
 from pfeife._torch.hollow import (
     FIRST,
     address_of,
@@ -142,6 +142,7 @@ __all__ = [
     "frame",
     "frame_arguments",
     "frame_name",
+    "gather_into",
     "gloo_device",
     "gloo_group",
     "graph_break",

@@ -9,6 +9,8 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from pfeife.cost.body import rounded
@@ -29,8 +31,10 @@ def memory_curves(
     *,
     optimizer: Optimizer | None = None,
     rounding: int = 1,
+    replica: int | None = None,
 ) -> tuple[MemoryCurve, ...]:
-    """For every rank the bytes of a step of a lowered schedule, each rank a process.
+    """For every rank the bytes of a step of a lowered schedule, each rank a process, in one of its
+    replicas: each rank's is that which owns most unless it is given.
 
     The interpreter runs with all that it does about memory: values are dropped after their last
     use, messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept
@@ -49,11 +53,22 @@ def memory_curves(
     >>> [curve.peak for curve in curves]  # bytes
     [664, 768]
     """
-    known, held = acknowledged(schedule), _held(program, schedule, optimizer, rounding)
+    ranks = range(len(schedule.ranks))
+    places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
+    known, held = acknowledged(schedule), _held(program, schedule, optimizer, rounding, places)
     return tuple(
-        _curve(program, schedule, rank, known, held[rank], rounding)
-        for rank in range(len(schedule.ranks))
+        _curve(program, schedule, place, known, held[place[1]], rounding) for place in places
     )
+
+
+def _owning_most(program: Program, rank: int) -> int:
+    """The replica that owns the most bytes on a rank."""
+    sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
+    owned = Counter({0: 0})
+    for one in program.reductions:
+        if one.owner is not None and rank in one.ranks:
+            owned[one.owner] += sizes[one.name]
+    return max(owned, key=owned.__getitem__)
 
 
 def trained_parameters(program: Program) -> set[str]:
@@ -64,9 +79,14 @@ def trained_parameters(program: Program) -> set[str]:
 
 
 def _held(
-    program: Program, schedule: Schedule, optimizer: Optimizer | None, rounding: int
+    program: Program,
+    schedule: Schedule,
+    optimizer: Optimizer | None,
+    rounding: int,
+    places: Sequence[tuple[int, int]],
 ) -> list[dict[str, int]]:
-    """What every rank holds all the time: state, the optimizer's state, the batch."""
+    """What every rank holds all the time: state, the optimizer's state, the batch. `places` are
+    their replicas and themselves."""
     trained = trained_parameters(program)
     state = optimizer_bytes(optimizer) if optimizer is not None else None
     microbatch = sum(port.bytes for port in program.ports(Role.BATCH))
@@ -74,11 +94,13 @@ def _held(
     words = {Role.PARAMETER: "parameters", Role.BUFFER: "buffers"}
     kept = {**dict.fromkeys(words.values(), 0), **({"optimizer": 0} if state else {})}
     found = [{**kept, "batch": batch} for _ in schedule.ranks]
+    owners = {one.name: one.owner for one in program.reductions}
     users = holders(program, *words)
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
             found[rank][words[port.role]] += rounded(port.bytes, rounding)
-            if state and port.fqn in trained:
+            mine = owners.get(port.fqn) in (None, places[rank][0])
+            if state and port.fqn in trained and mine:
                 found[rank]["optimizer"] += state(port.shape, port.dtype)
     return found
 
@@ -86,13 +108,14 @@ def _held(
 def _curve(
     program: Program,
     schedule: Schedule,
-    rank: int,
+    place: tuple[int, int],
     known: Acknowledged,
     held: dict[str, int],
     rounding: int,
 ) -> MemoryCurve:
+    replica, rank = place
     ledger, wiring = Ledger(rounding), Wiring(program)
-    transport: Any = SizedMessages(ledger)
+    transport: Any = SizedMessages(ledger, replica)
     stages = {action.stage for action in schedule.ranks[rank] if action.do.kind}
     bodies = {
         call.node: SizedBody(ledger, wiring, call) for call in program.calls if call.unit in stages

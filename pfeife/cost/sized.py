@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pfeife.cost.body import Body, rounded
-from pfeife.ir.program import Call, Kind, Reduction, Role, node_bytes, returned, value_of
+from pfeife.ir.program import Call, Kind, Role, node_bytes, returned, value_of
+from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.buffered import Buffered
@@ -168,16 +169,21 @@ class SizedMessages(Buffered):
 
     device = None
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger, replica: int):
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.replica = ledger, replica
+        self.scratch = 0  # bytes of what is being reduced
         self.used: Counter[int] = Counter()  # receive buffers, by their size
         self.most: Counter[int] = Counter()
 
     @property
     def bytes(self) -> int:
         """Of the receive buffers, which stay."""
-        return sum(rounded(n, self.ledger.rounding) * most for n, most in self.most.items())
+        sizes = {self.scratch: 1} if self.scratch else {}
+        return sum(
+            rounded(size, self.ledger.rounding) * most
+            for size, most in [*self.most.items(), *sizes.items()]
+        )
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Any, tuple]:
         values: dict[int, Value] = {}
@@ -209,5 +215,30 @@ class SizedMessages(Buffered):
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         """Nothing is on its way."""
 
-    def reduce(self, reduction: Reduction, part: Any) -> Any:
-        return part.like("gradients")
+    def reduce(self, bucket: Bucket, parts: Sequence[Any]) -> "SizedReducing":
+        """Copies of the parts become the sums, or are there until the rank has those that it
+        gets."""
+        self.scratch = max(self.scratch, bucket.scratch_bytes(self.replica))
+        if bucket.sparse:
+            return SizedReducing(bucket, [part.like("gradients") for part in parts])
+        flat = self.ledger.allocated(bucket.flat_bytes, "gradients")
+        if not bucket.owned:
+            return SizedReducing(bucket, [Value(self.ledger, flat, part.bytes) for part in parts])
+        size = bucket.piece(self.replica) * bucket.dtype.itemsize
+        mine = self.ledger.allocated(size, "gradients")
+        kept = {i: Value(self.ledger, mine, parts[i].bytes) for i in bucket.share(self.replica)}
+        return SizedReducing(bucket, [kept.get(i) for i in range(len(parts))], flat)
+
+
+class SizedReducing:
+    """A bucket on its way; `beside` is what goes when it is done."""
+
+    ended = 0.0
+
+    def __init__(self, bucket: Bucket, kept: list[Value | None], beside: Storage | None = None):
+        self.bucket, self.kept, self.beside = bucket, kept, beside
+
+    def wait(self) -> dict[str, Value]:
+        self.beside = None
+        pairs = zip(self.bucket.reductions, self.kept, strict=True)
+        return {one.name: value for one, value in pairs if value is not None}

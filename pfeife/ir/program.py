@@ -112,6 +112,8 @@ class Reduction:
 
     The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
     over `replicas` pipelines in their order, and divided by these if it is to `average`.
+    Those with one `bucket` travel together; without a number, each alone. The sum goes to the
+    replica that is its `owner`, None: to all.
     """
 
     name: str
@@ -119,6 +121,8 @@ class Reduction:
     stages: tuple[int, ...]
     replicas: int = 1
     average: bool = False
+    bucket: int | None = None
+    owner: int | None = None
 
 
 @attrs.frozen(eq=False)

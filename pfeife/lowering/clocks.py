@@ -6,8 +6,8 @@ Mattern, Virtual Time and Global States of Distributed Systems, 1989.
 from collections import deque
 from collections.abc import Sequence
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
-from pfeife.lowering.replay import Reductions, replay
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Schedule, received_as
+from pfeife.lowering.replay import replay
 
 Acknowledged = tuple[dict[int, dict[int, int]], ...]
 
@@ -15,7 +15,7 @@ Acknowledged = tuple[dict[int, dict[int, int]], ...]
 def acknowledged(schedule: Schedule) -> Acknowledged:
     """When a rank may be sure that what it sent has arrived, without being told.
 
-    Per rank and index of a receive (or reduction) in its actions: for a destination, how many
+    Per rank and index of a receive in its actions: for a destination, how many
     more of its messages, in their order, have surely been received by then. Messages that no
     later receive speaks for are not mentioned. Raises ValueError if the schedule deadlocks.
     """
@@ -43,7 +43,6 @@ class _Clocks:
         ]
         self.sent: dict[Action, tuple[int, ...]] = {}
         self.waiting: list[dict[int, deque[int]]] = [{} for _ in schedule.ranks]
-        self.reductions = Reductions[tuple[int, ...]](schedule)
         self.found: Acknowledged = tuple({} for _ in schedule.ranks)
 
     def advance(self, rank: int, action: Action) -> int | None:
@@ -58,18 +57,13 @@ class _Clocks:
             if action not in self.sent:
                 assert action.peer is not None
                 return self.stage_ranks[action.peer]
-            self._learn(rank, [self.sent.pop(action)])
-        elif action.do == Do.REDUCE_GRAD:
-            missing = self.reductions.join(rank, action, tuple(self.clocks[rank]))
-            if missing is not None:
-                return missing
-            self._learn(rank, self.reductions.brought[action])
+            self._learn(rank, self.sent.pop(action))
         self.clocks[rank][rank] += 1
         return None
 
-    def _learn(self, rank: int, clocks: Sequence[tuple[int, ...]]) -> None:
+    def _learn(self, rank: int, clock: Sequence[int]) -> None:
         index = self.clocks[rank][rank]
-        merged = list(map(max, self.clocks[rank], *clocks))
+        merged = list(map(max, self.clocks[rank], clock))
         self.clocks[rank] = merged
         for destination, arrivals in self.waiting[rank].items():
             count = 0

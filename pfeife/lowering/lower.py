@@ -1,6 +1,6 @@
 """Puts sends, receives and reductions into a schedule of computations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
 
@@ -65,11 +65,12 @@ def chain(schedule: Schedule) -> tuple[Transfer, ...]:
     return (*forwards, *gradients)
 
 
-def lower(schedule: Schedule, program: Program) -> Schedule:
+def lower(schedule: Schedule, program: Program, *, overlap: bool = True) -> Schedule:
     """The schedule with every transfer and reduction that a program with messages needs.
 
-    Raises ValueError if program and schedule do not fit together: other stages or ranks, a call
-    that no action runs, one that comes before what it reads on its rank.
+    Without `overlap` reductions follow all that their rank computes. Raises ValueError if program
+    and schedule do not fit together: other stages or ranks, a call that no action runs, one that
+    comes before what it reads on its rank.
     """
     computing = schedule.computing()
     placed = {call.unit: call.rank for call in program.calls}
@@ -83,30 +84,38 @@ def lower(schedule: Schedule, program: Program) -> Schedule:
             )
     wiring = Wiring(program)
     transfers = [transfer_of(wiring, message) for message in wiring.messages]
-    lowered = insert_actions(computing, transfers, program.reductions)
+    lowered = insert_actions(computing, transfers, program.reductions, overlap=overlap)
     check_coverage(lowered, wiring)
     return lowered
 
 
 def insert_actions(
-    schedule: Schedule, transfers: Sequence[Transfer], reductions: Sequence[Reduction] = ()
+    schedule: Schedule,
+    transfers: Sequence[Transfer],
+    reductions: Sequence[Reduction] = (),
+    *,
+    overlap: bool = True,
 ) -> Schedule:
     """Transfers and reductions into a schedule of computations.
 
     A send follows the computation of its values; a receive precedes the first computation that
     reads them, and on every channel (pair of ranks) receives come in the order of the sends.
-    Reductions follow the last gradient of their rank, the last stage's first, in one order on
-    all ranks; those of several ranks follow all computation.
+    A stage's reductions follow its last weight gradient, without `overlap` the last one of the
+    rank. Those of several ranks come in one order on all of them, the last stage's first, and
+    after a rank's own.
     """
     sent, channels = _with_sends(schedule, _by_action(transfers, Transfer.made_by))
     read = _by_action(transfers, Transfer.read_by)
-    buckets: dict[int, list[Reduction]] = {}
+    together: dict[int, list[Reduction]] = {}
     for reduction in reductions:
-        buckets.setdefault(reduction.stages[0], []).append(reduction)
+        together.setdefault(reduction.stages[0], []).append(reduction)
+    received = [
+        _with_receives(actions, channels.get(rank, {}), read) for rank, actions in enumerate(sent)
+    ]
     return Schedule(
         tuple(
-            _with_reductions(rank, _with_receives(actions, channels.get(rank, {}), read), buckets)
-            for rank, actions in enumerate(sent)
+            _with_reductions(rank, actions, together, overlap)
+            for rank, actions in enumerate(received)
         )
     )
 
@@ -173,25 +182,34 @@ def _with_receives(
 
 
 def _with_reductions(
-    rank: int, actions: list[Action], buckets: Mapping[int, Sequence[Reduction]]
+    rank: int, actions: list[Action], together: Mapping[int, Sequence[Reduction]], overlap: bool
 ) -> tuple[Action, ...]:
-    result, position = list(actions), 0
-    mine = [
-        bucket for bucket, together in buckets.items() if any(rank in r.ranks for r in together)
-    ]
-    for bucket in sorted(mine, reverse=True):
-        together = buckets[bucket]
-        # Ranks wait for one another here, so none may still owe another one a gradient.
-        shared = any(len(r.ranks) > 1 for r in together)
-        stages = {stage for r in together for stage in r.stages}
-        ends = [
-            index + 1
-            for index, action in enumerate(result)
-            if action.do in _BACKWARDS and (shared or action.stage in stages)
-        ]
-        position = max([position, *ends])
-        while position < len(result) and result[position].do in SENDS:
+    """`together` are the reductions by their first stages, which their actions are named after."""
+    due = []
+    for first, reductions in together.items():
+        if any(rank in one.ranks for one in reductions):
+            stages = {stage for one in reductions for stage in one.stages}
+            end = _last_gradient(actions, stages if overlap else None)
+            shared = any(len(one.ranks) > 1 for one in reductions)
+            due.append((shared, -first if shared else end, -first, end))
+    before: dict[int, list[Action]] = {}
+    position = 0
+    for _, _, first, end in sorted(due):
+        position = max(position, end)
+        while position < len(actions) and actions[position].do in SENDS:
             position += 1  # others wait for what is sent
-        result.insert(position, Action(bucket, Do.REDUCE_GRAD))
-        position += 1
-    return tuple(result)
+        before.setdefault(position, []).append(Action(-first, Do.REDUCE_GRAD))
+    result: list[Action] = []
+    for index, action in enumerate(actions):
+        result += [*before.get(index, ()), action]
+    return (*result, *before.get(len(actions), ()))
+
+
+def _last_gradient(actions: Sequence[Action], stages: Collection[int] | None) -> int:
+    """The place behind the last backward of some stages, or of all."""
+    ends = (
+        index + 1
+        for index, action in enumerate(actions)
+        if action.do in _BACKWARDS and (stages is None or action.stage in stages)
+    )
+    return max(ends, default=0)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pfeife.data.machine import Machine, Network
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
-from pfeife.ir.program import Program, Role
+from pfeife.ir.program import Program
+from pfeife.lowering.buckets import buckets_of
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.simulate import simulate
@@ -20,9 +21,9 @@ def predict(
     A computation takes the seconds of its calls (see `annotate`), from the second microbatch on
     with the adding up of its gradients. A transfer takes what `travel` says of its envelope, also
     of the two ranks' time, over the measured `network`, else over the machine's link. A reduction
-    over n ranks takes 2 (n - 1) / n of its bytes (ring all-reduce; Patarasuk and Yuan, JPDC 2009)
-    and 2 (n - 1) latencies of the machine's link. Every action also takes the rank the machine's
-    `action_seconds`. Raises ValueError if a call has no cost.
+    takes what its buckets say (`Bucket.seconds`) on links that carry nothing else, of the slowest
+    one's figures, and of the rank's time what the machine does not `overlap`. Every action also
+    takes the rank the machine's `action_seconds`. Raises ValueError if a call has no cost.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -56,14 +57,7 @@ def action_seconds(
         _key(sent): one.arriving for sent, one in travels(program, machine, network).items()
     }
     computing: dict[tuple, float] = {}
-    sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
-    reduced: dict[int, float] = {}
-    for reduction in program.reductions:
-        count = len(reduction.ranks) * reduction.replicas
-        bytes_ = 2 * (count - 1) / count * sizes[reduction.name]
-        seconds = 2 * (count - 1) * machine.link_latency + bytes_ / machine.link_bandwidth
-        bucket = reduction.stages[0]
-        reduced[bucket] = reduced.get(bucket, 0.0) + seconds
+    reduced = reduction_seconds(program, network.seen_by(machine) if network else machine)
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
@@ -80,6 +74,16 @@ def action_seconds(
         return computing[known]
 
     return seconds_of
+
+
+def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
+    """How long the reductions of an action take, by the stage that it is named after."""
+    found: dict[int, float] = {}
+    for bucket in buckets_of(program):
+        stage = bucket.first.stages[0]
+        seconds = bucket.seconds(machine.link_latency, machine.link_bandwidth)
+        found[stage] = found.get(stage, 0.0) + seconds
+    return found
 
 
 def travels(
@@ -99,8 +103,12 @@ def travels(
 def occupied_seconds(
     program: Program, machine: Machine, network: Network | None = None
 ) -> Callable[[Action], float]:
-    """What every send and receive of a program takes of its rank's time."""
-    found: dict[tuple, float] = {}
+    """What every send, receive and reduction of a program takes of its rank's time."""
+    slowest = network.seen_by(machine) if network else machine
+    found: dict[tuple, float] = {
+        (stage, Do.REDUCE_GRAD, None): (1 - slowest.overlap) * seconds
+        for stage, seconds in reduction_seconds(program, slowest).items()
+    }
     for sent, one in travels(program, machine, network).items():
         found |= {_key(sent): one.sending, _key(received_as(sent)): one.receiving}
     return lambda action: found[_key(action)]

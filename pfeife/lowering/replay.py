@@ -84,3 +84,8 @@ class Reductions(Generic[Value]):
             missing.remove(rank)
             self.brought.setdefault(action, []).append(value)
         return min(missing, default=None)
+
+
+def reduced(schedule: Schedule) -> list[list[Action]]:
+    """What every rank reduces, in its order: one after another, beside what it computes."""
+    return [[one for one in actions if one.do == Do.REDUCE_GRAD] for actions in schedule.ranks]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline
-from pfeife.lowering.replay import Reductions, replay
+from pfeife.lowering.replay import Reductions, reduced, replay
 
 Seconds = Callable[[Action], float]
 
@@ -21,6 +21,7 @@ def simulate(
     warning: its ranks may be independent."""
     run = _Run(schedule, seconds, overhead, occupied)
     replay(schedule.ranks, run.advance)
+    replay(reduced(schedule), run.reduce)
     return Timeline(tuple(run.events))
 
 
@@ -36,6 +37,10 @@ class _Run:
         # By the fields of the receive: to make or to hash an action takes longer than all the rest.
         self.arrival: dict[tuple, float] = {}
         self.events: list[Event] = []
+        # What a rank reduces runs beside what it computes, one reduction after another. By rank and
+        # action: where its event is, and when the rank has begun it.
+        self.begun: dict[tuple[int, Action], tuple[int, float]] = {}
+        self.reduced = [0.0] * len(schedule.ranks)
 
     def advance(self, rank: int, action: Action) -> int | None:
         """Does an action of a rank, or says which rank it waits for."""
@@ -55,12 +60,20 @@ class _Run:
             ready = max(start + self.occupied(action), self.arrival.pop(received))
             self.clock[rank] = ready + self.overhead
         elif action.do == Do.REDUCE_GRAD:
-            missing = self.reductions.join(rank, action, start)
-            if missing is not None:
-                return missing
-            together = max(self.reductions.brought[action])
-            self.clock[rank] = together + self.seconds(action) + self.overhead
+            self.clock[rank] = start + self.occupied(action) + self.overhead
+            self.begun[rank, action] = len(self.events), start
         else:
             self.clock[rank] = start + self.seconds(action) + self.overhead
         self.events.append(Event(rank, action, start, self.clock[rank]))
+        return None
+
+    def reduce(self, rank: int, action: Action) -> int | None:
+        """Ends a reduction that a rank has begun, or says which rank it waits for."""
+        at, begun = self.begun[rank, action]
+        missing = self.reductions.join(rank, action, max(begun, self.reduced[rank]))
+        if missing is not None:
+            return missing
+        end = max(self.reductions.brought[action]) + self.seconds(action)
+        self.reduced[rank] = end
+        self.events[at] = Event(rank, action, self.events[at].start, end)
         return None

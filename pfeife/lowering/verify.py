@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.problem import Problem, transfers
-from pfeife.lowering.replay import Reductions, around, replay
+from pfeife.lowering.replay import Reductions, around, reduced, replay
 
 
 def verify_schedule(
@@ -22,9 +22,9 @@ def verify_schedule(
     order; backward after forward, weight- after input-backward; at most `in_flight` microbatches
     between forward and last backward on a stage; the memory of a `problem` at every moment;
     reductions after the last gradient; sends after the computation of what they send; sends match
-    receives on every channel (pair of ranks) in order; nothing twice; no deadlock (a reduction
-    waits for all ranks that have it; a send waits for its receive if transfers are `blocking`,
-    which the runtime's are not). A schedule of computations alone is taken to be one of a chain
+    receives on every channel (pair of ranks) in order; nothing twice; no deadlock (of what a rank
+    reduces each waits for the one before it, and for all ranks that have it; a send waits for its
+    receive if transfers are `blocking`, which the runtime's are not). A schedule of computations alone is taken to be one of a chain
     of stages, or of the problem's.
     """
     stage_ranks = schedule.stage_ranks
@@ -40,6 +40,8 @@ def verify_schedule(
         _check_progress(insert_actions(schedule.computing(), moves), blocking)
     else:
         _check_progress(schedule, blocking)
+    reductions = Reductions[None](schedule)
+    replay(reduced(schedule), lambda rank, action: reductions.join(rank, action, None))
     return schedule
 
 
@@ -174,7 +176,6 @@ def _check_progress(schedule: Schedule, blocking: bool) -> None:
     stage_ranks = schedule.stage_ranks
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     done = [0] * len(schedule.ranks)
-    reductions = Reductions[None](schedule)
 
     def advance(rank: int, action: Action) -> int | None:
         other = stage_ranks[action.peer] if action.peer is not None else rank
@@ -194,10 +195,6 @@ def _check_progress(schedule: Schedule, blocking: bool) -> None:
                     f"{waiting[0]} first: {around(schedule.ranks[rank], done[rank])}"
                 )
             waiting.popleft()
-        elif action.do == Do.REDUCE_GRAD:
-            missing = reductions.join(rank, action, None)
-            if missing is not None:
-                return missing
         done[rank] += 1
         return None
 

@@ -5,18 +5,20 @@
 | F, B, I, W     | compute | the arguments of its stage's calls | their results (see below)     |
 | SEND_F, SEND_B | send    | the values of a message            | a message to the transport    |
 | RECV_F, RECV_B | receive | the channel's next message         | its values, under fresh names |
-| REDUCE_GRAD    | reduce  | what the rank has summed up        | whole gradients, once a step  |
+| REDUCE_GRAD    | reduce  | what the rank has summed up        | buckets on their way          |
 
 A result of a call that is one of the program's too is kept as well: a gradient is added to its sum,
 a buffer's update is what the next forward reads, a loss or an output is noted for its microbatch.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 
 from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.program import Call, Kind, Port, Role, returned
+from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
@@ -103,31 +105,33 @@ class Handlers:
             return update
         return note_loss if port.role == Role.LOSS else note
 
-    def _reduce(self, bucket: int) -> Handler:
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        """Those in which this rank has a part."""
+        return [one for one in buckets_of(self.program) if self.rank in one.first.ranks]
+
+    def _reduce(self, stage: int) -> Handler:
+        mine = [bucket for bucket in self._buckets if bucket.first.stages[0] == stage]
         ports = {port.fqn: port for port in self.program.ports(Role.PARAMETER)}
-        mine = [
-            (one, ports[one.name])
-            for one in self.program.reductions
-            if one.stages[0] == bucket and self.rank in one.ranks
-        ]
-        self.reads.update(port.name for _, port in mine)
+        names = [one.name for bucket in mine for one in bucket.reductions]
+        self.reads.update(ports[name].name for name in names)
         gradients = self.program.ports(Role.GRADIENT)
-        summed = {one.name: [p.name for p in gradients if p.fqn == one.name] for one, _ in mine}
-
+        summed = {name: [p.name for p in gradients if p.fqn == name] for name in names}
         results = returned(self.program.module)
-        made = {one.name: results[summed[one.name][0]].meta["val"] for one, _ in mine}
+        made = {name: results[summed[name][0]].meta["val"] for name in names}
 
-        def part(step: Step, parameter: Port) -> torch.Tensor:
-            found = local_gradient(self.program, parameter.fqn, step)
+        def part(step: Step, name: str) -> torch.Tensor:
+            found = local_gradient(self.program, name, step)
+            for one in summed[name]:
+                step.sums.pop(one, None)
             if found is None:  # read here, but without influence on the loss
-                return _nothing(step.values[0][parameter.name], made[parameter.fqn])
+                return _nothing(step.values[0][ports[name].name], made[name])
             return found
 
         def reduce(step: Step, _: int) -> None:
-            for one, parameter in mine:
-                step.gradients[one.name] = step.transport.reduce(one, part(step, parameter))
-                for name in summed[one.name]:
-                    step.sums.pop(name, None)
+            for bucket in mine:
+                parts = [part(step, one.name) for one in bucket.reductions]
+                step.reducing.append((step.at, step.transport.reduce(bucket, parts)))
 
         return reduce
 

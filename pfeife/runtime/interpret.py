@@ -15,8 +15,9 @@ stages with two microbatches under 1F1B, for a first stage that multiplies x by 
     0RECV_B1    receive                                       to rank 1: a message
     0B1         compute   x, both gradients
 
-A step is a loop over these lines. All that a rank takes and frees is in them, so the account of
-memory (`cost.memory_curves`) is this loop too, over values that only have a size.
+A step is a loop over these lines; at its end it waits for what is still being reduced. All that a
+rank takes and frees is in them, so the account of memory (`cost.memory_curves`) is this loop too,
+over values that only have a size.
 """
 
 import itertools
@@ -136,6 +137,8 @@ class RankRunner:
                 step.transport.expect(source, channel)
             with torch.no_grad(), _torch.no_autocast():
                 self._loop(step, range(start, last), observe)
+                if last == len(self.actions):
+                    self._reduced(step)
         except Exception as error:
             explain(error, self.rank, self.actions[step.at])
             raise
@@ -152,6 +155,14 @@ class RankRunner:
                 step.transport.release(destination, count)
             if observe:
                 observe(self.actions[step.at])
+
+    def _reduced(self, step: Step) -> None:
+        """Waits for the gradients that are on their way."""
+        for step.at, reducing in step.reducing:
+            step.gradients |= reducing.wait()
+            action = self.actions[step.at]
+            step.reduced[action] = max(step.reduced.get(action, 0.0), reducing.ended)
+        step.reducing.clear()
 
     def _expected(self, start: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -16,7 +17,7 @@ from pfeife.ir.evaluate import State
 from pfeife.ir.program import Role, holders
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.local.pipeline import LocalPipeline
-from pfeife.runtime.step import Observer
+from pfeife.runtime.step import Observer, Step
 
 
 class Stopwatch:
@@ -44,6 +45,16 @@ class Stopwatch:
 
         return observe
 
+    def with_reductions(self, steps: Sequence[Step]) -> list[Event]:
+        """The events, when `steps`, those of ranks from the first on, are over: what was reduced
+        beside others ends when that was done."""
+        return [
+            attrs.evolve(event, end=max(event.end, ended - self.start))
+            if (ended := steps[event.rank].reduced.get(event.action)) is not None
+            else event
+            for event in self.events
+        ]
+
 
 def profile(
     pipeline: LocalPipeline | DistributedPipeline,
@@ -61,12 +72,13 @@ def profile(
     if isinstance(pipeline, LocalPipeline):
         watch = Stopwatch([device for device in pipeline.devices if device])
         step.run(watch=watch)
-        return _ordered(watch.events)
+        return _ordered(watch.with_reductions(step.steps))
     world = pipeline.transport.world
     world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
-    texts = world.from_all_ranks(plain.to_json(Timeline(tuple(watch.events))))
+    events = watch.with_reductions([step.step] * pipeline.mesh.ranks)
+    texts = world.from_all_ranks(plain.to_json(Timeline(tuple(events))))
     first = [texts[pipeline.mesh.in_world(0, rank)] for rank in range(pipeline.mesh.ranks)]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])
 

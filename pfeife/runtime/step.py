@@ -8,7 +8,7 @@ import torch
 
 from pfeife.data.schedule import Action
 from pfeife.ir.evaluate import Divisor
-from pfeife.ir.program import Reduction
+from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.envelope import Envelope, Tensors
 
@@ -33,8 +33,18 @@ class Transport(Protocol):
     def release(self, destination: int, count: int) -> None:
         """Says that the first `count` messages to a rank that still count as sent have arrived."""
 
-    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
-        """The reduced gradient, of this rank's part and the others'."""
+    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> "Reducing":
+        """Begins to reduce gradients, of this rank's parts and the others'."""
+
+
+class Reducing(Protocol):
+    """A bucket that is reduced while its rank goes on; `ended` is when it was done, as
+    time.perf_counter tells it, once it has been waited for."""
+
+    ended: float
+
+    def wait(self) -> Mapping[str, torch.Tensor]:
+        """Those of its gradients that this rank gets."""
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +62,8 @@ class Step:
     """What one rank knows during a step.
 
     `values` has one mapping a microbatch; `at` is the index of the action under way, for those who
-    look on from other threads.
+    look on from other threads. `reducing` are the buckets that were begun, by the indices of their
+    actions, and `reduced` says when what an action began was done.
     """
 
     transport: Transport
@@ -62,6 +73,8 @@ class Step:
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)
     results: list[dict[str, torch.Tensor]] = attrs.Factory(list)
     gradients: dict[str, torch.Tensor] = attrs.Factory(dict)
+    reducing: list[tuple[int, Reducing]] = attrs.Factory(list)
+    reduced: dict[Action, float] = attrs.Factory(dict)
     at: int = 0
 
 

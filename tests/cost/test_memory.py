@@ -77,12 +77,15 @@ def test_one_microbatch_by_hand(policy):
 
 
 def test_a_reduced_gradient_is_there_once():
-    """With replicas: it is reduced in a copy, and then what was summed up goes."""
+    """With replicas: it is reduced in a copy that they can cut in two, and then what was summed up
+    goes. What arrives of the others has a buffer."""
     plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
     passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(pfeife.Mesh(2, 2))]
     sent = pfeife.compose(*passes)(two_matrices())
     first, _ = memory_curves(sent, sched.lower(plan.schedule, sent))
-    assert text_of(first)[-1] == ("0REDUCE_GRAD", 2 * FIRST, FIRST)
+    copy = FIRST + 4
+    assert text_of(first)[-1] == ("0REDUCE_GRAD", FIRST + copy, copy)
+    assert first.held["receive buffers"] == copy
     assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
 
 

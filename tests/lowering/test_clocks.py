@@ -36,11 +36,10 @@ def test_1f1b_by_hand():
     ]
 
 
-def test_a_reduction_speaks_for_all_ranks_that_share_it():
+def test_a_reduction_tells_nothing():
+    """Nobody waits for it before the end."""
     text = "0F0,0SEND_F0,0REDUCE_GRAD\n1RECV_F0,1F0,0REDUCE_GRAD\n"
-    assert by_action(Schedule.from_csv(text)) == [{"0REDUCE_GRAD": {1: 1}}, {}]
-    alone = text.replace("1F0,0REDUCE_GRAD", "1F0")
-    assert by_action(Schedule.from_csv(alone)) == [{}, {}]
+    assert by_action(Schedule.from_csv(text)) == [{}, {}]
 
 
 def test_news_of_a_third_rank():
@@ -59,18 +58,13 @@ def order(schedule: Schedule) -> nx.DiGraph:
     for rank, action in list(graph):
         if action.do in SENDS:
             graph.add_edge((rank, action), (stage_ranks[action.peer], received_as(action)))
-    for rank, actions in enumerate(schedule.ranks):
-        for before, action in pairwise((None, *actions)):
-            if action.do == Do.REDUCE_GRAD and before:
-                others = (r for r in range(len(schedule.ranks)) if (r, action) in graph)
-                graph.add_edges_from(((rank, before), (other, action)) for other in others)
     return graph
 
 
 @settings(max_examples=60)
 @given(schedules())
 def test_exactly_what_can_be_known(schedule):
-    """A message is acknowledged at the first receive or reduction that its receive comes before."""
+    """A message is acknowledged at the first receive that its own receive comes before."""
     graph, stage_ranks, found = order(schedule), schedule.stage_ranks, acknowledged(schedule)
     for rank, actions in enumerate(schedule.ranks):
         expected: dict[int, dict[int, int]] = {}
@@ -78,7 +72,7 @@ def test_exactly_what_can_be_known(schedule):
         for index, action in enumerate(actions):
             if action.do in SENDS:
                 waiting.append((stage_ranks[action.peer], received_as(action)))
-            elif action.do in RECEIVES or action.do == Do.REDUCE_GRAD:
+            elif action.do in RECEIVES:
                 past = nx.ancestors(graph, (rank, action))
                 for message in [m for m in waiting if m in past]:
                     waiting.remove(message)
@@ -116,7 +110,6 @@ def test_a_deadlock_is_refused():
     for text in (
         CHAIN.replace("0SEND_F0,", ""),
         CHAIN.replace("0SEND_F0,0RECV_B0,0B0", "0RECV_B0,0B0,0SEND_F0"),
-        CHAIN.replace("0B0", "0B0,0REDUCE_GRAD").replace("1B0", "1B0,0REDUCE_GRAD"),
     ):
         with pytest.raises(ValueError, match="deadlocks: rank 0 waits"):
             acknowledged(Schedule.from_csv(text))

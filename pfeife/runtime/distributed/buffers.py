@@ -18,6 +18,7 @@ class Buffers:
     def __init__(self, device: torch.device | None):
         self.device = device
         self.known: dict[int, list[torch.Tensor]] = {}  # by their size in bytes
+        self.shared: torch.Tensor | None = None
 
     def take(self, layout: Layout) -> torch.Tensor:
         """A value of a layout, with whatever contents."""
@@ -28,6 +29,12 @@ class Buffers:
             known.append(free)
         return layout.within(free, 0)
 
+    def scratch(self, size: int) -> torch.Tensor:
+        """Bytes for whoever uses them one after another."""
+        if self.shared is None or self.shared.numel() < size:
+            self.shared = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.shared
+
     def forget_used(self) -> None:
         """Leaves the buffers in use to those who use them."""
         for size, known in self.known.items():
@@ -35,4 +42,5 @@ class Buffers:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [one for known in self.known.values() for one in known]
+        shared = [] if self.shared is None else [self.shared]
+        return [*shared, *(one for known in self.known.values() for one in known)]

@@ -3,16 +3,19 @@
 import copy
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
-from pfeife.ir.program import Program, Reduction, messages
+from pfeife.ir.program import Program, messages
+from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
 from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.reducing import Reducing, Route
 from pfeife.runtime.distributed.sending import Sending
 from pfeife.runtime.distributed.world import World
 
@@ -43,7 +46,7 @@ class DistributedTransport(Buffered):
         self.device: torch.device | None = world.device
         self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
-        self.groups = self._groups(program.reductions)
+        self.routes = self._routes(program)
         self.out: dict[int, End] = {}
         self.into: dict[int, End] = {}
         self._connect(program)
@@ -65,18 +68,19 @@ class DistributedTransport(Buffered):
         Buffered.__init__(other)
         return other
 
-    def _groups(self, reductions: Sequence[Reduction]) -> dict[tuple[int, ...], Connection]:
-        """A process group for every set of ranks that reduces together, made in one order."""
-        wanted: dict[tuple[int, ...], None] = {}
-        for reduction in reductions:
-            for replica in range(self.mesh.replicas):
-                wanted[self._members(reduction, replica)] = None
-        several = [members for members in wanted if len(members) > 1]
-        return {members: self.world.connection_of(members, "reduce") for members in several}
-
-    def _members(self, reduction: Reduction, replica: int) -> tuple[int, ...]:
-        replicas = range(self.mesh.replicas) if reduction.replicas > 1 else (replica,)
-        return tuple(self.mesh.in_world(r, rank) for r in replicas for rank in reduction.ranks)
+    def _routes(self, program: Program) -> dict[str, Route]:
+        """How this rank's buckets travel, by their first gradients. Every set of ranks that reduces
+        together has a process group, all of which are made in one order."""
+        found = {}
+        for bucket in buckets_of(program):
+            first = bucket.first
+            for replica in range(self.mesh.replicas if first.replicas == 1 else 1):
+                replicas = [replica] if first.replicas == 1 else range(self.mesh.replicas)
+                members = [self.mesh.in_world(r, rank) for r in replicas for rank in first.ranks]
+                connection = self.world.connection_of(sorted(members), "reduce")
+                if connection.mine:
+                    found[first.name] = Route(bucket, self.mesh, self.replica, connection)
+        return found
 
     def _in_world(self, rank: int) -> int:
         """The rank of the world that is a rank of this one's pipeline."""
@@ -148,12 +152,21 @@ class DistributedTransport(Buffered):
         except RuntimeError as error:
             raise self.world.lost(self._in_world(peer), error) from error
 
-    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
-        """Sums by all-reduce (its order of additions is the backend's), then averages. Of sparse
-        gradients Gloo sends the rows that they have; other backends refuse them."""
-        connection = self.groups.get(self._members(reduction, self.replica))
-        dense = part.layout == torch.strided
-        total = part.clone(memory_format=torch.contiguous_format) if dense else part.coalesce()
-        if connection is not None:
-            self.world.wait(connection.group.allreduce(total))
-        return total.div_(reduction.replicas) if reduction.average else total
+    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Reducing:
+        route, reducer, wait = self.routes[bucket.first.name], self.world.reducer, self.world.wait
+        if bucket.sparse:
+            totals = [part.coalesce() for part in parts]
+            begun = reducer.begin(lambda: route.run_sparse(totals))
+            names = [one.name for one in bucket.reductions]
+            return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
+        flat = route.packed(parts)
+        scratch = self.buffers.scratch(self.scratch_bytes)
+        mine = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
+        begun = reducer.begin(lambda: route.run(flat, scratch, mine))
+        return Reducing(begun, wait, route.sums(flat if mine is None else mine), flat)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """What the largest bucket needs to be added up."""
+        sizes = (one.bucket.scratch_bytes(self.replica) for one in self.routes.values())
+        return max(sizes, default=0)

@@ -29,6 +29,7 @@ from pfeife.runtime.distributed.heartbeat import (
 )
 from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
+from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.sending import Sender
 from pfeife.runtime.distributed.serving import Service
@@ -74,7 +75,7 @@ class World:
         self.look: Callable[[], Doing] = _outside
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
-        self.sender = Sender()
+        self.sender, self.reducer = Sender(), Reducer(device)
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
         self.watch = Patience(self.monitor, lambda: self.timeout, self._look, self.stop)
@@ -341,6 +342,7 @@ class World:
     def disconnect(self) -> None:
         """Closes all connections but that of the service."""
         self.sender.close()
+        self.reducer.close()
         for connection in self.connections.values():
             if connection is not self.service.connection:
                 connection.close()

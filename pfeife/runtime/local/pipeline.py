@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -13,6 +14,7 @@ import torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
 from pfeife.ir.program import Program, Reduction
+from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.envelope import Envelope, Tensors
@@ -78,21 +80,42 @@ class LocalTransport:
             values, ready = queue.popleft()
         return values if self.copies is None else self.copies(values, ready)
 
-    def reduce(self, reduction: Reduction, part: torch.Tensor) -> torch.Tensor:
-        """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs."""
-        whole = reduction.replicas * len(reduction.ranks)
-        name = reduction.name if reduction.replicas > 1 else f"{self.offset}:{reduction.name}"
+    def reduce(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> "LocalReducing":
+        """Adds the parts of a pipeline in rank order, then averages the pipelines in theirs; who
+        comes last does so. In one process there is one optimizer, so owners do not matter."""
         with self.world.changed:
-            parts = self.world.parts.setdefault(name, {})
-            parts[self.offset + self.rank] = part
-            if len(parts) == whole:
-                self.world.reduced[name] = _combined(parts, reduction)
-                self.world.changed.notify_all()
-            self.world.changed.wait_for(lambda: name in self.world.reduced or self.world.failed)
-            if self.world.failed:
-                raise Aborted(f"rank {self.rank} stops: another rank failed")
-            total = self.world.reduced[name]
-        return total if self.device is None else total.to(self.device)
+            for one, part in zip(bucket.reductions, parts, strict=True):
+                brought = self.world.parts.setdefault(self.key(one), {})
+                brought[self.offset + self.rank] = part
+                if len(brought) == bucket.members:
+                    self.world.reduced[self.key(one)] = _combined(brought, one)
+            self.world.changed.notify_all()
+        return LocalReducing(self, bucket)
+
+    def key(self, reduction: Reduction) -> str:
+        """What those who reduce together call a gradient."""
+        return reduction.name if reduction.replicas > 1 else f"{self.offset}:{reduction.name}"
+
+
+class LocalReducing:
+    """What one rank has brought to a bucket, until all have."""
+
+    def __init__(self, transport: LocalTransport, bucket: Bucket):
+        self.transport = transport
+        self.names = {one.name: transport.key(one) for one in bucket.reductions}
+        self.ended = 0.0
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        world, device = self.transport.world, self.transport.device
+        with world.changed:
+            world.changed.wait_for(
+                lambda: world.failed or all(key in world.reduced for key in self.names.values())
+            )
+            if world.failed:
+                raise Aborted(f"rank {self.transport.rank} stops: another rank failed")
+            found = {name: world.reduced[key] for name, key in self.names.items()}
+        self.ended = time.perf_counter()
+        return found if device is None else {n: one.to(device) for n, one in found.items()}
 
 
 def _combined(parts: Mapping[int, torch.Tensor], reduction: Reduction) -> torch.Tensor:

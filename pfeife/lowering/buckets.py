@@ -1,0 +1,102 @@
+"""Gradients that travel together when they are reduced."""
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+
+import attrs
+import torch
+
+from pfeife.ir.program import Port, Program, Reduction, Role, returned
+
+
+@attrs.frozen(slots=False)
+class Bucket:
+    """Reductions over the same ranks, of gradients of one `dtype` with these `shapes`; they are
+    `sparse`, or dense.
+
+    Every member, a rank of a pipeline of a replica, has a part of each gradient. It sends to every
+    other one the pieces that this one adds up; a sum that nobody owns then goes to all:
+
+        parts of member 0   a a a | b b b        pieces of one owner, or equal ones
+        parts of member 1   a a a | b b b        0 adds up those of a, 1 those of b
+    """
+
+    reductions: tuple[Reduction, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    sparse: bool = False
+
+    @property
+    def first(self) -> Reduction:
+        """What all have in common is that of the first one."""
+        return self.reductions[0]
+
+    @property
+    def members(self) -> int:
+        return self.first.replicas * len(self.first.ranks)
+
+    @property
+    def owned(self) -> bool:
+        """Whether sums stay with their owners."""
+        return self.first.owner is not None
+
+    @cached_property
+    def elements(self) -> tuple[int, ...]:
+        """Of each gradient."""
+        return tuple(map(math.prod, self.shapes))
+
+    def share(self, replica: int) -> tuple[int, ...]:
+        """The places of the gradients whose sums a replica gets."""
+        owners = enumerate(one.owner for one in self.reductions)
+        return tuple(place for place, owner in owners if owner in (None, replica))
+
+    def piece(self, replica: int) -> int:
+        """How many elements each member of a replica adds up."""
+        if self.owned:
+            return sum(self.elements[place] for place in self.share(replica))
+        return -(-sum(self.elements) // self.members)
+
+    @property
+    def bytes(self) -> int:
+        """Of all gradients."""
+        return sum(self.elements) * self.dtype.itemsize
+
+    @property
+    def flat_bytes(self) -> int:
+        """Of what a member sends, the piece that it adds up itself among it."""
+        replicas = range(self.first.replicas)
+        elements = len(self.first.ranks) * sum(self.piece(replica) for replica in replicas)
+        return elements * self.dtype.itemsize
+
+    def scratch_bytes(self, replica: int) -> int:
+        """Of the pieces that arrive at a member of a replica, its own among them."""
+        if self.sparse or self.members == 1:
+            return 0
+        return self.members * self.piece(replica) * self.dtype.itemsize
+
+    def seconds(self, latency: float, bandwidth: float) -> float:
+        """What it takes over links of so many seconds and bytes a second: of n members each sends
+        (n - 1) / n of its bytes in n - 1 messages, and once more what it has added up, unless it
+        keeps that (the ring all-reduce of Patarasuk and Yuan, JPDC 2009, sends as much)."""
+        others, rounds = self.members - 1, 1 if self.owned else 2
+        return rounds * (others * latency + others / self.members * self.bytes / bandwidth)
+
+
+def buckets_of(program: Program) -> tuple[Bucket, ...]:
+    """The buckets of a program's reductions, in their order."""
+    made = returned(program.module)
+    first: dict[str, Port] = {}
+    for port in program.ports(Role.GRADIENT):
+        first.setdefault(port.fqn, port)
+    together: dict[int | str, list[Reduction]] = {}
+    for one in program.reductions:
+        together.setdefault(one.name if one.bucket is None else one.bucket, []).append(one)
+    return tuple(_bucket(mine, [first[one.name] for one in mine], made) for mine in together.values())
+
+
+def _bucket(reductions: Iterable[Reduction], ports: list[Port], made: dict) -> Bucket:
+    sparse = made[ports[0].name].meta["val"].layout != torch.strided
+    shapes = tuple(port.shape for port in ports)
+    return Bucket(tuple(reductions), shapes, ports[0].dtype, sparse)
+
