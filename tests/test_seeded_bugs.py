@@ -9,6 +9,8 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.ir.verify import verify
+from pfeife.lowering.coverage import check_coverage
+from pfeife.lowering.wiring import Wiring
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
 
@@ -173,6 +175,9 @@ def test_a_reduction_before_the_last_gradient(sent):
     broken = pfeife.Schedule((order.ranks[0], tuple(actions), order.ranks[2]))
     with pytest.raises(ValueError, match="a gradient comes after its reduction"):
         sched.verify_schedule(broken)
+    for wrong, said in ((broken, "comes before 1[BW]"), (order.computing(), "no 0REDUCE_GRAD")):
+        with pytest.raises(ValueError, match=rf"rank .*: .*{said}.* the gradient of"):
+            check_coverage(wrong, Wiring(replicated))
 
 
 def test_malformed_programs_are_named():

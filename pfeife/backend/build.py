@@ -227,12 +227,13 @@ class _Build:
         self, captured: Captured, clusters: Program, order: Scheduling, machine: Machine
     ) -> tuple[Plan, tuple[Recorded, ...]]:
         """The plan, and the programs on the way to that of the ranks on their devices."""
-        world, replicas = self.world, self.options.replicas
+        world, slots = self.world, self._slots(captured)
         owners: dict[str, frozenset[int]] = {}
+        replicas = self.options.replicated({})
         if world:
-            owners = world.ownership.of(
-                captured.program, self._slots(captured), self.builder.mesh(world)
-            )
+            owners = world.ownership.of(captured.program, slots, self.builder.mesh(world))
+            known = world.ownership.replicas(captured.program, slots)
+            replicas = self.options.replicated(known)
         if self.builder.home is not None:
             state = captured.program.ports(Role.PARAMETER, Role.BUFFER)
             owners = {port.fqn: frozenset({self.builder.home}) for port in state} | owners
@@ -245,6 +246,7 @@ class _Build:
                 machine=machine,
                 network=self.network,
                 owners=owners,
+                replicas=replicas,
                 passes=self.passes,
                 progress=phase.progress,
             )

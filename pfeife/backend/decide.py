@@ -11,6 +11,7 @@ from pfeife.data import plain
 from pfeife.data.machine import Machine, Network
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.progress import Progress, Shown
+from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes
@@ -65,6 +66,7 @@ def planned(
     machine: Machine,
     network: Network | None,
     owners: Mapping[str, frozenset[int]],
+    replicas: Replicas,
     passes: Passes,
     progress: Progress | None,
 ) -> Plan:
@@ -74,7 +76,7 @@ def planned(
     ranks = len(options.devices) if options.devices else ranks
     microbatches = options.microbatches // options.replicas
     cuts = _cuts(options, clusters, order, ranks)
-    optimizer, replicas, limit = options.optimizer, options.replicas, options.memory_limit
+    optimizer, limit = options.optimizer, options.memory_limit
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
         make = functools.partial(
             adopted,

@@ -29,6 +29,7 @@ from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
 from pfeife.data.plan import Costs, Plan
+from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.meshes import mesh_of
@@ -160,6 +161,9 @@ class Options:
         program (see `sched.given.adopted`).
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches and average their gradients.
+    data_parallel: what they do with these: "average", or "shard": each parameter is trained by one
+        replica, which alone keeps optimizer state for it (ZeRO-2).
+    bucket_bytes: how much of a stage's gradients is reduced together, while the rest computes.
     mesh: how the ranks of the world are spread over pipelines and replicas, which it then counts:
         row-major sizes of which the negative one is that of the replicas ("-2,4": two pipelines of
         neighbours; "4,-2": four ranks whose neighbours are replicas), a DeviceMesh with dimensions
@@ -222,6 +226,8 @@ class Options:
         default=None, validator=_of(Mapping | None, "cuts such as {'blocks.4': 'begin'}")
     )
     replicas: int = attrs.field(default=1, validator=_count)
+    data_parallel: DataParallel = attrs.field(default="average")
+    bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=_count)
     mesh: Mesh | None = attrs.field(default=None)
     costs: str | Costs | Callable[[Program], Costs] = attrs.field(
         default="estimate", validator=check_costs, repr=described
@@ -282,6 +288,10 @@ class Options:
                 f"options microbatches={self.microbatches} and replicas={self.replicas}: "
                 "every replica takes the same number of microbatches"
             )
+        if self.data_parallel not in get_args(DataParallel):
+            raise ValueError(
+                f"option data_parallel={self.data_parallel!r}: must be 'average' or 'shard'"
+            )
         if self.loss_reduction not in ("mean", "sum", "auto"):
             raise ValueError(
                 f"option loss_reduction={self.loss_reduction!r}: must be 'mean', 'sum' or 'auto'"
@@ -289,6 +299,10 @@ class Options:
         wrong = {index: how for index, how in self.reduce.items() if how not in ("mean", "sum")}
         if wrong:
             raise ValueError(f"option reduce={wrong}: must be 'mean' or 'sum'")
+
+    def replicated(self, owners: Mapping[str, int | None]) -> Replicas:
+        """What these options say of replicas; `owners` are those that train state already."""
+        return Replicas(self.replicas, self.data_parallel, self.bucket_bytes, owners)
 
 
 def versions() -> list[str]:

@@ -7,6 +7,7 @@ from functools import cached_property
 import attrs
 import torch
 
+from pfeife.data.machine import Machine
 from pfeife.ir.program import Port, Program, Reduction, Role, returned
 
 
@@ -75,12 +76,18 @@ class Bucket:
             return 0
         return self.members * self.piece(replica) * self.dtype.itemsize
 
-    def seconds(self, latency: float, bandwidth: float) -> float:
-        """What it takes over links of so many seconds and bytes a second: of n members each sends
-        (n - 1) / n of its bytes in n - 1 messages, and once more what it has added up, unless it
-        keeps that (the ring all-reduce of Patarasuk and Yuan, JPDC 2009, sends as much)."""
-        others, rounds = self.members - 1, 1 if self.owned else 2
-        return rounds * (others * latency + others / self.members * self.bytes / bandwidth)
+    def seconds(self, machine: Machine) -> float:
+        """What it takes over a machine's links."""
+        return reducing_seconds(self.members, self.bytes, self.owned, machine)
+
+
+def reducing_seconds(members: int, size: int, kept: bool, machine: Machine) -> float:
+    """What `size` bytes take over a machine's links: each of n members sends (n - 1) / n of its
+    bytes in n - 1 messages, and once more what it has added up, unless that is `kept` (the ring
+    all-reduce of Patarasuk and Yuan, JPDC 2009, sends as much)."""
+    others, rounds = members - 1, 1 if kept else 2
+    each = others * machine.link_latency + others / members * size / machine.link_bandwidth
+    return rounds * each
 
 
 def buckets_of(program: Program) -> tuple[Bucket, ...]:

@@ -1,18 +1,21 @@
 """Whether a lowered schedule does all that a program needs, on every rank in a possible order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Schedule
-from pfeife.ir.program import receive, send
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
+from pfeife.ir.program import Reduction, receive, send
 from pfeife.lowering.wiring import Wiring
+
+_GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)
 
 
 def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
     """Raises ValueError unless every rank runs each of its calls and transfers once for every
-    microbatch, and none before what it reads on the same rank."""
+    microbatch, and none before what it reads on the same rank; and each of its reductions after
+    the last gradient of their stages there."""
     steps = _Steps(wiring)
     for rank, actions in enumerate(schedule.ranks):
         done: set[tuple[str, int | None]] = set()
@@ -30,6 +33,25 @@ def check_coverage(schedule: Schedule, wiring: Wiring) -> None:
             raise ValueError(
                 f"rank {rank}: no action runs {name} for microbatch {k}; the schedule is not one "
                 "of this program"
+            )
+    for (rank, _), reduction in _by_time(wiring.program.reductions).items():
+        _check_reduced(rank, schedule.ranks[rank], reduction)
+
+
+def _by_time(reductions: Iterable[Reduction]) -> dict[tuple[int, tuple[int, ...]], Reduction]:
+    """One for each rank and stages that have parts in it."""
+    return {(rank, one.stages): one for one in reductions for rank in one.ranks}
+
+
+def _check_reduced(rank: int, actions: Sequence[Action], reduction: Reduction) -> None:
+    wanted = Action(reduction.stages[0], Do.REDUCE_GRAD)
+    if wanted not in actions:
+        raise ValueError(f"rank {rank}: no {wanted}, which the gradient of {reduction.name} needs")
+    for action in actions[actions.index(wanted) :]:
+        if action.stage in reduction.stages and action.do in _GRADIENTS:
+            raise ValueError(
+                f"rank {rank}: {wanted} comes before {action}, which adds to the gradient of "
+                f"{reduction.name}"
             )
 
 

@@ -81,8 +81,7 @@ def reduction_seconds(program: Program, machine: Machine) -> dict[int, float]:
     found: dict[int, float] = {}
     for bucket in buckets_of(program):
         stage = bucket.first.stages[0]
-        seconds = bucket.seconds(machine.link_latency, machine.link_bandwidth)
-        found[stage] = found.get(stage, 0.0) + seconds
+        found[stage] = found.get(stage, 0.0) + bucket.seconds(machine)
     return found
 
 

@@ -2,18 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
 
 import attrs
 import torch
 
 from pfeife.data.machine import Mesh
+from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
 from pfeife.ir.program import Program, Reduction, Role, holders, returned
 from pfeife.passes.send_recv import reduction_of
-
-DataParallel = Literal["average", "shard"]
-BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel has it
-
 
 def dp_wrap(
     mesh: Mesh,
@@ -25,23 +21,15 @@ def dp_wrap(
     """A pass that spreads a step's microbatches over the mesh's replicas.
 
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
-    schedule runs after the last weight gradient; those of a stage travel together in buckets of at
-    most `bucket_bytes`, or of one gradient. This re-associates the sum over microbatches.
-
-    "average": every replica gets all gradients. "shard": each gradient has one replica as its
-    owner, the only one to get it, and so to keep optimizer state (ZeRO-2; Rajbhandari et al., SC
-    2020); on every rank the replicas own about equally many bytes. `owners` has the replicas of
-    those that have one already, None for what all train. Sparse gradients are not sharded. Where
-    the loss is a sum or outside the step, gradients are added rather than averaged.
+    schedule runs after the last weight gradient; `how`, `bucket_bytes` and `owners` are those of
+    `Replicas`. This re-associates the sum over microbatches. To "shard", every gradient gets an
+    owner, so that on every rank the replicas own about equally many bytes; sparse ones get none.
+    Where the loss is a sum or outside the step, gradients are added rather than averaged.
 
     Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already,
     and for trained parameters that the step changes in place.
     """
-    if how not in get_args(DataParallel) or bucket_bytes < 1:
-        raise ValueError(
-            f"dp_wrap({how!r}, bucket_bytes={bucket_bytes}): must be 'average' or 'shard', and a "
-            "bucket has at least 1 byte"
-        )
+    replicas = Replicas(mesh.replicas, how, bucket_bytes, owners or {})
 
     def run(program: Program) -> Program:
         _check(program, mesh)
@@ -51,7 +39,7 @@ def dp_wrap(
         found = holders(program)
         wrapped = attrs.evolve(program, replicas=mesh.replicas)
         within = {one.name: frozenset(one.ranks) for one in program.reductions}
-        reductions: Sequence[Reduction] = [
+        reductions = [
             attrs.evolve(
                 reduction_of(name, found[name], within.get(name, ()), mesh.replicas),
                 average=wrapped.averages,
@@ -59,11 +47,9 @@ def dp_wrap(
             for name in trained
         ]
         sizes = _Sizes(program)
-        if how == "shard":
-            reductions = _sharded(reductions, sizes, owners or {})
-        return attrs.evolve(
-            wrapped, reductions=tuple(_in_buckets(reductions, sizes, bucket_bytes))
-        )
+        owned = _owned(reductions, sizes, replicas)
+        buckets = _in_buckets(owned, sizes, replicas.bucket_bytes)
+        return attrs.evolve(wrapped, reductions=tuple(buckets))
 
     return run
 
@@ -97,25 +83,27 @@ class _Sizes:
         return self.kinds[name][1] != torch.strided
 
 
-def _sharded(
-    reductions: Sequence[Reduction], sizes: _Sizes, owners: Mapping[str, int | None]
-) -> list[Reduction]:
-    """Each with its owner: the largest first, it goes where the fewest bytes are on its ranks."""
-    known = {one.name: None for one in reductions if sizes.is_sparse(one.name)} | dict(owners)
+def _owned(
+    reductions: Sequence[Reduction], sizes: _Sizes, replicas: Replicas
+) -> Sequence[Reduction]:
+    """Each with its owner. New ones that are sharded go where the fewest bytes are on their ranks,
+    the largest first."""
+    owners = {one.name: replicas.owners.get(one.name) for one in reductions}
     held: Counter[tuple[int, int]] = Counter()  # bytes by replica and rank
 
     def assign(one: Reduction, owner: int) -> None:
-        known[one.name] = owner
+        owners[one.name] = owner
         held.update({(owner, rank): sizes.bytes[one.name] for rank in one.ranks})
 
     for one in reductions:
-        if (owner := known.get(one.name)) is not None:
+        if (owner := owners[one.name]) is not None:
             assign(one, owner)
-    new = [one for one in reductions if one.name not in known]
+    new = [one for one in reductions if one.name not in replicas.owners]
+    new = [one for one in new if replicas.how == "shard" and not sizes.is_sparse(one.name)]
     for one in sorted(new, key=lambda one: -sizes.bytes[one.name]):
-        replicas = range(one.replicas)
-        assign(one, min(replicas, key=lambda k: sum(held[k, rank] for rank in one.ranks)))
-    return [attrs.evolve(one, owner=known[one.name]) for one in reductions]
+        counts = [sum(held[k, rank] for rank in one.ranks) for k in range(one.replicas)]
+        assign(one, counts.index(min(counts)))
+    return [attrs.evolve(one, owner=owners[one.name]) for one in reductions]
 
 
 def _in_buckets(

@@ -19,10 +19,13 @@ def owner(program: Program, port: Port) -> int:
     return call.rank or 0 if call else 0
 
 
-def trained_on(program: Program, rank: int) -> frozenset[str]:
-    """The names of the parameters whose gradients a rank has after a step."""
+def trained_on(program: Program, rank: int, replica: int | None = None) -> frozenset[str]:
+    """The names of the parameters whose gradients a rank has after a step; None: one that runs all
+    replicas."""
     made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
-    return frozenset(made | {r.name for r in program.reductions if rank in r.ranks})
+    reduced = {one.name: one.owner for one in program.reductions if rank in one.ranks}
+    theirs = {n for n, owner in reduced.items() if None not in (owner, replica) and owner != replica}
+    return frozenset((made | reduced.keys()) - theirs)
 
 
 def updated_buffers(program: Program) -> dict[str, str]:

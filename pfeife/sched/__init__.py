@@ -1,6 +1,7 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data.
 
-`planner` is the door, `by_family` and `joint` decide cuts and schedule together; read these first,
+`planner` is the door, `by_family` and `joint` decide cuts and schedule together, `replicated` adds
+what replicas reduce; read these first,
 then `families/` (schedules by a formula), `cutting/` (where to cut), `search/` (schedules that are
 looked for). `following` cuts a program where another one has its state, `given` checks a plan that
 somebody brings, `simulation` runs a schedule in simulated time. The names below are

@@ -73,7 +73,7 @@ def of_family(
     plan = Plan(stage_of, order, account.work.duplicated)
     if recompute is not None:
         plan = again(plan, recompute)
-        problem = _slower(problem, plan.recompute)
+        problem = slower(problem, plan.recompute)
     return attrs.evolve(
         plan,
         stage_seconds=tuple(stage.seconds for stage in problem.stages),
@@ -87,7 +87,7 @@ def saved_is_open(recompute: RecomputePolicy | None) -> bool:
     return recompute not in (None, "never")
 
 
-def _slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:
+def slower(problem: Problem, recompute: Sequence[RecomputeOption]) -> Problem:
     """The problem with what its stages recompute in the first part of their backwards."""
     pairs = zip(problem.stages, recompute, strict=True) if recompute else ()
     stages = tuple(

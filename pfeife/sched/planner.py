@@ -12,6 +12,7 @@ from pfeife.data.machine import Machine, Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
+from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
@@ -30,6 +31,7 @@ from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.families.family import Family
 from pfeife.sched.following import follow
 from pfeife.sched.joint import SEARCH_SECONDS, search_plan
+from pfeife.sched.replicated import with_reductions
 
 log = logging.getLogger("pfeife")
 
@@ -46,7 +48,7 @@ def plan(
     memory_limit: int | None = None,
     network: Network | None = None,
     optimizer: Optimizer | None = None,
-    replicas: int = 1,
+    replicas: int | Replicas = 1,
     search_seconds: float | None = None,
     search_work: int | None = None,
     jobs: int = 1,
@@ -84,7 +86,8 @@ def plan(
     The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
     torch.optim, or bytes for each element of a parameter, master weights among them),
-    activations and buffers; with `replicas` pipelines, what they reduce. A search whose plan needs
+    activations and buffers; with `replicas` pipelines (or `Replicas`, which say what becomes of
+    their gradients), what they reduce and what the worst of them keeps. A search whose plan needs
     too much is made again, a quarter as long: most often once (see `kept_within`). Raises
     ValueError if the constraints contradict each other or the program, or no plan was found within
     the limit, with what the worst rank of the best one needs.
@@ -123,7 +126,8 @@ def plan(
     _check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
-    account = _account(program, constraints, owners or ())
+    given = replicas_of(replicas)
+    account = _account(program, constraints, owners or (), given.shards)
     _check_order(account, by_hand)
     asked = _Asked(
         program=program,
@@ -132,7 +136,7 @@ def plan(
         schedule=schedule,
         recompute=recompute if trained else None,
         curves=partial(
-            curves_of, program, optimizer=optimizer, replicas=replicas, owners=owners, more=passes
+            curves_of, program, optimizer=optimizer, replicas=given, owners=owners, more=passes
         ),
         search=partial(search_plan, program, seed=seed, jobs=jobs, progress=progress),
         search_seconds=search_seconds,
@@ -143,16 +147,19 @@ def plan(
     if memory_limit is None:
         limited_by = f"the {limit} bytes of machine {machine.name}"
     # Every rank is given the whole batch, whatever the plan.
-    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * replicas
+    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * given.count
     known = (batch,) * constraints.ranks
     found = kept_within(limit, limited_by, asked.make, asked.curves, asked.bytes_of, known)
+    found = with_reductions(found, account, constraints, given)
     return attrs.evolve(found, program=program_digest(program))
 
 
-def _account(program: Program, constraints: Constraints, owned: Collection[str]) -> Account:
+def _account(
+    program: Program, constraints: Constraints, owned: Collection[str], shards: int
+) -> Account:
     """The sums of a program; what is `owned` on some ranks is read there alone."""
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    return Account(workload_of(program, duplicated, constraints.optimizer))
+    return Account(workload_of(program, duplicated, constraints.optimizer, shards))
 
 
 @attrs.frozen

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Asking:
-    """Asks, of each absent tensor, the first rank of this one's own pipeline that trains it.
+    """Asks, of each absent tensor, the first rank that trains it, of this one's own pipeline if
+    there is one.
 
     `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
     the world, a new one after every failure; `kept` is what others may ask this one for.
@@ -61,7 +62,6 @@ class Asking:
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[int]]:
         found: dict[int, dict[int, None]] = {}  # a tied tensor once
         for owned in (self.known[one] for one in tensors):
-            replica, _ = owned.mesh.place(self.service.world.rank)
-            rank = owned.mesh.in_world(replica, owned.ranks[0])
+            rank = owned.nearest(self.service.world.rank)
             found.setdefault(rank, {})[owned.number] = None
         return {rank: tuple(found[rank]) for rank in sorted(found)}

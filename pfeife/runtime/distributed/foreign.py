@@ -44,13 +44,17 @@ class _Absent:
 
 
 class Foreign:
-    """The tensors that this rank does not train, by themselves."""
+    """The tensors that this rank does not train, by themselves: those that are absent, and `copies`
+    of what another replica trains."""
 
     def __init__(self) -> None:
-        self.found = WeakIdKeyDictionary()
+        self.found, self.copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.listed: list[_Absent] = []
         self.turn = 0
         self.reading = False  # whether pfeife itself looks for the names of all state
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.found or tensor in self.copies
 
     def add(self, tensor: torch.Tensor, number: int, name: str, ranks: tuple[int, ...]) -> None:
         """Lets go of a tensor's values."""

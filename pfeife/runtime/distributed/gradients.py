@@ -128,11 +128,12 @@ class Gradients:
 
     def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
         for owned in (self.owned[p] for p in parameters if p in self.owned):
-            if len(owned.ranks) < owned.mesh.ranks:
+            if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
                 raise ValueError(
                     f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
-                    f"trained on ranks {list(owned.ranks)} of {owned.mesh.ranks}: use an optimizer "
-                    "that takes parameters one by one, or replicas= as many as there are ranks"
+                    f"trained on ranks {list(owned.everywhere)} of {owned.mesh.size}: use an optimizer "
+                    "that takes parameters one by one, or replicas= as many as there are ranks, "
+                    "and data_parallel='average'"
                 )
 
     def _check_state(

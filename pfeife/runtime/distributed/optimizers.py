@@ -85,8 +85,7 @@ class Optimizers:
             optimizer.register_load_state_dict_pre_hook(self._before_load)
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self.asking.service.begin("steps of optimizers")
-        absent = self.asking.foreign.found
-        for one in [p for p in _parameters(optimizer) if p in absent]:
+        for one in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
             optimizer.state.pop(one, None)  # loaded, or made before anybody trained it
 
     @torch.compiler.disable
@@ -114,7 +113,7 @@ class Optimizers:
             for mine, packed in groups
             for pair in zip(mine["params"], packed["params"], strict=True)
         ]
-        lacks, state = self.asking.foreign.found, found["state"]
+        lacks, state = self.asking.foreign, found["state"]
         missing = {index: one for one, index in pairs if one in lacks and index not in state}
         if not missing:
             return None

@@ -17,7 +17,7 @@ class Owned:
 
     `number` is the same for a tensor in all processes, and so is `name`: what the first program
     that trains it calls it. `alike` says whether all have the same values; statistics of replicas
-    are not.
+    are not. `replica` is the one that trains it, the others have copies; None: all of them do.
     """
 
     number: int
@@ -25,19 +25,35 @@ class Owned:
     ranks: tuple[int, ...]
     mesh: Mesh
     alike: bool = True
+    replica: int | None = None
 
     @property
     def first(self) -> int:
         """The rank of the world whose values count."""
-        return self.mesh.in_world(0, self.ranks[0])
+        return self.mesh.in_world(self.replica or 0, self.ranks[0])
+
+    def nearest(self, rank: int) -> int:
+        """The rank of the world to ask for the values: of the pipeline of the one that asks."""
+        replica, _ = self.mesh.place(rank)
+        return self.mesh.in_world(replica if self.replica is None else self.replica, self.ranks[0])
 
     @property
     def everywhere(self) -> tuple[int, ...]:
-        """The ranks of the world that train the tensor, those of all replicas."""
+        """The ranks of the world that train the tensor, those of all replicas or of one."""
+        return tuple(rank for rank in range(self.mesh.size) if self.trains(rank))
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks of the world that have its values."""
         return tuple(rank for rank in range(self.mesh.size) if self.holds(rank))
 
-    def holds(self, rank: int) -> bool:
+    def trains(self, rank: int) -> bool:
         """Whether a rank of the world trains the tensor."""
+        return self.holds(rank) and self.replica in (None, self.mesh.place(rank)[0])
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank of the world has the tensor's values, its own or those of another
+        replica."""
         return self.mesh.place(rank)[1] in self.ranks
 
 
@@ -59,12 +75,12 @@ def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
             spans.append((start, start + (last + 1) * tensor.element_size(), owned))
     spans.sort(key=lambda span: span[:2])
     for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end and one.ranks != other.ranks:
+        if start < end and (one.ranks, one.replica) != (other.ranks, other.replica):
             first, second = sorted((one, other), key=lambda one: one.number)
             raise Refusal(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "
-                f"ranks {list(first.ranks)} and {list(second.ranks)}: tie them by being one "
-                "parameter (b.weight = a.weight)"
+                f"ranks {list(first.everywhere)} and {list(second.everywhere)}: tie them by being "
+                "one parameter (b.weight = a.weight)"
             )
 
 

@@ -12,6 +12,7 @@ from pfeife.data.machine import Mesh
 from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
+from pfeife.runtime.distributed.copies import Copies
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
@@ -49,12 +50,14 @@ class Ownership:
         self.guard = Guard(self.known, self.foreign)
         self.asking = Asking(self.known, self.foreign)
         self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
-        self.gradients = Gradients(self.known, self.foreign.found)
+        self.gradients = Gradients(self.known, self.foreign)
         self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
+        self.copies = Copies(self.known, self.foreign, self.shared)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
         self.stepping.end()
+        self.copies.end()
         self.gradients.end()
         self.optimizers.end()
 
@@ -88,6 +91,12 @@ class Ownership:
                 )
         return {name: frozenset(owned.ranks) for name, owned in found.items()}
 
+    def replicas(self, program: Program, slots: Slots) -> dict[str, int | None]:
+        """The replicas that train a program's parameters by canonical names, None for all; of those
+        that have owners."""
+        ports = [p for p in program.ports(Role.PARAMETER) if slots.get(p.name) in self.known]
+        return {port.fqn: self.known[slots[port.name]].replica for port in ports}
+
     def settle(
         self,
         program: Program,
@@ -117,10 +126,12 @@ class Ownership:
         trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
         wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
         wanted = [port for port in wanted if port.name not in carried]
+        replica_of = {one.name: one.owner for one in program.reductions}
         pairs = [
-            (value, Owned(number, port.fqn, tuple(sorted(ranks[port.fqn])), mesh, alike))
+            (value, Owned(number, name, tuple(sorted(ranks[name])), mesh, alike, replica))
             for number, port in enumerate(wanted, len(self.owned))
-            for value in [slots[port.name]]
+            for name, value in [(port.fqn, slots[port.name])]
+            for replica in [replica_of.get(name)]
             for alike in [mesh.replicas == 1 or value.requires_grad]
         ]
         check_memory([*self.known.items(), *pairs])
@@ -128,13 +139,14 @@ class Ownership:
         _make_own([slots[port.name] for port in new], foreign)
         for tensor, owned in pairs:
             self._note(tensor, owned, world.rank)
-        mine = [t for t, owned in pairs if owned.holds(world.rank) and t.requires_grad]
+        mine = [t for t, owned in pairs if owned.trains(world.rank) and t.requires_grad]
         self.gradients.watch(mine)
         if pairs:
             modules = tuple(modules)
             self.guard.watch(modules)
             self.saving.watch(modules)
             self.stepping.install()  # first, so that the others see what the optimizer sees
+            self.copies.install()  # before others take the step for done
             self.gradients.install()
             self.optimizers.install()  # last, since the other refuses what this one lets go of
             give_back()
@@ -145,8 +157,10 @@ class Ownership:
         self.owned[owned.number] = owned
         if not owned.holds(rank):
             self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
-        elif owned.alike and len(owned.everywhere) > 1:
+        elif owned.alike and len(owned.holders) > 1:
             self.shared[owned.number] = version_of(tensor)
+            if not owned.trains(rank):
+                self.copies.add(tensor)
 
     def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
         """Whether a program of the ranks reads state on ranks that do not train it: another one
@@ -177,7 +191,7 @@ class Ownership:
     def news(self, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
         """What this rank tells the others before it uses `args`, "" if all is as it was: what of
         them has been written to, what has become NaN, by what gradients were scaled."""
-        lines = [*self.gradients.news(), *self.optimizers.news()]
+        lines = [*self.gradients.news(), *self.optimizers.news(), *self.copies.news()]
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
@@ -236,6 +250,8 @@ class Ownership:
             changed = {r: {int(n) for (n,) in them} for r, them in told["changed"].items()}
             self._take(changed, mine, world)
         self._compare_shared(told["shared"], mine, world)
+        if told["behind"] or self._copied(told["shared"]):
+            self.copies.renew(world, mine.values())
         writes = {rank: line for rank, (line,) in told["borrowed"].items()}
         if borrowed and len({str(writes.get(rank)) for rank in range(world.size)}) > 1:
             _check_alike(borrowed.names, [args[place] for place in borrowed.at], world)
@@ -260,6 +276,13 @@ class Ownership:
                 tensors = [mine[owned.number] for owned in theirs]
                 _check_alike([owned.name for owned in theirs], tensors, world, having)
 
+    def _copied(self, told: Mapping[int, Sequence[Sequence[str]]]) -> bool:
+        """Whether some of what ranks have written to is trained by one replica for all."""
+        written = {ranks for lines in told.values() for ranks, _ in lines}
+        return any(
+            owned.replica is not None and _named(owned) in written for owned in self.owned.values()
+        )
+
     def _take(
         self, written: Mapping[int, set[int]], mine: Mapping[int, torch.Tensor], world: "World"
     ) -> None:
@@ -269,7 +292,7 @@ class Ownership:
         sums = world.checksums([mine.get(number) for number in numbers])
         for at, number in enumerate(numbers):
             owned = self.owned[number]
-            having = [owned.first, *(owned.everywhere if owned.alike else ())]
+            having = [owned.first, *(owned.holders if owned.alike else ())]
             having += [rank for rank, theirs in written.items() if number in theirs]
             others = _others([sums[rank][at] for rank in having], having)
             if others:
@@ -289,14 +312,18 @@ class Ownership:
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
 #     nan       NAME                  what nobody trains and this rank reads has become NaN
 #     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
+#     behind    copies                not all copies of what other replicas train are theirs
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
-_KINDS = ("stepped", "steps", "loaded", "changed", "nan", "scaled", "shared", "borrowed")
+_KINDS = (
+    *("stepped", "steps", "loaded", "changed", "nan", "scaled"),
+    *("behind", "shared", "borrowed"),
+)
 
 
 def _named(owned: Owned) -> str:
-    """Those who train a tensor, as news call them."""
-    return "-".join(map(str, owned.everywhere))
+    """Those who have a tensor's values, as news call them."""
+    return "-".join(map(str, owned.holders))
 
 
 def _others(sums: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[int]:

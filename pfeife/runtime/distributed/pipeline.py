@@ -64,7 +64,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
             world.check_agreement(f"{program}\n{schedule.to_csv()}", "what the ranks will run")
             self.transport = DistributedTransport(world, self.mesh, program, apart)
             self.runner = RankRunner(program, schedule, self.transport.rank, bodies)
-            self.gradients = trained_on(program, self.transport.rank)
+            self.gradients = trained_on(program, self.transport.rank, self.transport.replica)
 
     def _world(self) -> World:
         world = join_world(self.device, self.timeout)

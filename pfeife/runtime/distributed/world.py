@@ -66,7 +66,7 @@ class World:
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
         self.ownership: Ownership = before.ownership if before else Ownership()
-        self.ownership.norms.world = self
+        self.ownership.norms.world = self.ownership.copies.world = self
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently

@@ -9,6 +9,7 @@ from pfeife.cost.memory import memory_curves
 from pfeife.data.machine import Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
+from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.program import Kind, Program
 from pfeife.lowering.lower import lower
@@ -32,7 +33,7 @@ class NoRoom(ValueError):
 def rank_passes(
     program: Program,
     plan: Plan,
-    replicas: int = 1,
+    replicas: int | Replicas = 1,
     owners: Mapping[str, frozenset[int]] | None = None,
     more: Passes | None = None,
 ) -> tuple[Pass, ...]:
@@ -43,16 +44,18 @@ def rank_passes(
     cut: tuple[Pass, ...] = (partition(plan),)
     if split and plan.recompute:  # which part repeats what is known of whole backwards
         cut = (join_backward(), partition(plan), split_backward())
-    mesh = Mesh(len(plan.schedule.ranks), replicas)
+    given = replicas_of(replicas)
+    mesh = Mesh(len(plan.schedule.ranks), given.count)
+    wrapped = dp_wrap(mesh, given.how, bucket_bytes=given.bucket_bytes, owners=given.owners)
     stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
-    return (*cut, *stages, insert_send_recv(owners=owners), dp_wrap(mesh), *ranks)
+    return (*cut, *stages, insert_send_recv(owners=owners), wrapped, *ranks)
 
 
 def curves_of(
     program: Program,
     plan: Plan,
     optimizer: Optimizer | None = None,
-    replicas: int = 1,
+    replicas: int | Replicas = 1,
     owners: Mapping[str, frozenset[int]] | None = None,
     more: Passes | None = None,
 ) -> tuple[MemoryCurve, ...]:

@@ -94,11 +94,15 @@ def _by_cluster(units: int, holders: Iterable[Iterable[int]]) -> tuple[tuple[int
 
 
 def workload_of(
-    program: Program, duplicated: Sequence[str] = (), optimizer: Optimizer | None = None
+    program: Program,
+    duplicated: Sequence[str] = (),
+    optimizer: Optimizer | None = None,
+    shards: int = 1,
 ) -> Workload:
     """The numbers of a fused and annotated program; split into input- and weight-backwards if
     the program is. `duplicated` names values as in `Workload`; `optimizer` is as in
-    `memory_curves`. Raises ValueError where a call has no seconds."""
+    `memory_curves`, of which replicas keep so many `shards`. Raises ValueError where a call has
+    no seconds."""
     check_costs(program)
     flows = tuple(_flows(program, set(duplicated)))
     known = _Known(program, flows)
@@ -121,7 +125,7 @@ def workload_of(
             gradients[units[maker]] += port.bytes
     return Workload(
         _by_kind(seconds),
-        tuple(_state(program, optimizer)),
+        tuple(_state(program, optimizer, shards)),
         tuple(gradients),
         flows,
         _by_kind(made),
@@ -152,8 +156,11 @@ def _flows(program: Program, duplicated: set[str]) -> Iterator[Flow]:
             yield Flow(node_bytes(node), maker.unit, maker.kind, tuple(sorted(readers)), storage)
 
 
-def _state(program: Program, optimizer: Optimizer | None) -> Iterator[tuple[int, frozenset[int]]]:
-    """Bytes of parameters with their optimizer state and of buffers, and the clusters with them."""
+def _state(
+    program: Program, optimizer: Optimizer | None, shards: int
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Bytes of parameters with a share of their optimizer state and of buffers, and the clusters
+    with them."""
     trained = trained_parameters(program) if optimizer is not None else set()
     state = optimizer_bytes(optimizer) if optimizer is not None else None
     roles = (Role.PARAMETER, Role.BUFFER)
@@ -161,7 +168,7 @@ def _state(program: Program, optimizer: Optimizer | None) -> Iterator[tuple[int,
     for port in program.ports(*roles):
         kept = state(port.shape, port.dtype) if state and port.fqn in trained else 0
         units = frozenset(call.unit for call in users.get(port.fqn, ()))
-        yield port.bytes + kept, units
+        yield port.bytes + -(-kept // shards), units
 
 
 class _Known:

@@ -1,0 +1,162 @@
+"""Parameters that one replica trains for all: after its optimizer's step the others copy them.
+
+                        replica 0        replica 1
+    optimizer.step()    w0 is stepped    w1 is stepped      each has a gradient of its own alone
+    at its end          w0 --------->    a copy of w0
+                        a copy of w1     <--------- w1
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from pfeife.data.replicas import BUCKET_BYTES
+from pfeife.runtime.distributed.foreign import Foreign, version_of
+from pfeife.runtime.distributed.heartbeat import Doing
+
+if TYPE_CHECKING:
+    from pfeife.runtime.distributed.owned import Owned
+    from pfeife.runtime.distributed.world import World
+
+_PLACE = "optimizer.step() of parameters that replicas share out"
+
+
+class Copies:
+    """Keeps the copies of this process those of their owners. `known` has the owners of all
+    tensors, `versions` those that tensors had when their ranks last agreed, by number."""
+
+    def __init__(
+        self,
+        known: Mapping[torch.Tensor, "Owned"],
+        foreign: Foreign,
+        versions: MutableMapping[int, int],
+    ):
+        self.known, self.foreign, self.versions = known, foreign, versions
+        self.world: World | None = None  # the latest
+        self.behind = False  # whether copies have not all come
+        self.handle: Any = None
+
+    def install(self) -> None:
+        """From now on the end of every optimizer's step is seen."""
+        if self.handle is None:
+            self.handle = register_optimizer_step_post_hook(self._after)
+
+    def end(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor that another replica trains."""
+        self.foreign.copies[tensor] = None
+        if tensor.requires_grad:
+            tensor.register_hook(_Arrival(self.known[tensor]))
+
+    def news(self) -> list[str]:
+        """A line if an exchange has failed."""
+        return ["behind copies"] * self.behind
+
+    @torch.compiler.disable
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A hook: every rank has stepped (collective, if there are such parameters). Raises Refusal
+        if ranks are not at a step of the same parameters."""
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        tensors = self._copied(every)
+        world = self.world
+        if tensors and world is not None:
+            with world.busy(lambda: Doing(_PLACE)):
+                self.behind = True
+                world.agreed(" ".join(map(str, tensors)), _PLACE)
+                self.renew(world, tensors.values())
+
+    def _copied(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those of some tensors that one replica trains for all, by their numbers, in order."""
+        known = {self.known[p].number: p for p in tensors if p in self.known}
+        return {n: known[n] for n in sorted(known) if self.known[known[n]].replica is not None}
+
+    def renew(self, world: "World", tensors: Iterable[torch.Tensor]) -> None:
+        """Gives every replica the values of those that others train (collective)."""
+        copied = self._copied(tensors)
+        if not copied:
+            return
+        mesh = next(self.known[one].mesh for one in copied.values())
+        replica, rank = mesh.place(world.rank)
+        columns = [
+            sorted(mesh.in_world(r, k) for r in range(mesh.replicas)) for k in range(mesh.ranks)
+        ]
+        connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
+        here = [one for one in copied.values() if self.known[one].holds(world.rank)]
+        self.behind = True
+        pieces = [
+            _pieces([one for one in here if self.known[one].replica == owner])
+            for owner in range(mesh.replicas)
+        ]
+        with torch.no_grad():
+            for together in zip_longest(*pieces):  # one of each owner at a time
+                sent = [
+                    _Piece(tensors, owner != replica, connection.index(mesh.in_world(owner, rank)))
+                    for owner, tensors in enumerate(together)
+                    if tensors
+                ]
+                works = [connection.group.broadcast(one.flat, one.root) for one in sent]
+                for one, work in zip(sent, works, strict=True):
+                    world.wait(work)
+                    one.unpack()
+        self.versions.update({n: version_of(one) for n, one in copied.items() if n in self.versions})
+        self.behind = False
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype that travel together."""
+    open_: list[torch.Tensor] = []
+    for one in sorted(tensors, key=lambda one: str(one.dtype)):
+        size = sum(other.nbytes for other in open_) + one.nbytes
+        if open_ and (size > BUCKET_BYTES or open_[0].dtype != one.dtype):
+            yield open_
+            open_ = []
+        open_.append(one)
+    if open_:
+        yield open_
+
+
+class _Piece:
+    """Tensors that one replica sends to all; `root` is its place in the connection."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], arrives: bool, root: int):
+        self.tensors, self.arrives, self.root = tensors, arrives, root
+        self.values = tensors[0].new_empty(sum(one.numel() for one in tensors))
+        if not arrives:
+            for part, one in self._parts():
+                part.copy_(one)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.values.view(torch.uint8)
+
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        parts = self.values.split([one.numel() for one in self.tensors])
+        for part, one in zip(parts, self.tensors, strict=True):
+            yield part.view(one.shape), one
+
+    def unpack(self) -> None:
+        """Into the tensors, if they are copies."""
+        for part, one in self._parts() if self.arrives else ():
+            one.copy_(part)
+
+
+@attrs.frozen
+class _Arrival:
+    """A hook of a copy, whose gradient its owner has."""
+
+    owned: "Owned"
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            raise ValueError(
+                f"{self.owned.name} is trained by rank {self.owned.first}, and something outside "
+                "of the compiled step has used it, such as a penalty added to the loss: its "
+                "gradient arrived here. Compute that inside of the step"
+            )
