@@ -54,7 +54,13 @@ def in_replicas(program: pfeife.Program, microbatches: int) -> st.SearchStrategy
     ranks = 1 + max(call.rank or 0 for call in program.calls)
     two = microbatches % 2 == 0 and not program.ports(pfeife.Role.BUFFER_UPDATE)
     counts = st.sampled_from([1, 2] if two else [1])
-    return counts.map(lambda n: (pfeife.dp_wrap(pfeife.Mesh(ranks, n)), None if n > 1 else ()))
+    options = st.tuples(counts, st.sampled_from(["average", "shard"]), st.sampled_from([1, 200]))
+    return options.map(
+        lambda drawn: (
+            pfeife.dp_wrap(pfeife.Mesh(ranks, drawn[0]), drawn[1], bucket_bytes=drawn[2]),
+            None if drawn[0] > 1 else (),
+        )
+    )
 
 
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)

@@ -99,11 +99,12 @@ def buckets_of(program: Program) -> tuple[Bucket, ...]:
     together: dict[int | str, list[Reduction]] = {}
     for one in program.reductions:
         together.setdefault(one.name if one.bucket is None else one.bucket, []).append(one)
-    return tuple(_bucket(mine, [first[one.name] for one in mine], made) for mine in together.values())
+    return tuple(
+        _bucket(mine, [first[one.name] for one in mine], made) for mine in together.values()
+    )
 
 
 def _bucket(reductions: Iterable[Reduction], ports: list[Port], made: dict) -> Bucket:
     sparse = made[ports[0].name].meta["val"].layout != torch.strided
     shapes = tuple(port.shape for port in ports)
     return Bucket(tuple(reductions), shapes, ports[0].dtype, sparse)
-

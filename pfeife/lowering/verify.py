@@ -24,8 +24,8 @@ def verify_schedule(
     reductions after the last gradient; sends after the computation of what they send; sends match
     receives on every channel (pair of ranks) in order; nothing twice; no deadlock (of what a rank
     reduces each waits for the one before it, and for all ranks that have it; a send waits for its
-    receive if transfers are `blocking`, which the runtime's are not). A schedule of computations alone is taken to be one of a chain
-    of stages, or of the problem's.
+    receive if transfers are `blocking`, which the runtime's are not). A schedule of computations
+    alone is taken to be one of a chain of stages, or of the problem's.
     """
     stage_ranks = schedule.stage_ranks
     _check_counts(schedule, stage_ranks)

@@ -11,6 +11,7 @@ from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
 from pfeife.ir.program import Program, Reduction, Role, holders, returned
 from pfeife.passes.send_recv import reduction_of
 
+
 def dp_wrap(
     mesh: Mesh,
     how: DataParallel = "average",

@@ -158,7 +158,8 @@ class RankRunner:
 
     def _reduced(self, step: Step) -> None:
         """Waits for the gradients that are on their way."""
-        for step.at, reducing in step.reducing:
+        for index, reducing in step.reducing:
+            step.at = index
             step.gradients |= reducing.wait()
             action = self.actions[step.at]
             step.reduced[action] = max(step.reduced.get(action, 0.0), reducing.ended)

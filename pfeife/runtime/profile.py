@@ -77,7 +77,7 @@ def profile(
     world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
-    events = watch.with_reductions([step.step] * pipeline.mesh.ranks)
+    events = watch.with_reductions(step.steps * pipeline.mesh.ranks)
     texts = world.from_all_ranks(plain.to_json(Timeline(tuple(events))))
     first = [texts[pipeline.mesh.in_world(0, rank)] for rank in range(pipeline.mesh.ranks)]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])

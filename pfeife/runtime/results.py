@@ -24,7 +24,9 @@ def trained_on(program: Program, rank: int, replica: int | None = None) -> froze
     replicas."""
     made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
     reduced = {one.name: one.owner for one in program.reductions if rank in one.ranks}
-    theirs = {n for n, owner in reduced.items() if None not in (owner, replica) and owner != replica}
+    theirs = {
+        n for n, owner in reduced.items() if None not in (owner, replica) and owner != replica
+    }
     return frozenset((made | reduced.keys()) - theirs)
 
 

@@ -38,10 +38,11 @@ class Transport(Protocol):
 
 
 class Reducing(Protocol):
-    """A bucket that is reduced while its rank goes on; `ended` is when it was done, as
-    time.perf_counter tells it, once it has been waited for."""
+    """A bucket that is reduced while its rank goes on."""
 
-    ended: float
+    @property
+    def ended(self) -> float:
+        """When that was done, as time.perf_counter tells it, once it has been waited for."""
 
     def wait(self) -> Mapping[str, torch.Tensor]:
         """Those of its gradients that this rank gets."""

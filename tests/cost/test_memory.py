@@ -89,6 +89,21 @@ def test_a_reduced_gradient_is_there_once():
     assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
 
 
+def test_what_a_replica_does_not_own():
+    """It sends its part of the gradient and keeps nothing, nor optimizer state; its buffer is for
+    what it adds up. The account is that of the replica that owns most."""
+    plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
+    wrap = pfeife.dp_wrap(pfeife.Mesh(2, 2), "shard")
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv(), wrap)(two_matrices())
+    schedule = sched.lower(plan.schedule, sent)
+    owns, not_ = (memory_curves(sent, schedule, optimizer=8, replica=k)[0] for k in range(2))
+    assert (owns.held["optimizer"], not_.held["optimizer"]) == (2 * FIRST, 0)
+    assert (owns.held["receive buffers"], not_.held["receive buffers"]) == (2 * FIRST, 0)
+    assert text_of(owns)[-1] == ("0REDUCE_GRAD", 3 * FIRST, 2 * FIRST)
+    assert text_of(not_)[-1] == ("0REDUCE_GRAD", 2 * FIRST, FIRST)
+    assert memory_curves(sent, schedule, optimizer=8)[0] == owns
+
+
 class Counting(nn.Module):
     """Every step adds its rows to a buffer."""
 

@@ -36,12 +36,12 @@ def memory_is_as_said(name: str, ranks: int = 2) -> None:
             ranks=ranks,
             schedule=policy,
         )
-        for passes in ([], [pfeife.split_backward()]):
+        for passes, how in (([], "average"), ([pfeife.split_backward()], "shard")):
             sent = pfeife.compose(pfeife.partition(plan), *passes, pfeife.insert_send_recv())(fused)
-            sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas))(sent)
+            sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas), how, bucket_bytes=3000)(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
             optimizer = stepped(one.model, sent, int(os.environ["RANK"]) % ranks)
-            predicted = memory_curves(sent, schedule, optimizer=optimizer)
+            predicted = memory_curves(sent, schedule, optimizer=optimizer, replica=0)
             pipeline = DistributedPipeline(sent, schedule)
             measured = profile_memory(pipeline, state, microbatches, optimizer=optimizer)
             for said, found in zip(predicted, measured, strict=True):
@@ -91,9 +91,11 @@ def taken() -> int:
 
 
 def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch.optim.Optimizer:
-    """An optimizer of a rank's parameters after a step."""
+    """An optimizer of what a rank of the first replica trains, after a step."""
     users = holders(program)
     names = [n for n, calls in users.items() if any(c.rank == rank for c in calls)]
+    others = {one.name for one in program.reductions if one.owner not in (None, 0)}
+    names = [name for name in names if name not in others]
     mine = [model.get_parameter(name).detach().clone() for name in names]
     for parameter in mine:
         parameter.grad = torch.zeros_like(parameter)

@@ -85,7 +85,9 @@ def loop(name: str, stages: int, schedule: str, how: str) -> None:
             scheduler.step()
         if how == "shard":  # what was trained elsewhere is here
             with torch.no_grad():
-                parts = [other.step(*part) for part in zip(*(x.chunk(4) for x in batch), strict=True)]
+                parts = [
+                    other.step(*part) for part in zip(*(x.chunk(4) for x in batch), strict=True)
+                ]
                 expected = ((parts[0] + parts[1]) / 2 + (parts[2] + parts[3]) / 2) / 2
                 torch.testing.assert_close(step(*batch), expected)
     kept = sum(len(state) > 0 for state in optimizers[0].state.values())
@@ -128,7 +130,9 @@ def the_same_bits_whatever_is_reduced_together() -> None:
             pipeline = DistributedPipeline(whole, schedule, mesh=mesh)
             found = pipeline(state, microbatches)
             expected = pfeife.evaluate(whole, state, microbatches)
-            names = {r.name for r in whole.reductions if r.owner in (None, pipeline.transport.replica)}
+            names = {
+                r.name for r in whole.reductions if r.owner in (None, pipeline.transport.replica)
+            }
             mine = {n: g for n, g in expected.gradients.items() if n in pipeline.gradients & names}
             assert mine and set(found.gradients) == set(mine)
             tied = one.tied if stages > 1 else ()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import CHAIN, lowered, schedules
 
-from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule, received_as
+from pfeife.data.schedule import RECEIVES, SENDS, Action, Schedule, received_as
 from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.simulate import simulate
 from pfeife.sched.families import gpipe, one_f_one_b

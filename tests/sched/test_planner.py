@@ -3,6 +3,7 @@
 import functools
 from itertools import combinations
 
+import attrs
 import pytest
 import torch
 from models import case
@@ -16,9 +17,10 @@ from pfeife.cost import estimate, machine
 from pfeife.data.machine import Link, Network
 from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
+from pfeife.data.replicas import Replicas
 from pfeife.sched import plan
 from pfeife.sched.cutting import split_at
-from pfeife.sched.cutting.room import curves_of
+from pfeife.sched.cutting.room import curves_of, rank_passes
 
 
 @functools.cache
@@ -177,3 +179,19 @@ def test_a_measured_network_changes_the_plan():
     seen = Network((Link(0, 1, sizes, (1.0, 3.0), (0.5, 1.5), nothing, 0.0),)).seen_by(CPU_CORE)
     assert (seen.link_latency, seen.link_bandwidth, seen.overlap) == (1.0, 500.0, 0.5)
     assert Network(()).seen_by(seen) == seen
+
+
+def test_the_step_of_replicas_has_what_is_left_to_reduce():
+    """As the reductions of the program itself take, of which one bucket a stage is all that can be
+    known before: an average sends twice what is sent to owners."""
+    program = annotated("GPT")
+    far = attrs.evolve(CPU_CORE, link_bandwidth=1e6, action_seconds=0.0, overlap=1.0)
+    steps = {}
+    for replicas in (1, Replicas(2, "average"), Replicas(2, "shard")):
+        found = sched.plan(program, machine=far, microbatches=4, stages=2, replicas=replicas)
+        ranks = pfeife.compose(*rank_passes(program, found, replicas))(program)
+        whole = sched.predict(ranks, sched.lower(found.schedule, ranks), far)
+        assert found.step_seconds == pytest.approx(whole.seconds, rel=0.02)
+        steps[str(replicas)] = found.step_seconds
+    alone, average, shard = steps.values()
+    assert 1.5 * (shard - alone) < average - alone < 2.5 * (shard - alone) and shard > alone

@@ -1,9 +1,9 @@
 """Parameters that one replica trains for all: after its optimizer's step the others copy them.
 
-                        replica 0        replica 1
-    optimizer.step()    w0 is stepped    w1 is stepped      each has a gradient of its own alone
-    at its end          w0 --------->    a copy of w0
-                        a copy of w1     <--------- w1
+                    replica 0        replica 1
+optimizer.step()    w0 is stepped    w1 is stepped      each has a gradient of its own alone
+at its end          w0 --------->    a copy of w0
+                    a copy of w1     <--------- w1
 """
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -105,7 +105,9 @@ class Copies:
                 for one, work in zip(sent, works, strict=True):
                     world.wait(work)
                     one.unpack()
-        self.versions.update({n: version_of(one) for n, one in copied.items() if n in self.versions})
+        self.versions.update(
+            {n: version_of(one) for n, one in copied.items() if n in self.versions}
+        )
         self.behind = False
 
 

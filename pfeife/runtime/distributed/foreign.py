@@ -53,7 +53,7 @@ class Foreign:
         self.turn = 0
         self.reading = False  # whether pfeife itself looks for the names of all state
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: object) -> bool:
         return tensor in self.found or tensor in self.copies
 
     def add(self, tensor: torch.Tensor, number: int, name: str, ranks: tuple[int, ...]) -> None:

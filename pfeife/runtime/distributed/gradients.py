@@ -131,9 +131,9 @@ class Gradients:
             if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
                 raise ValueError(
                     f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
-                    f"trained on ranks {list(owned.everywhere)} of {owned.mesh.size}: use an optimizer "
-                    "that takes parameters one by one, or replicas= as many as there are ranks, "
-                    "and data_parallel='average'"
+                    f"trained on ranks {list(owned.everywhere)} of {owned.mesh.size}: use an "
+                    "optimizer that takes parameters one by one, or as many replicas= as there are "
+                    "ranks, and data_parallel='average'"
                 )
 
     def _check_state(

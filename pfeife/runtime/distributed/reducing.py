@@ -124,7 +124,7 @@ class Route:
         """The parts as they are sent, in one tensor."""
         bucket = self.bucket
         flat = parts[0].new_empty(bucket.flat_bytes // bucket.dtype.itemsize, dtype=bucket.dtype)
-        places = [range(len(parts))]
+        places: list[Sequence[int]] = [range(len(parts))]
         if bucket.owned:
             places = [bucket.share(replica) for replica in self._replicas]
         at = 0

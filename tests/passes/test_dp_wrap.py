@@ -1,0 +1,59 @@
+"""Which gradients travel together, and who owns them."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import captured, clusters
+
+import pfeife
+from pfeife.ir.program import Role
+from pfeife.lowering.buckets import buckets_of
+from pfeife.testing import plans
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_buckets_and_shares(data):
+    """No bucket is too large unless by one gradient, none has what is reduced elsewhere or later;
+    the shares of replicas differ by no more than the largest gradient, and known owners stay."""
+    fused = clusters(captured("TiedGPT")[1])
+    plan = data.draw(plans(fused, 2))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    mesh = pfeife.Mesh(len(plan.schedule.ranks), data.draw(st.integers(2, 4)))
+    size = data.draw(st.sampled_from([1, 1000, 4000, 2**20]))
+    how = data.draw(st.sampled_from(["average", "shard"]))
+    names = sorted({port.fqn for port in sent.ports(Role.GRADIENT)})
+    owners = st.none() | st.integers(0, mesh.replicas - 1)
+    known = data.draw(st.dictionaries(st.sampled_from(names), owners, max_size=3))
+    wrapped = pfeife.dp_wrap(mesh, how, bucket_bytes=size, owners=known)(sent)
+    buckets = buckets_of(wrapped)
+    assert sorted(one.name for b in buckets for one in b.reductions) == names
+    for bucket in buckets:
+        alike = {(one.stages[0], one.ranks, one.owner is None) for one in bucket.reductions}
+        assert len(alike) == 1 and (bucket.bytes <= size or len(bucket.reductions) == 1)
+        pieces = sum(bucket.piece(k) for k in range(mesh.replicas)) * len(bucket.first.ranks)
+        rest = pieces - sum(bucket.elements) * (len(bucket.first.ranks) if bucket.owned else 1)
+        assert rest == 0 if bucket.owned else 0 <= rest < bucket.members
+    found = {one.name: one.owner for one in wrapped.reductions}
+    assert {name: found[name] for name in known} == known
+    if how == "average" or known:
+        assert all((found[n] is None) == (how == "average") for n in names if n not in known)
+        return
+    sizes = {port.fqn: port.bytes for port in sent.ports(Role.GRADIENT)}
+    for rank in range(mesh.ranks):
+        mine = [one for one in wrapped.reductions if rank in one.ranks]
+        held = Counter(dict.fromkeys(range(mesh.replicas), 0))
+        for one in mine:
+            held[one.owner] += sizes[one.name]
+        tied = sum(sizes[one.name] for one in mine if len(one.ranks) > 1)
+        largest = max((sizes[one.name] for one in mine), default=0)
+        assert max(held.values()) - min(held.values()) <= largest + tied
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ValueError, match=r"Replicas.how='zero': must be 'average' or 'shard'"):
+        pfeife.dp_wrap(pfeife.Mesh(1, 2), "zero")
+    with pytest.raises(ValueError, match="option data_parallel='zero': must be 'average' or 'sha"):
+        pfeife.compile(lambda x: x, data_parallel="zero")
