@@ -58,10 +58,10 @@ def world(file: str, ranks: int, arguments: Sequence[str], seconds: float = 600.
         raise RuntimeError(f"{ranks} ranks of {file} {' '.join(arguments)}: {code}")
 
 
-def run(file: str, main: Callable[[], None]) -> None:
+def run(file: str, main: Callable[[], None], ranks: int = 2) -> None:
     """What a benchmark's file does: starts its ranks, or is one of them."""
     if "RANK" not in os.environ:
-        launch(file)
+        launch(file, ranks)
     torch.set_num_threads(1)
     join_world(DEVICE)
     main()

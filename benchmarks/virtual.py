@@ -35,7 +35,7 @@ def _first_row(like: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def forward(x: torch.Tensor, weight: torch.Tensor, units: int) -> torch.Tensor:
     start = time.perf_counter()
-    result = _first_row(x, x[:1] * weight)
+    result = _first_row(x, x[:1] * weight[:1])
     _wait(start, units)
     return result
 
@@ -44,9 +44,10 @@ def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, units: int) -> 
     return forward(gradient, weight, units)
 
 
-def weight_gradient(gradient: torch.Tensor, x: torch.Tensor, units: int) -> torch.Tensor:
+def weight_gradient(gradient: torch.Tensor, x: torch.Tensor, rows: int, units: int) -> torch.Tensor:
     start = time.perf_counter()
-    result = gradient[:1] * x[:1]
+    result = gradient.new_zeros(rows, WIDTH)
+    torch.mul(gradient[:1], x[:1], out=result[:1])
     _wait(start, units)
     return result
 
@@ -64,7 +65,7 @@ _LIBRARY = torch.library.Library("virtual", "DEF")
 _SHAPES = {
     forward: lambda x, weight, units: torch.empty_like(x),
     input_gradient: lambda gradient, weight, units: torch.empty_like(gradient),
-    weight_gradient: lambda gradient, x, units: gradient.new_empty((1, WIDTH)),
+    weight_gradient: lambda gradient, x, rows, units: gradient.new_empty((rows, WIDTH)),
     mean_square: lambda x: x.new_empty(()),
     mean_square_gradient: lambda gradient, x: torch.empty_like(x),
 }
@@ -77,13 +78,14 @@ OPS = torch.ops.virtual
 
 def _save(ctx, inputs, output):
     *tensors, ctx.units = inputs
+    ctx.rows = len(tensors[1])
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx, gradient):
     x, weight = ctx.saved_tensors
     to_input = OPS.input_gradient(gradient, weight, ctx.units) if ctx.needs_input_grad[0] else None
-    return to_input, OPS.weight_gradient(gradient, x, ctx.units), None
+    return to_input, OPS.weight_gradient(gradient, x, ctx.rows, ctx.units), None
 
 
 def _save_input(ctx, inputs, output):
@@ -118,12 +120,12 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, x, units):
         ctx.save_for_backward(x)
-        ctx.units = units
+        ctx.rows, ctx.units = len(weight), units
         return weight.new_empty(()).expand(x.shape)
 
     @staticmethod
     def backward(ctx, gradient):
-        return OPS.weight_gradient(gradient, *ctx.saved_tensors, ctx.units), None, None
+        return OPS.weight_gradient(gradient, *ctx.saved_tensors, ctx.rows, ctx.units), None, None
 
 
 class _Both(torch.autograd.Function):
@@ -142,13 +144,14 @@ class Layer(nn.Module):
     """A layer that takes some units of time for its forward and for each of its gradients.
 
     Captured, it is one operation whose gradients are two; run as it is, three nodes of autograd,
-    of which torch.distributed.pipelining can run the gradients apart.
+    of which torch.distributed.pipelining can run the gradients apart. Its weight has some `rows` of
+    1 KB, of which only the first is used.
     """
 
-    def __init__(self, units: int = 1):
+    def __init__(self, units: int = 1, rows: int = 1):
         super().__init__()
         self.units = units
-        self.weight = nn.Parameter(torch.rand(1, WIDTH) + 0.5)
+        self.weight = nn.Parameter(torch.rand(rows, WIDTH) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():

@@ -151,11 +151,12 @@ def profile_memory(
     microbatches: Sequence[Any],
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    replica: int = 0,
     **options: Any,
 ) -> tuple[MemoryCurve, ...]:
     """Runs a step (arguments as for `evaluate`) and returns the bytes that every rank held.
 
-    Collective; the ranks of the first replica. A step runs before, which makes what stays. On
+    Collective; the ranks of one replica. A step runs before, which makes what stays. On
     CPUs live tensors are counted, on CUDA the allocator is asked. What the rank's stages hold all
     the time is counted from `state`, the batch and the optimizer's state.
     """
@@ -188,8 +189,8 @@ def profile_memory(
         points = tensors.points
     text = plain.to_json(MemoryCurve(rank, held, tuple(points)))
     texts, mesh = pipeline.transport.world.from_all_ranks(text), pipeline.mesh
-    first = (texts[mesh.in_world(0, rank)] for rank in range(mesh.ranks))
-    return tuple(plain.from_json(MemoryCurve, one) for one in first)
+    theirs = (texts[mesh.in_world(replica, rank)] for rank in range(mesh.ranks))
+    return tuple(plain.from_json(MemoryCurve, one) for one in theirs)
 
 
 def _ordered(events: list[Event]) -> Timeline:
