@@ -231,7 +231,9 @@ class _Build:
         owners: dict[str, frozenset[int]] = {}
         replicas = self.options.replicated({})
         if world:
-            owners = world.ownership.of(captured.program, slots, self.builder.mesh(world))
+            given = captured.program, slots, self.builder.mesh(world)
+            world.ownership.adopt(*given, world)
+            owners = world.ownership.of(*given)
             known = world.ownership.replicas(captured.program, slots)
             replicas = self.options.replicated(known)
         if self.builder.home is not None:

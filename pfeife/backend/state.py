@@ -18,9 +18,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's `state_dict()` with everything that has been trained, as copies on the CPU.
 
     Under torchrun all ranks must call it, and each gets the whole; every tensor comes from the
-    first rank that trains it. In one process it is a copy of `state_dict()`. Raises ValueError
-    where a rank has written to state that others train, or calls something else than the others,
-    PipelineError if a rank does not call it.
+    first rank that trains it, or trains what it is a copy of, such as a moving average. In one
+    process it is a copy of `state_dict()`. Raises ValueError where a rank has written to state that
+    others train, or calls something else than the others, PipelineError if a rank does not call it.
     """
     world = world_so_far()
     if world is None:

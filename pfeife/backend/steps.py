@@ -71,6 +71,8 @@ class Steps:
             return self._run(builder, key, compiled, args, world, seed, sent)
         with world.service.script.resting("its next call of a compiled step"):
             seed = self._agreed(world, args, compiled, options, seed)
+        if compiled and builder.outdated(compiled, args, world):  # copies have found their owners
+            compiled = None
         with world.service.called():
             return self._run(builder, key, compiled, args, world, seed, sent)
 

@@ -3,4 +3,14 @@
 A module a topic, with rows (`rows.py`); `tests/test_distributed.py` makes tests of them.
 """
 
-TOPICS = ("models", "replicas", "loops", "channels", "refusals", "memory", "deferred", "data")
+TOPICS = (
+    "models",
+    "replicas",
+    "loops",
+    "channels",
+    "refusals",
+    "memory",
+    "deferred",
+    "data",
+    "scripts",
+)

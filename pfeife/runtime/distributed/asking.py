@@ -44,6 +44,11 @@ class Asking:
                 found |= self.service.tensors(rank, numbers)
         return found
 
+    def values(self, missing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of absent tensors, in their order. Raises as `Service.tensors`."""
+        found = self.tensors(missing)
+        return [found[self.number(one)] for one in missing]
+
     def states(self, named: Named, missing: Iterable[torch.Tensor]) -> dict[int, Any]:
         """An optimizer's state for absent tensors by their numbers. Raises as `Service.states`."""
         found: dict[int, Any] = {}

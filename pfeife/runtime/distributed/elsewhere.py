@@ -72,8 +72,9 @@ class Elsewhere(torch.Tensor):
     """The gradient of a parameter that other ranks train, or what was computed of it.
 
     Norms of the gradient are those of its owner. What changes each of its elements in place is done
-    there; what is computed of each, is elsewhere too; a tensor of this rank that it is written into
-    becomes NaN. All else raises ValueError.
+    there; what is computed of each, or along some dimensions, is elsewhere too; a tensor of this
+    rank that it is written into becomes NaN. Random numbers of its shape are drawn here as there.
+    All else raises ValueError.
     """
 
     owned: Any  # its parameter's `Owned`
@@ -129,7 +130,9 @@ def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) ->
 
 def _vector_norm(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     one, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
-    if dims or kwargs.get("dim") or one.computed:
+    if dims or kwargs.get("dim"):
+        return _along(func, args, kwargs)
+    if one.computed:
         raise _refused(func, args, kwargs)
     norm = one.norms.take(one.owned.number, float(order))
     dtype = one.dtype.to_real() if one.dtype.is_complex else one.dtype
@@ -177,12 +180,17 @@ def _unscaled(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _computed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
-    """An operation that computes a number of each element, or gives them another shape."""
+    """An operation that computes something of each element, or gives them another shape."""
     if not _keeps_elements(func):
         raise _refused(func, args, kwargs)
+    return _along(func, args, kwargs)
+
+
+def _along(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
+    """What an operation computes, which reads nothing of another shape, as a shape."""
     shapes = pytree.tree_map_only(torch.Tensor, _shape, (args, kwargs))
     found = func(*shapes[0], **shapes[1])
-    if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+    if not isinstance(found, torch.Tensor):
         raise _refused(func, args, kwargs)
     one = _of(args, kwargs)
     like = torch.empty_strided((), (), dtype=found.dtype, device=one.device)
@@ -229,11 +237,20 @@ def _keeps_elements(func: Any) -> bool:
 
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
-_LIKE = (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
+_LIKE = (
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    *(aten.rand_like, aten.randn_like),
+)
+_ALONG = (  # some dimensions
+    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default),
+    aten.var.correction,
+)
 _RULES: Mapping[Any, Callable[[Any, tuple, dict[str, Any]], Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _vector_norms,
     **{operation.default: _made for operation in _LIKE},
+    **dict.fromkeys(_ALONG, _along),
     aten.detach.default: _itself,
     aten.alias.default: _itself,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,

@@ -1,8 +1,11 @@
-"""State that other ranks train: here it is NaN, and whoever reads it is told what to do."""
+"""State that other ranks train: here it is NaN, and whoever reads it is told what to do.
+
+Integers are the least of their dtype.
+"""
 
 import hashlib
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -38,7 +41,7 @@ class _Absent:
         tensor = self.tensor()
         if tensor is not None and self.probe is not None and tensor.data_ptr() != self.place:
             self.place, self.probe = tensor.data_ptr(), _probe(tensor)
-            if _are_nan([self.probe]):
+            if _are_nothing([self.probe]):
                 _fill(tensor, self)
         return self
 
@@ -82,8 +85,8 @@ class Foreign:
         written = [one.number for one in mine if version_of(one.tensor()) != one.version]
         self.turn = (self.turn + _PROBED) % max(1, len(mine))
         few = mine[self.turn : self.turn + _PROBED]
-        if not _are_nan([one.moved().probe for one in few]):
-            written += [one.number for one in mine if not _are_nan([one.moved().probe])]
+        if not _are_nothing([one.moved().probe for one in few]):
+            written += [one.number for one in mine if not _are_nothing([one.moved().probe])]
         return sorted(set(written))
 
     def _settle(self, one: _Absent) -> None:
@@ -91,7 +94,7 @@ class Foreign:
         tensor, probe = one.tensor(), one.moved().probe
         if tensor is None or version_of(tensor) == one.version:
             return
-        if probe is not None and _are_nan([probe]):
+        if probe is not None and _are_nothing([probe]):
             _fill(tensor, one)
 
     def lacks(self, tensor: torch.Tensor) -> bool:
@@ -129,20 +132,35 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
             tensor.data.fill_(float("nan"))
         if nothing is not None:
             tensor.data = nothing
-        one.probe = _probe(tensor)
+    elif tensor.dtype.is_signed:  # a count of batches
+        tensor.data.fill_(torch.iinfo(tensor.dtype).min)
+    one.probe = _probe(tensor)
     one.version, one.place = version_of(tensor), tensor.data_ptr()
 
 
+def is_nothing(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values but those of what other ranks train, or of a copy of that."""
+    probe = _probe(tensor.detach())
+    return probe is not None and _is_nothing(probe) and _is_nothing(tensor.detach())
+
+
 def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor.data.as_strided((1,), (1,)) if tensor.numel() else None
+    known = tensor.numel() and tensor.dtype.is_signed
+    return tensor.data.as_strided((1,), (1,)) if known else None
 
 
-def _are_nan(probes: Sequence[torch.Tensor | None]) -> bool:
+def _are_nothing(probes: Sequence[torch.Tensor | None]) -> bool:
     kinds: dict[tuple, list[torch.Tensor]] = {}
     for probe in probes:
         if probe is not None:
             kinds.setdefault((probe.dtype, probe.device), []).append(probe)
-    return all(bool(torch.cat(same).isnan().all()) for same in kinds.values())
+    return all(_is_nothing(torch.cat(same)) for same in kinds.values())
+
+
+def _is_nothing(values: torch.Tensor) -> bool:
+    if values.is_floating_point() or values.is_complex():
+        return bool(values.isnan().all())
+    return bool((values == torch.iinfo(values.dtype).min).all())
 
 
 @attrs.frozen
@@ -162,10 +180,16 @@ class _Arrival:
 
 class Guard:
     """Hooks of the modules with state that ranks own (`owned`). They are captured with the model,
-    so that every rank has the same ones, and where nothing is absent they do nothing."""
+    so that every rank has the same ones, and where nothing is absent they do nothing. `ask` gives
+    the values of absent tensors."""
 
-    def __init__(self, owned: Container[torch.Tensor], foreign: Foreign):
-        self.owned, self.foreign = owned, foreign
+    def __init__(
+        self,
+        owned: Container[torch.Tensor],
+        foreign: Foreign,
+        ask: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ):
+        self.owned, self.foreign, self.ask = owned, foreign, ask
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch(self, roots: Iterable[nn.Module]) -> None:
@@ -187,7 +211,14 @@ class Guard:
             )
 
     def __deepcopy__(self, memo: dict) -> "Guard":
-        return self  # copies have tensors of their own, which are not absent
+        """Called when a module is copied, after its tensors: the copies, which are not absent, get
+        the values that the owners have. Raises what asking them does."""
+        copied = [one for one in self.foreign.found if id(one) in memo and self.foreign.lacks(one)]
+        copied = [one for one in copied if _are_nothing([_probe(memo[id(one)])])]
+        with torch.no_grad():
+            for one, value in zip(copied, self.ask(copied) if copied else (), strict=True):
+                memo[id(one)].copy_(value)
+        return self
 
     def __reduce__(self) -> Any:
         raise ValueError(NOT_PICKLED)

@@ -13,6 +13,7 @@ from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
+from pfeife.runtime.distributed.derived import holders_of
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest, version_of
 from pfeife.runtime.distributed.gradients import Gradients, compared
@@ -38,6 +39,7 @@ class Ownership:
                    rank 0     rank 1
         blocks.0   trained    NaN         Owned(0, "blocks.0", ranks=(0,))
         tied       trained    trained     Owned(1, "tied", ranks=(0, 1))
+        average    values     NaN         Owned(2, "average", ranks=(0,)), a copy of blocks.0
         frozen     borrowed   borrowed    nobody owns it, all have its values
     """
 
@@ -47,8 +49,8 @@ class Ownership:
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
-        self.guard = Guard(self.known, self.foreign)
         self.asking = Asking(self.known, self.foreign)
+        self.guard = Guard(self.known, self.foreign, self.asking.values)
         self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
         self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
@@ -141,15 +143,34 @@ class Ownership:
             self._note(tensor, owned, world.rank)
         mine = [t for t, owned in pairs if owned.trains(world.rank) and t.requires_grad]
         self.gradients.watch(mine)
+        modules = tuple(modules)
+        self.guard.watch(modules)
+        self.saving.watch(modules)
         if pairs:
-            modules = tuple(modules)
-            self.guard.watch(modules)
-            self.saving.watch(modules)
             self.stepping.install()  # first, so that the others see what the optimizer sees
             self.copies.install()  # before others take the step for done
             self.gradients.install()
             self.optimizers.install()  # last, since the other refuses what this one lets go of
             give_back()
+
+    def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
+        """Gives what a script has computed of what ranks train its owners (collective)."""
+        ports = program.ports(Role.PARAMETER, Role.BUFFER)
+        self.adopt_derived({p.fqn: slots[p.name] for p in ports if p.name in slots}, world, mesh)
+
+    def adopt_derived(
+        self, state: Mapping[str, Any], world: "World", mesh: Mesh | None = None
+    ) -> None:
+        """The same of tensors by their names, in a mesh, or that of what is trained."""
+        if all(len(owned.holders) == world.size for owned in self.owned.values()):
+            return
+        mesh = mesh or next(iter(self.owned.values())).mesh
+        new = {n: one for n, one in state.items() if isinstance(one, torch.Tensor)}
+        new = {n: o for n, o in new.items() if o not in self.known and not is_waiting(o)}
+        held = holders_of(new, mesh, world)
+        for number, (name, ranks) in enumerate(held.items(), len(self.owned)):
+            alike = mesh.replicas == 1 or new[name].requires_grad
+            self._note(new[name], Owned(number, name, ranks, mesh, alike), world.rank)
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
@@ -242,7 +263,12 @@ class Ownership:
         self.optimizers.compare(steps, told.pop("loaded"), world.size)
         if not any(told.values()):
             return
-        wrong = compared(told["scaled"]) or _spoiled(told["nan"])
+        if told["nan"] and borrowed:
+            state = {n: args[at] for n, at in zip(borrowed.names, borrowed.at, strict=True)}
+            self.adopt_derived(state, world)
+            borrowed.forget(args, self.known)
+        left = set(borrowed.names) if borrowed else set()
+        wrong = compared(told["scaled"]) or _spoiled(told["nan"], left)
         if wrong:
             raise Refusal(wrong)
         mine = self._among(args)
@@ -353,15 +379,17 @@ def _check_alike(
             )
 
 
-def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
-    """What is wrong with state that nobody trains, "" if nothing."""
-    if not told:
+def _spoiled(told: Mapping[int, Sequence[Sequence[str]]], left: Collection[str]) -> str:
+    """What is wrong with state that nobody trains, of which no rank owns what is `left`; "" if
+    nothing."""
+    named = [(rank, " ".join(line)) for rank, lines in told.items() for line in lines]
+    rank, name = next((one for one in named if one[1] in left), (0, ""))
+    if not name:
         return ""
-    rank, lines = next(iter(told.items()))
     return (
-        f"{' '.join(lines[0])} has become NaN on rank {rank}: the step reads it and no rank trains "
-        "it. A copy of parameters that other ranks train, such as their moving average, can only "
-        "be made from pfeife.full_state_dict(model), which every rank calls"
+        f"{name} has become NaN on rank {rank}: the step reads it and no rank trains "
+        "it. What is computed of parameters that several ranks train can only be made from "
+        "pfeife.full_state_dict(model), which every rank calls"
     )
 
 

@@ -28,6 +28,7 @@ def all_state(
         text = "\n".join([*state, told])
         found = world.agreed(text, f"the names in {what}", note=news, refused=refused)
         world.ownership.agree(world, found.notes, args=values)
+        world.ownership.adopt_derived(state, world)
     return state
 
 

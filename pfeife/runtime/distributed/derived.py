@@ -1,0 +1,33 @@
+"""What a script computes of all that ranks train: each rank has the values of its part.
+
+                      rank 0     rank 1
+blocks.0              trained    NaN
+average.blocks.0      values     NaN        made of it outside of a step: it is rank 0's, too
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from pfeife.data.machine import Mesh
+from pfeife.runtime.distributed.foreign import is_nothing
+
+if TYPE_CHECKING:
+    from pfeife.runtime.distributed.world import World
+
+
+def holders_of(
+    tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: "World"
+) -> dict[str, tuple[int, ...]]:
+    """The ranks of a pipeline that have values of tensors which the others have as NaN: of those
+    where these are the same ranks in each pipeline (collective)."""
+    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if is_nothing(one))
+    told = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
+    found = {}
+    for at, name in enumerate(tensors):
+        having = [rank for rank, lacks in enumerate(told) if at not in lacks]
+        places = sorted({mesh.place(rank)[1] for rank in having})
+        if 0 < len(having) < len(told) and len(having) == mesh.replicas * len(places):
+            found[name] = tuple(places)
+    return found

@@ -1,0 +1,31 @@
+"""Some of what people write in training loops, beside one device: `benchmarks/loop_table.py` has
+all of it, in all cells."""
+
+import functools
+import os
+
+import torch.distributed as dist
+from beside import Cell, judged
+from rows import Row, add
+from scripts import SCRIPTS
+
+SHARE = {  # on two ranks that have a stage each
+    "a_copy_of_the_model": "right",
+    "a_moving_average": "right",
+    "another_dtype": "right",
+    "gradient_noise": "right",
+    "gradients_centred_and_clipped_by_rows": "right",
+    "one_vector_of_parameters": "NaN",
+    "low_rank_adapters": "right",
+}
+
+
+def beside_one_device(name: str, kind: str, cell: Cell) -> None:
+    found = judged(SCRIPTS[name], cell, int(os.environ["RANK"]), steps=12)
+    assert found.kind == kind, found.text
+    dist.barrier()  # no script is ahead
+
+
+for _name, _kind in SHARE.items():
+    _check = functools.partial(beside_one_device, _name, _kind, Cell(2, "1f1b", 1))
+    add(globals(), Row(_name, _check, ranks=(2,)))
