@@ -5,6 +5,7 @@ from pfeife.backend.checkpoints import Checkpoints
 from pfeife.backend.explain import Explanation, explain
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
+from pfeife.data.figures import StepFigures
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Schedule
@@ -50,6 +51,7 @@ __all__ = [
     "Result",
     "Role",
     "Schedule",
+    "StepFigures",
     "Timeline",
     "annotate",
     "backend",

@@ -4,10 +4,11 @@
 has what Dynamo hands over and `steps` what is built of it, `pieces` and `piece_steps` those of a
 step which Dynamo has broken; `decide` asks the planner, `build` makes a pipeline of it, `call` runs
 that as a function of autograd, `loss_scale` knows with which gradient of the loss, `changed` writes
-to arguments what the step changes of them in place, `explain` says what would become of a step,
-`given` checks decisions and functions that are options, `state` reads state that is on other ranks,
-`checkpoints` saves and loads it (`restoring` has the model and optimizers, `beside` what else there
-is), `values` sees to those of models that were made without, `artifacts` writes what was decided.
+to arguments what the step changes of them in place, `meter` measures a call; `explain` says what
+would become of a step, `given` checks decisions and functions that are options, `state` reads state
+that is on other ranks, `checkpoints` saves and loads it (`restoring` has the model and optimizers,
+`beside` what else there is), `values` sees to those of models that were made without, `artifacts`
+writes what was decided.
 """
 
 import sys

@@ -12,6 +12,7 @@ import torch
 from pfeife import _torch
 from pfeife.backend.changed import write_changed
 from pfeife.backend.loss_scale import Again, LossScale, loss_scale_of
+from pfeife.backend.meter import Figures, Meter, figures_of
 from pfeife.backend.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
@@ -102,16 +103,19 @@ def run_step(
     compiled: Compiled,
     options: Options,
     args: Sequence[Any],
+    meter: Meter,
     seed: int = 0,
     show: Shown | None = None,
     sent: Sent | None = None,
 ) -> list[torch.Tensor]:
     """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
-    given for the first one, which takes longest; `sent` has what rank 0 alone was given."""
+    given for the first one, which takes longest; `sent` has what rank 0 alone was given. The
+    `meter` has been told that it begins."""
     captured = compiled.captured
     slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
-    call = Call(compiled, options, seed, show, sent)
+    call = Call(compiled, options, meter, seed, show, sent)
     found = dict(zip(captured.results, _results(call, slots), strict=True))
+    call.measured()
     own = {captured.carried[name]: slots[name] for name in captured.in_place}
     return list((found | own).values())
 
@@ -157,10 +161,12 @@ class Call:
         self,
         compiled: Compiled,
         options: Options,
+        meter: Meter,
         seed: int = 0,
         show: Shown | None = None,
         sent: Sent | None = None,
     ):
+        self.meter, self.seconds = meter, 0.0
         self.seed, self.sent = seed, sent
         self.show, self.done = show, itertools.count(1)  # actions of rank 0 that are shown as done
         self.compiled, self.options = compiled, options
@@ -169,6 +175,7 @@ class Call:
         self.program = compiled.captured.program
         self.inside = bool(self.program.ports(Role.LOSS))
         self.step: Any = None
+        self.figures: Figures | None = None  # of the step once all of it has run
         self.result: Result | None = None
         self.scale = compiled.loss_scale.value if compiled.loss_scale else 1.0
         self.again: Again | None = None
@@ -193,6 +200,7 @@ class Call:
         result = self.step.result()
         self._check_answers(result)
         if not later:
+            self.figures = figures_of(self.step)
             self.step, self.result = None, result
         with torch.no_grad():
             for port in self.program.ports(Role.BUFFER):
@@ -211,6 +219,17 @@ class Call:
         write_changed(captured, slots, joined)
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
+
+    def measured(self) -> None:
+        """The call, or the backward, has ended."""
+        if not self.meter.asked:
+            return
+        self.seconds += self.meter.end()
+        if self.leaves and self.figures is not None:
+            built = self.show is not None
+            self.meter.note(self.compiled, self.figures, self.seconds, built=built)
+        elif not self.leaves:
+            self.meter.forget()
 
     def _kept(self, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:
         """What the step reads, before it writes any of it."""
@@ -292,6 +311,7 @@ class Call:
         """Runs the backwards; returns the gradients of the leaves."""
         self._run("first backward", forward=False)
         result = self.step.result(outputs=False)
+        self.figures = figures_of(self.step)
         _tell(self.elsewhere, result.overflow)
         return self.gradients(result)
 
@@ -415,12 +435,17 @@ class _LossOutside(torch.autograd.Function):
                 "backward ran a second time through one call of a pipelined step; with the loss "
                 "outside its activations are gone: call the step again"
             )
+        if call.meter.asked:
+            call.meter.begin()
         with call.step.preparing():
             ctx.saved_tensors  # noqa: B018  raises if one was changed in place
             tangents = call.tangents(given)
             call.step.compare(tangents, values=call.options.compare_batches)
             call.step.set_tangents(tangents)
-        return (None, None, *call.backward())
+        gradients = call.backward()
+        call.measured()
+        call.meter.tell()
+        return (None, None, *gradients)
 
 
 def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:

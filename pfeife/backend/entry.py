@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.backend.build import Builder
 from pfeife.backend.call import Compiled
 from pfeife.backend.graphs import BatchedGraph
+from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options, options_from, versions
 from pfeife.backend.piece_steps import PieceSteps
 from pfeife.backend.pieces import Parts, Piece
@@ -42,6 +43,7 @@ class Backend:
         links = options.network
         network = links if isinstance(links, Network | None) else _measured(links)
         self.builder = Builder(options, target, network)
+        self.meter = Meter(options.log_every, options.on_step, target, options.optimizer)
         self.known: dict[tuple[bool, int], Options] = {}
 
     def options_for(self, world: World | None, microbatches: int | None = None) -> Options:
@@ -69,7 +71,13 @@ class Backend:
             steps = self.steps(module, examples)
         except Exception as error:
             return _raising(error)
-        return lambda *args: steps(args)
+
+        def run(*args: Any) -> Any:
+            results = steps(args)
+            self.meter.tell()
+            return results
+
+        return run
 
     def steps(self, module: fx.GraphModule, examples: Sequence[Any]) -> Steps:
         """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs

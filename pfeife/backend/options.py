@@ -25,6 +25,7 @@ from pfeife.backend.given import (
     passes_of,
     plan_of,
 )
+from pfeife.backend.meter import OnStep
 from pfeife.compilers import Compiler, checked, compiler_name
 from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
@@ -91,6 +92,11 @@ def _folder(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
     if there and not os.path.isdir(there):
         raise ValueError(f"option {attribute.name}={str(value)!r}: {there} is no folder")
+
+
+def _function(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"option {attribute.name}={value!r}: must be a function")
 
 
 def _seconds(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -209,6 +215,11 @@ class Options:
         backward where the step was traced); and looked at where no rule tells what becomes of rows.
     compare_batches: whether ranks compare at every call the values of the batch that each of them
         was given, and the gradients that arrive where the loss is outside.
+    log_every: after how many calls that train rank 0 logs a line (the logger `pfeife`, level INFO)
+        with the means since the last one: seconds, tokens or samples and operations a second, the
+        share of the machine's peak, the rank that waits longest, peaks of memory.
+    on_step: a function that is given the `pfeife.StepFigures` of every call that trains, on the
+        ranks that have one; calls that build a program have none.
     progress: whether rank 0 shows its progress on standard error, if that is a terminal.
     """
 
@@ -270,6 +281,8 @@ class Options:
     capture: Capture = attrs.field(default="auto", validator=_capture)
     check: bool = attrs.field(default=True, validator=_flag)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
+    log_every: int | None = attrs.field(default=None, validator=_count)
+    on_step: OnStep | None = attrs.field(default=None, validator=_function, repr=False)
     progress: bool = attrs.field(default=True, validator=_flag, repr=False)
 
     @property

@@ -109,6 +109,7 @@ class Step:
                 result, error = self.attempt(args, kwargs, world)
         if error is not None:
             raise error
+        self.backend.meter.tell()
         return result
 
     def attempt(

@@ -57,6 +57,8 @@ class Steps:
         Raises ValueError for what cannot be built, on all ranks; PipelineError when another rank
         fails.
         """
+        if self.backend.meter.asked:
+            self.backend.meter.begin()
         world = join_world(self._device(args), self.backend.options.timeout)
         options = options or self.backend.options_for(world)
         builder = self.backend.builder
@@ -91,7 +93,7 @@ class Steps:
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
-            return run_step(compiled, options, args, seed, sent=sent)
+            return run_step(compiled, options, args, self.backend.meter, seed, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
             if sent:
@@ -102,7 +104,7 @@ class Steps:
         seed = _seed(compiled)
         if world and _draws(compiled):
             seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
-        results = run_step(compiled, options, args, seed, show, sent)
+        results = run_step(compiled, options, args, self.backend.meter, seed, show, sent)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 

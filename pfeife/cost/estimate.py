@@ -69,6 +69,18 @@ def node_flops(node: fx.Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
 
 
+def flops_of(program: Program) -> dict[torch.dtype, int]:
+    """The floating-point operations of a microbatch, forward and backward, by the dtype in which
+    they are done; those of a program that recomputes have what it computes twice."""
+    found: dict[torch.dtype, int] = {}
+    bodies = [program.body(call) for call in program.calls] or [program.module]
+    for node in (node for body in bodies for node in body.graph.nodes):
+        count = node_flops(node) if node.op == "call_function" else 0
+        if count:
+            found[_dtype(node)] = found.get(_dtype(node), 0) + count
+    return found
+
+
 def _operation(node: fx.Node) -> tuple[Any, tuple]:
     """What a node runs, and on which arguments; a seeded operation is seen through."""
     return (node.args[0], node.args[3:]) if node.target is seeded else (node.target, node.args)

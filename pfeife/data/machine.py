@@ -85,6 +85,13 @@ class Machine:
         """Operations per second on a dtype: its own rate, else float32's."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
+    def peak_of(self, dtype: torch.dtype) -> float:
+        """Operations per second on a dtype as the data sheet has them: its own rate, else
+        float32's; the sustained ones where there are none."""
+        name = str(dtype).removeprefix("torch.")
+        known = self.flops | self.peak_flops
+        return known.get(name, known["float32"])
+
     def transfer_seconds(self, size: int) -> float:
         return self.link_latency + size / self.link_bandwidth
 

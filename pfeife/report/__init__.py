@@ -1,9 +1,11 @@
 """What people look at: texts and drawings of plans, timelines, memory and networks.
 
-`tables` writes them; read it first. `compare` puts what was predicted beside what was measured.
+`tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
+`step_line` has a step in a line.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
+from pfeife.report.step_line import step_line
 from pfeife.report.tables import (
     calls_table,
     chrome_trace,
@@ -33,6 +35,7 @@ __all__ = [
     "plan_table",
     "rank_part",
     "size",
+    "step_line",
     "summary",
     "table",
     "timeline_chart",

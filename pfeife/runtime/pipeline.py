@@ -24,9 +24,13 @@ Tangents = Sequence[Mapping[str, torch.Tensor]]  # of the outputs, per microbatc
 
 class PipelineStep(ABC):
     """One step of a pipeline, which may be run phase by phase; `steps` are those of its ranks
-    here."""
+    here. Once it has a result, `waiting` has the seconds in which each rank of the world waited for
+    others, none where that cannot be seen, and `peaks` the bytes of each process at its peak so
+    far."""
 
     steps: list[Step]
+    waiting: tuple[float, ...] = ()
+    peaks: tuple[int, ...] = ()
 
     @abstractmethod
     def run(

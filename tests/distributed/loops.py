@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.testing import eager_accumulation, own_gradients
 
 CPU_CORE = machine("cpu-core")
+RANK = int(os.environ.get("RANK", "0"))
 
 
 @row(ranks=(2,))
@@ -163,3 +166,46 @@ def pipelines_whose_neighbours_are_replicas() -> None:
         asked, whole = one.model.state_dict(), pfeife.full_state_dict(one.model)
         for name, value in whole.items():
             assert not value.isnan().any() and torch.equal(asked[name], value), name
+
+
+@row(ranks=(2,))
+def figures_of_all_ranks() -> None:
+    """Every rank has those of all: who waits for a stage that takes longer, and peaks."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 8))
+    model.append(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)]))
+    seen: list[pfeife.StepFigures] = []
+
+    def slow(graph, examples):
+        if RANK == 0:
+            return graph.forward
+
+        def run(*args):
+            time.sleep(0.02)
+            return graph.forward(*args)
+
+        return run
+
+    lines, log = Lines(), logging.getLogger("pfeife")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    told = None if RANK else seen.append  # the other rank need not have one
+    step = pfeife.compile(
+        lambda x: model(x).square().mean(), microbatches=2, compiler=slow, log_every=1, on_step=told
+    )
+    try:
+        for _ in range(3):
+            step(torch.ones(4, 8)).backward()
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(logging.NOTSET)
+    texts = [record.getMessage() for record in lines.records]
+    found = [text.split(":")[0] for text in texts if text.startswith("step ")]
+    if RANK:
+        assert not found and not seen
+        return
+    assert found == ["step 2", "step 3"] and [one.step for one in seen] == [2, 3]
+    for one in seen:
+        assert one.waits_most == 0 and 0.06 < one.waiting_seconds[0] <= one.seconds, one
+        assert len(one.peak_bytes) == len(one.account_bytes) == 2
+        assert min(one.peak_bytes) > 2**26

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal, describe
 from pfeife.runtime.interpret import RankRunner
+from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep
 from pfeife.runtime.results import owner, result_of, trained_on
@@ -163,6 +165,7 @@ class DistributedStep(PipelineStep):
     def __init__(self, pipeline: DistributedPipeline, step: Step, transport: DistributedTransport):
         self.pipeline, self.step, self.transport = pipeline, step, transport
         self.steps = [step]
+        self.spent = self.worked = 0.0  # seconds in this step, and those that are not waiting
         self.phases = PhaseGuard(pipeline.runner.has_phases)
 
     def run(
@@ -173,9 +176,13 @@ class DistributedStep(PipelineStep):
         runner, world = self.pipeline.runner, self.transport.world
         border = runner.backward_start
         start, end = (0 if forward else border), (None if backward else border)
+        begun, waited = time.monotonic(), world.waited
         with world.busy(self._doing), self.phases.running(forward, backward):
             runner.run(self.step, start, end, watch(runner.rank) if watch else None)
             self.transport.finish()
+        seconds = time.monotonic() - begun
+        self.spent += seconds
+        self.worked += seconds - (world.waited - waited)
 
     def _doing(self) -> Doing:
         """Read by the monitor's thread."""
@@ -203,6 +210,7 @@ class DistributedStep(PipelineStep):
         """Loss and outputs of the whole step, gradients and buffers of this rank; without
         `outputs` those that every rank has got already are left out. Raises PipelineError if any
         rank has failed, RuntimeError for a step that has not run."""
+        begun = time.monotonic()
         with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
             self.phases.check()
             mine = result_of(self.pipeline.program, self.transport.rank, self.step)
@@ -213,13 +221,22 @@ class DistributedStep(PipelineStep):
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
             # Last, since every rank waits here for all: either all have a result, or none has.
-            loss, overflow = self._loss(mine)
+            loss, overflow, figures = self._loss(mine)
+            self.spent += time.monotonic() - begun
+            self._note(figures)
             return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients, overflow)
 
-    def _loss(self, mine: Result) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The mean or sum of the replicas' losses, in their order, and whether any rank has a
-        gradient that is not finite. Every rank gives something, those without a loss zero: nobody
-        goes on before all have come."""
+    def _note(self, figures: Sequence[Sequence[float]]) -> None:
+        """What each rank has told of its seconds of work and its peak."""
+        worked, peaks = zip(*figures, strict=True)
+        self.peaks = tuple(map(int, peaks))
+        if self.pipeline.device.type != "cuda":
+            self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in worked)
+
+    def _loss(self, mine: Result) -> tuple[torch.Tensor | None, torch.Tensor, list[list[float]]]:
+        """The mean or sum of the replicas' losses, in their order; whether any rank has a gradient
+        that is not finite; the figures of each rank. Every rank gives something, those without a
+        loss zero: nobody goes on before all have come."""
         program, mesh = self.pipeline.program, self.pipeline.mesh
         ports = program.ports(Role.LOSS)
         dtype = ports[0].dtype if ports else torch.uint8
@@ -227,15 +244,19 @@ class DistributedStep(PipelineStep):
         if mine.loss is not None:
             given.copy_(mine.loss)
         flag = _overflows(mine.gradients.values()).to(given.device, torch.uint8).reshape(1)
-        found = self.transport.world.gather(torch.cat([given.view(torch.uint8), flag]))
+        told = [self.worked, float(peak_bytes(given.device))]
+        figures = torch.tensor(told, dtype=torch.float64, device=given.device).view(torch.uint8)
+        parts = [figures, given.view(torch.uint8), flag]  # in this order, for the sake of alignment
+        found = self.transport.world.gather(torch.cat(parts))
+        every = torch.stack([one[: len(figures)] for one in found]).view(torch.float64).tolist()
         overflow = torch.stack([one[-1] for one in found]).any()
         if not ports:
-            return None, overflow
+            return None, overflow, every
         first = owner(program, ports[0])
         given_by = [found[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
-        losses = [one[:-1].clone() for one in given_by]
+        losses = [one[len(figures) : -1].clone() for one in given_by]
         whole = [one.view(dtype).reshape(ports[0].shape) for one in losses]
-        return (mean if program.averages else add)(whole), overflow
+        return (mean if program.averages else add)(whole), overflow, every
 
     def _shared(
         self, mine: Sequence[Mapping[str, torch.Tensor]], role: Role

@@ -144,11 +144,13 @@ class DistributedTransport(Buffered):
             raise self.world.lost(self._in_world(destination), error) from error
 
     def _wait(self, peer: int, works: Works) -> None:
-        self.awaited = self._in_world(peer), time.monotonic()
+        begun = time.monotonic()
+        self.awaited = self._in_world(peer), begun
         try:
             for work in works:
                 work.wait(*self.patience)
             self.awaited = None, None
+            self.world.waited += time.monotonic() - begun
         except RuntimeError as error:
             raise self.world.lost(self._in_world(peer), error) from error
 

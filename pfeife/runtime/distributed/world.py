@@ -72,6 +72,7 @@ class World:
         self.warned = False  # that ranks are seeded differently
         self.inside, self.asking = 0, False
         self.waiting: float | None = None  # since when for all ranks
+        self.waited = 0.0  # seconds so far, for messages and for all ranks
         self.look: Callable[[], Doing] = _outside
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
@@ -212,6 +213,7 @@ class World:
                     if over:
                         raise self.lost(None, error) from None
         finally:
+            self.waited += time.monotonic() - self.waiting
             self.waiting = None
 
     def broadcast(self, value: torch.Tensor, source: int, among: Connection | None = None) -> None:

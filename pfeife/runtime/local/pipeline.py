@@ -13,7 +13,7 @@ import torch
 
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean
-from pfeife.ir.program import Program, Reduction
+from pfeife.ir.program import Program, Reduction, Role
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import acknowledged
@@ -21,6 +21,7 @@ from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
 from pfeife.runtime.local.threads import Threads, flushes_denormals
+from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
 from pfeife.runtime.results import result_of, trained_on
@@ -55,6 +56,7 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
         self.world, self.rank, self.offset, self.device = world, rank, offset, device
         self.copies = PeerCopies(device) if device is not None else None
+        self.waited = 0.0  # seconds so far
 
     def expect(self, source: int, channel: Channel) -> None:
         pass
@@ -74,9 +76,7 @@ class LocalTransport:
         channel = (self.offset + source, self.offset + self.rank)
         with self.world.changed:
             queue = self.world.channels.setdefault(channel, deque())
-            self.world.changed.wait_for(lambda: queue or self.world.failed)
-            if self.world.failed:
-                raise Aborted(f"rank {self.rank} stops: another rank failed")
+            self.wait_until(lambda: bool(queue))
             values, ready = queue.popleft()
         return values if self.copies is None else self.copies(values, ready)
 
@@ -91,6 +91,15 @@ class LocalTransport:
                     self.world.reduced[self.key(one)] = _combined(brought, one)
             self.world.changed.notify_all()
         return LocalReducing(self, bucket)
+
+    def wait_until(self, there: Callable[[], bool]) -> None:
+        """With the lock of what has changed. Raises Aborted if another rank has failed."""
+        if not there():
+            begun = time.monotonic()
+            self.world.changed.wait_for(lambda: there() or self.world.failed)
+            self.waited += time.monotonic() - begun
+        if self.world.failed:
+            raise Aborted(f"rank {self.rank} stops: another rank failed")
 
     def key(self, reduction: Reduction) -> str:
         """What those who reduce together call a gradient."""
@@ -108,11 +117,8 @@ class LocalReducing:
     def wait(self) -> dict[str, torch.Tensor]:
         world, device = self.transport.world, self.transport.device
         with world.changed:
-            world.changed.wait_for(
-                lambda: world.failed or all(key in world.reduced for key in self.names.values())
-            )
-            if world.failed:
-                raise Aborted(f"rank {self.transport.rank} stops: another rank failed")
+            keys = self.names.values()
+            self.transport.wait_until(lambda: all(key in world.reduced for key in keys))
             found = {name: world.reduced[key] for name, key in self.names.items()}
         self.ended = time.perf_counter()
         return found if device is None else {n: one.to(device) for n, one in found.items()}
@@ -173,6 +179,10 @@ class LocalStep(PipelineStep):
             for runner in pipeline.runners
         ]
         self.steps = [step for _, step in self.runners]
+        given = {device for device in pipeline.devices if device is not None}
+        self.places = given or {port.device for port in self.program.ports(Role.PARAMETER)}
+        self.worked = [0.0] * len(self.runners)  # seconds of each thread that are not waiting
+        self.spent = 0.0
 
     def _start(
         self, runner: RankRunner, replica: int, pipeline: LocalPipeline, state: State, part: Part
@@ -194,9 +204,12 @@ class LocalStep(PipelineStep):
 
     def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
         errors: list[BaseException] = []
+        begun = time.monotonic()
         kernel_threads, flushes = torch.get_num_threads(), flushes_denormals()
 
-        def work(runner: RankRunner, step: Step) -> None:
+        def work(at: int, runner: RankRunner, step: Step) -> None:
+            transport: Any = step.transport
+            start_of_work, waited = time.monotonic(), transport.waited
             try:
                 # Each thread has its own of both, and their results have other bits: so do
                 # oneDNN's convolutions with another number of threads.
@@ -205,6 +218,8 @@ class LocalStep(PipelineStep):
                 border = runner.backward_start
                 start, end = (0 if forward else border), (None if backward else border)
                 runner.run(step, start, end, self._observer(runner.rank, watch))
+                seconds = time.monotonic() - start_of_work
+                self.worked[at] += seconds - (transport.waited - waited)
             except BaseException as error:
                 errors.append(error)
                 self.world.fail()
@@ -212,7 +227,9 @@ class LocalStep(PipelineStep):
         with self.threads.lent() as threads:
             try:
                 pairs = zip(threads, self.runners, strict=True)
-                waiting = {thread.submit(work, *runner) for thread, runner in pairs}
+                waiting = {
+                    thread.submit(work, at, *runner) for at, (thread, runner) in enumerate(pairs)
+                }
                 while waiting:  # a signal that comes just before a wait is heard after it
                     waiting = wait(waiting, TICK).not_done
             except BaseException:  # such as Ctrl-C, which only the main thread gets
@@ -220,6 +237,7 @@ class LocalStep(PipelineStep):
                 raise
             if errors:
                 raise next((e for e in errors if not isinstance(e, Aborted)), errors[0])
+        self.spent += time.monotonic() - begun
 
     def _observer(self, rank: int, watch: Watch | None) -> Observer:
         """Ends a thread after its action if another one has failed."""
@@ -240,6 +258,10 @@ class LocalStep(PipelineStep):
         """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
         RuntimeError for a step that has not run or has failed."""
         self.phases.check()
+        places = sorted(self.places, key=str) or [torch.device("cpu")]
+        self.peaks = tuple(map(peak_bytes, places))
+        if all(place.type != "cuda" for place in places):
+            self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in self.worked)
         ranks = len(self.runners) // self.replicas
         pipelines = []
         for start in range(0, len(self.runners), ranks):

@@ -1,0 +1,146 @@
+"""The figures of each call that trains: a line of the log, and data for who asks for them."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife.cost import default_machine, flops_of, memory_curves
+from pfeife.data.figures import StepFigures, mean_of
+from pfeife.data.machine import Machine
+from pfeife.data.optimizers import Optimizer
+from pfeife.ir.program import Port, Role
+from pfeife.report import step_line
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import world_so_far
+
+if TYPE_CHECKING:
+    from pfeife.backend.call import Compiled
+
+log = logging.getLogger("pfeife")
+OnStep = Callable[[StepFigures], object]
+Figures = tuple[tuple[float, ...], tuple[int, ...]]  # of ranks: seconds of waiting, peaks
+
+
+def figures_of(step: Any) -> Figures:
+    """What a runtime's step has measured: nothing, if it does not."""
+    return getattr(step, "waiting", ()), getattr(step, "peaks", ())
+
+
+class Meter:
+    """The clock of a backend's calls.
+
+        call            seconds of the call
+        loop            seconds outside
+        backward        seconds of the call, where the loss is outside
+        loop            seconds outside
+        call            ...
+
+    Calls that build, and those without gradients, have no figures; what is between these and the
+    next one is outside. `every` so many calls rank 0 logs the means since the last line; `on_step`
+    is given the figures of each, on the ranks that have one.
+    """
+
+    def __init__(
+        self,
+        every: int | None,
+        on_step: OnStep | None,
+        machine: Machine | None,
+        optimizer: Optimizer | None,
+    ):
+        self.every, self.on_step = every, on_step
+        self.machine, self.optimizer = machine, optimizer
+        self.known = WeakIdKeyDictionary()  # what is always the same, by what was compiled
+        self.begun = self.outside = 0.0
+        self.ended: float | None = None
+        self.count = 0
+        self.ready: list[StepFigures] = []  # that nobody has been told of
+        self.since: list[StepFigures] = []  # the last line
+
+    @property
+    def asked(self) -> bool:
+        return self.every is not None or self.on_step is not None
+
+    def begin(self) -> None:
+        """A call or a backward begins."""
+        self.begun = time.perf_counter()
+        if self.ended is not None:
+            self.outside += self.begun - self.ended
+
+    def end(self) -> float:
+        """It has ended; returns its seconds."""
+        self.ended = time.perf_counter()
+        return self.ended - self.begun
+
+    def forget(self) -> None:
+        """The call has no figures."""
+        self.outside = 0.0
+
+    def note(self, compiled: "Compiled", measured: Figures, seconds: float, *, built: bool) -> None:
+        """A call that trains has taken so many seconds; those in which it was `built` have no
+        figures."""
+        self.count += 1
+        if built:
+            return self.forget()
+        if compiled not in self.known:
+            self.known[compiled] = self._known(compiled)
+        figures = attrs.evolve(
+            self.known[compiled],
+            step=self.count,
+            seconds=seconds,
+            outside_seconds=self.outside,
+            waiting_seconds=measured[0],
+            peak_bytes=measured[1],
+        )
+        self.outside = 0.0
+        self.ready.append(figures)
+
+    def tell(self) -> None:
+        """Where nothing waits for this rank: what others do with the figures may take its time, or
+        fail."""
+        while self.ready:
+            figures = self.ready.pop(0)
+            world = world_so_far()
+            if self.every is not None and not (world and world.rank):
+                self.since.append(figures)
+                if figures.step % self.every == 0:
+                    log.info("%s", step_line(mean_of(self.since)))
+                    self.since = []
+            if self.on_step is not None:
+                self.on_step(figures)
+
+    def _known(self, compiled: "Compiled") -> StepFigures:
+        program, count = compiled.program, compiled.microbatches
+        device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
+        machine = self.machine or default_machine(device)
+        flops = flops_of(compiled.captured.program)
+        curves = memory_curves(program, compiled.schedule, optimizer=self.optimizer)
+        peaks = [curve.peak for curve in curves]
+        ranks = [*range(len(peaks))] * program.replicas
+        if isinstance(compiled.pipeline, DistributedPipeline):
+            mesh = compiled.pipeline.mesh
+            ranks = [mesh.place(rank)[1] for rank in range(mesh.size)]
+        at_peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())
+        batch = program.ports(Role.BATCH)
+        rows = [p.shape[p.batch_dim] for p in batch if p.batch_dim is not None]
+        return StepFigures(
+            step=0,
+            seconds=0.0,
+            outside_seconds=0.0,
+            samples=count * min(rows, default=0),
+            tokens=count * next((math.prod(p.shape) for p in batch if _has_tokens(p)), 0),
+            flops=count * sum(flops.values()),
+            peak_seconds=count * at_peak / len(ranks),
+            machine=machine.name,
+            account_bytes=tuple(peaks[rank] for rank in ranks),
+        )
+
+
+def _has_tokens(port: Port) -> bool:
+    whole = not port.dtype.is_floating_point and port.dtype != torch.bool
+    return whole and len(port.shape) > 1 and port.batch_dim is not None

@@ -1,0 +1,74 @@
+"""What a step has taken, measured on all ranks: data for a callback, and for a line of the log."""
+
+from collections.abc import Sequence
+
+import attrs
+
+
+@attrs.frozen
+class StepFigures:
+    """One call of a step that trains, or the mean of several.
+
+    `seconds` are those of the call, and of the backward where the loss is outside of the step;
+    `outside_seconds` those between it and the one before (the optimizer, the loader, the rest of
+    the loop). `samples` are the rows of the batch, that of all replicas; `tokens` the elements of
+    its first tensor of integers that has several dimensions, 0 if there is none. `flops` are the
+    operations of the model's forward and backward by torch's formulas, without what is recomputed;
+    `peak_seconds` is how long all ranks would take for these at the peak of their `machine`.
+
+    By rank: `waiting_seconds`, in which it waits for others inside of the step (none on CUDA, where
+    the host does not wait); by process: `peak_bytes`, the most so far of memory that is resident
+    (all of the process, on the CPU) or allocated (on CUDA); by rank: `account_bytes`, what the
+    account of memory has for its peak.
+    """
+
+    step: int
+    seconds: float
+    outside_seconds: float
+    samples: float
+    tokens: float
+    flops: float
+    peak_seconds: float
+    machine: str
+    waiting_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    account_bytes: tuple[int, ...] = ()
+
+    @property
+    def whole_seconds(self) -> float:
+        """From one step to the next."""
+        return self.seconds + self.outside_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.whole_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.whole_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.flops / self.whole_seconds
+
+    @property
+    def utilization(self) -> float:
+        """The share of the machines' peak (model FLOP/s utilization; Chowdhery et al., PaLM, 2022,
+        appendix B)."""
+        return self.peak_seconds / self.whole_seconds
+
+    @property
+    def waits_most(self) -> int | None:
+        """The rank that waits longest, None where that is not measured."""
+        seconds = self.waiting_seconds
+        return seconds.index(max(seconds)) if seconds else None
+
+
+def mean_of(figures: Sequence[StepFigures]) -> StepFigures:
+    """The means of several; the step and the bytes are those of the last one."""
+    last, count = figures[-1], len(figures)
+    names = ("seconds", "outside_seconds", "samples", "tokens", "flops", "peak_seconds")
+    means = {name: sum(getattr(one, name) for one in figures) / count for name in names}
+    waiting = zip(*(one.waiting_seconds for one in figures), strict=False)
+    return attrs.evolve(last, **means, waiting_seconds=tuple(sum(one) / count for one in waiting))
