@@ -3,7 +3,8 @@
     python benchmarks/step_line.py                                          # one process
     torchrun --nproc-per-node 2 benchmarks/step_line.py                     # two ranks
 
-`again` is another step without, which tells the noise. Tiny stages, of which next to nothing is computing: what remains is what a call itself takes.
+`again` is another step without, which tells the noise. Tiny stages compute next to nothing: what
+remains is what a call itself takes.
 """
 
 import logging
