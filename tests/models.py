@@ -62,7 +62,7 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
         x = self.embed(tokens) + self.place(torch.arange(length, device=tokens.device))
-        mask = torch.full((length, length), float("-inf"), device=tokens.device).triu(1)
+        mask = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
         for block in self.blocks:
             x = block(x, mask)
         return self.head(x)

@@ -29,8 +29,16 @@ from pfeife.ir.program import Program, Role
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
-from pfeife.passes import annotate, fuse, place, record, split_backward
-from pfeife.passes.compose import Passes, Recorded
+from pfeife.passes import (
+    accumulate_in,
+    annotate,
+    fuse,
+    master_weights,
+    place,
+    record,
+    split_backward,
+)
+from pfeife.passes.compose import Pass, Passes, Recorded
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
@@ -189,7 +197,7 @@ class _Build:
                     check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
                 self.artifacts.premises(captured.program.premises)
-                passes = self.passes.get("flat", ())
+                passes = *self._precision(captured), *self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:
                 refused = error
@@ -201,6 +209,19 @@ class _Build:
             phase.outcome = lambda: _counted(history[-1].program)
         self.artifacts.history(history)
         return attrs.evolve(captured, program=history[-1].program), history
+
+    def _precision(self, captured: Captured) -> list[Pass]:
+        """What makes the sums of gradients, and the caller's own parameters, as wide as was asked
+        for."""
+        wide, narrow = self.options.accumulate, self.options.param_dtype
+        passes = [] if wide is None else [accumulate_in(wide)]
+        if narrow is not None:
+            slots = self._slots(captured)
+            ports = captured.program.ports(Role.PARAMETER)
+            for dtype in sorted({slots[port.name].dtype for port in ports} - {narrow}, key=str):
+                theirs = {port.name for port in ports if slots[port.name].dtype == dtype}
+                passes.append(master_weights(dtype, theirs))
+        return passes
 
     def _fused(self, program: Program, split: bool) -> tuple[Recorded, ...]:
         """The clusters, with their backwards split if they shall be, and what passes make of

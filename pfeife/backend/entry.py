@@ -80,12 +80,18 @@ class Backend:
         return run
 
     def steps(self, module: fx.GraphModule, examples: Sequence[Any]) -> Steps:
-        """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs
-        do."""
+        """What is built of a graph, while Dynamo compiles it. Raises ValueError as the graphs do,
+        and for an option that comes too late."""
         if self.options.batch == "rank0":
             raise ValueError(
                 'option batch="rank0": Dynamo calls this backend with the arguments of its own '
                 "rank; use pfeife.compile(step, ...), which asks rank 0 for them first"
+            )
+        if self.options.param_dtype is not None:
+            raise ValueError(
+                f"option param_dtype={self.options.param_dtype}: it is one of pfeife.compile, "
+                "which captures the step by itself; torch.compile has captured it with the "
+                "parameters as they are"
             )
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from pfeife.compilers import compiler_name
 from pfeife.data import plain
@@ -154,6 +155,28 @@ def _other_ports(program: Program, result: Program) -> str:
         f"it has changed the ports {names or 'in their order'}; what goes into a step and comes "
         "out of it stays as it is"
     )
+
+
+def dtype_of(given: Any) -> Any:
+    """A dtype by its name."""
+    found = getattr(torch, given, given) if isinstance(given, str) else given
+    return found if isinstance(found, torch.dtype) else given
+
+
+def check_accumulate(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"option accumulate={value!r}: must be 'float32', 'float64', or None for the type of "
+            "the parameters"
+        )
+
+
+def check_param_dtype(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"option param_dtype={value!r}: must be 'bfloat16', 'float16', 'float32' (of a model "
+            "in float64), or None for the type that the parameters have"
+        )
 
 
 def check_partition(instance: object, attribute: attrs.Attribute, value: Any) -> None:

@@ -12,7 +12,9 @@ import attrs
 import torch
 
 from pfeife.backend.given import (
+    check_accumulate,
     check_costs,
+    check_param_dtype,
     check_partition,
     check_passes,
     check_plan,
@@ -22,6 +24,7 @@ from pfeife.backend.given import (
     check_together,
     described,
     described_passes,
+    dtype_of,
     passes_of,
     plan_of,
 )
@@ -192,6 +195,14 @@ class Options:
     optimizer: whose state counts beside the parameters, for the limit: an optimizer, its class,
         the class's name in torch.optim ("adamw"), or how many bytes are kept for each element
         of a parameter (float32 master weights are 4 of them).
+    accumulate: in which type gradients are added up over microbatches, ranks and replicas:
+        torch.float32 or "float32" where parameters are narrower; None for that of the parameters.
+        They are rounded to that once, when they are handed out (unless `parameter.grad_dtype` is
+        wider).
+    param_dtype: the type that the step computes with: torch.bfloat16 or "bfloat16" while the
+        model's parameters are in float32, which are its master weights. The step is captured as
+        that of a model in this type (buffers and arguments stay what they are), copies are cast
+        once a step, and gradients are added up and handed out in float32.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
@@ -258,6 +269,12 @@ class Options:
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     optimizer: Optimizer | None = attrs.field(
         default=None, converter=_optimizer, repr=optimizer_name
+    )
+    accumulate: torch.dtype | None = attrs.field(
+        default=None, converter=dtype_of, validator=check_accumulate
+    )
+    param_dtype: torch.dtype | None = attrs.field(
+        default=None, converter=dtype_of, validator=check_param_dtype
     )
     devices: tuple[str, ...] | None = attrs.field(
         default=None,

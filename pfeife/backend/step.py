@@ -27,6 +27,7 @@ from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.places import contents_of
+from pfeife.frontend.presented import Presented
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
@@ -87,6 +88,7 @@ class Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self.graph)
+        self.presented = Presented(options.param_dtype)
         self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
@@ -122,6 +124,7 @@ class Step:
             if world and options.batch == "rank0":
                 args, kwargs, self.sent = self.of_rank_zero(world, args, kwargs)
             call = self.call = self.cutter(args, kwargs, options.apart)
+            self.presented.look(self.step, call.others)
             if self.has_values:
                 return self._checked(call, self._result(call)), None
             at_once = self.runs and world is None
@@ -178,12 +181,13 @@ class Step:
         self.asked = "dynamo"
         if any(contents_of(hooks) != before for hooks, before in self.hooks.values()):
             self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph), {}
-        with _torch.willing(PROGRAMS):
+        with _torch.willing(PROGRAMS), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None
         if unsettled:
             self._everything()
-            check_settled(self.step, call, _given(call.leaves), *unsettled)
+            with self.presented.seen():
+                check_settled(self.step, call, _given(call.leaves), *unsettled)
         if not self.reached:
             raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
@@ -211,7 +215,8 @@ class Step:
 
     def _fitting(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps, bool]:
         """What was traced last of those that hold for a call and were not tried, or a new trace."""
-        found = self._untried(call, tried)
+        with self.presented.seen():
+            found = self._untried(call, tried)
         if not found and len(self.traced) == PROGRAMS:
             raise ValueError(
                 f"{self.name} has been traced {PROGRAMS} times, the last time because of "
@@ -237,15 +242,17 @@ class Step:
 
     def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
         self._everything()
-        found = traced(self.step, call)
+        with self.presented.seen(values=True):
+            found = traced(self.step, call)
+        self.presented.check(found.inputs)
 
         def grown(times: int) -> tuple[Forward, Inputs]:
             assert self.call is not None
             leaves = self.call.grown(times)
             args, kwargs = self.call.made(leaf.first for leaf in leaves)
-            larger = traced(
-                self.step, attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
-            )
+            call = attrs.evolve(self.call, leaves=leaves, args=args, kwargs=kwargs)
+            with self.presented.seen(values=True):
+                larger = traced(self.step, call)
             return larger.forward, larger.inputs
 
         frame = getattr(function_of(self.step), "__code__", type(self.step))
@@ -257,6 +264,7 @@ class Step:
         """A call of what was built, with the whole batch."""
         assert self.call is not None
         self.reached = True
+        self.presented.put_back()
         world = world_so_far()
         apart = self.backend.options_for(world).apart
         options = self.backend.options_for(world, self.call.microbatches * apart)
@@ -278,6 +286,7 @@ class Step:
         assert self.call is not None
         forward = dynamo_forward(module)
         inputs = describe(module, examples, given=_given(self.call.leaves))
+        self.presented.check(inputs)
         changed = {name for _, name, *_ in _torch.changed_attributes()}
         new = inputs.numbers.keys() - inputs.settled
         others = {name for name in new if name.rpartition(".")[2] not in changed}
@@ -302,8 +311,10 @@ class Step:
     def _check_again(self, call: Arguments) -> None:
         """Raises Refusal for attributes that the step sets and that make a difference."""
         self._everything()
+        self.presented.put_back()
         try:
-            check_again(self.step, call)
+            with self.presented.seen(values=True):
+                check_again(self.step, call)
         except ValueError as error:
             raise Refusal(str(error)) from error  # of all ranks, which run the same Python
 
@@ -316,7 +327,8 @@ class Step:
         def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
             return dynamo_forward(copied(module)), describe(module, examples, given=_given(leaves))
 
-        return dynamo_graph(self.step, args, kwargs, read)
+        with self.presented.seen():
+            return dynamo_graph(self.step, args, kwargs, read)
 
     def _checked(self, call: Arguments, result: Any) -> Any:
         """The result with the caller's own tensors in place of their first microbatches. Raises

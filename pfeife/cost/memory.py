@@ -40,10 +40,10 @@ def memory_curves(
     use, messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept
     until it has surely arrived (see `acknowledged`), small values travel together (see `Envelope`),
     large ones arrive in buffers that stay (those are what all steps but the first find), gradients
-    are added in place where that is possible. `optimizer` is the real one, its class, or bytes for
-    each element of a parameter (see `optimizer_bytes`); every allocation is rounded up to a
-    multiple of `rounding` bytes (512 for torch's CUDA allocator). What an operation needs inside
-    itself is not known.
+    are added in place where that is possible, master weights have a copy that is computed with.
+    `optimizer` is the real one, its class, or bytes for each element of a parameter (see
+    `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512 for
+    torch's CUDA allocator). What an operation needs inside itself is not known.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -98,10 +98,10 @@ def _held(
     users = holders(program, *words)
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
-            found[rank][words[port.role]] += rounded(port.bytes, rounding)
+            found[rank][words[port.role]] += rounded(port.given_bytes, rounding)
             mine = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and mine:
-                found[rank]["optimizer"] += state(port.shape, port.dtype)
+                found[rank]["optimizer"] += state(port.shape, port.given_dtype)
     return found
 
 

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from pfeife.cost.body import Body, rounded
 from pfeife.ir.program import Call, Kind, Role, node_bytes, returned, value_of
 from pfeife.lowering.buckets import Bucket
@@ -109,8 +111,12 @@ class Value:
     def __add__(self, other: "Value") -> "Value":
         return self.like("gradients")
 
-    def new_zeros(self, shape: Sequence[int]) -> "Value":
-        return self.like("gradients")
+    def new_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> "Value":
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return Value(self.ledger, self.ledger.allocated(size, "gradients"), size)
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        return self.like("cast parameters")
 
 
 class SizedBody:

@@ -12,8 +12,9 @@ operations come from, `data_writes` what `p.data = value` means.
 `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on
 other rows, both with what is `expected` of draws, `frozen` sees what a step draws outside of torch,
-`untouched` puts back what a run has changed, `again` what its Python leaves to
-later microbatches. A batch that rank 0 has is `absent` on the others.
+`presented` shows it parameters in another dtype, `untouched` puts back what a run has changed,
+`again` what its Python leaves to later microbatches. A batch that rank 0 has is `absent` on the
+others.
 
 Models without memory: `deferred` has both ends, making them and making their values; a `recording`
 sees what the constructor does, a `tape` has it and is replayed, `waiting` are its tensors until

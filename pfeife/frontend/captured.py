@@ -80,7 +80,8 @@ class Captured:
             if port is None:
                 found.append(number)
             elif port.batch_dim is None:
-                found.append(value.detach())
+                wanted = port.dtype if port.role == Role.PARAMETER else value.dtype
+                found.append(value.detach().to(wanted))  # master weights are cast
             else:
                 size = port.shape[port.batch_dim]
                 found.append(value.detach().narrow(port.batch_dim, index * size, size))

@@ -73,9 +73,9 @@ def check_tensor(port: Port, value: Any, where: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
     fits = value.dim() == len(port.shape) if port.sized_by_data else value.shape == port.shape
-    if not fits or value.dtype != port.dtype:
+    if not fits or value.dtype != port.given_dtype:
         raise ValueError(
-            f"{where}: the program was captured for {port.dtype} {list(port.shape)}, "
+            f"{where}: the program was captured for {port.given_dtype} {list(port.shape)}, "
             f"this is {value.dtype} {list(value.shape)}"
         )
 
@@ -102,6 +102,11 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}")
     return {port.name: value for port, value in zip(ports, values, strict=True)}
+
+
+def as_computed(port: Port, value: torch.Tensor) -> torch.Tensor:
+    """What a program computes with where it is given a parameter: a copy of master weights."""
+    return value if port.held is None else value.to(port.dtype)
 
 
 Divisor = int | torch.Tensor  # a scalar in float64, or a number
@@ -327,7 +332,7 @@ def _one_pipeline(
     divided: Sequence[Divisor],
     scale: float,
 ) -> Result:
-    held = {port.name: state[port.fqn] for port in program.ports(*STATE_ROLES)}
+    held = {port.name: as_computed(port, state[port.fqn]) for port in program.ports(*STATE_ROLES)}
     arriving = loss_tangents(program, divided, scale)
     slots = {port.fqn: port.name for port in program.ports(Role.BUFFER)}
     losses, outputs, batch_gradients = [], [], []

@@ -58,7 +58,8 @@ class Port:
     without that dimension are put together, None where nobody said: "weighted" is a mean by the
     program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
     alike in every microbatch, "last" is that of the last one. Where data decide the size (see
-    `is_sized_by_data`), `shape` is the most that it can be.
+    `is_sized_by_data`), `shape` is the most that it can be. A parameter that is `held` in a wider
+    type by who runs the program (master weights) is cast to its `dtype` once a step.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Port:
     reduction: Literal["mean", "sum", "weighted", "same", "last"] | None = None
     counts: tuple[int, ...] = ()
     sized_by_data: bool = False
+    held: torch.dtype | None = None
 
     @property
     def fqn(self) -> str:
@@ -80,6 +82,15 @@ class Port:
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """In which type the program is given it."""
+        return self.dtype if self.held is None else self.held
+
+    @property
+    def given_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.given_dtype.itemsize
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         dims = "x".join(map(str, self.shape)) or "scalar"
@@ -87,6 +98,7 @@ class Port:
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
         how = f" {self.reduction}{by}" if self.reduction else ""
+        how += f" of {self.held}".replace("torch.", "") if self.held else ""
         return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
 
 

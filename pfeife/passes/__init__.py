@@ -1,7 +1,8 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
-Read them as a program meets them: `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`,
-`dp_wrap`, `place`; `recompute` is a part of `partition`, `compose` puts passes together.
+Read them as a program meets them: `precision` (where it is another one), `fuse`, `annotate`,
+`partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
+`partition`, `compose` puts passes together.
 """
 
 from pfeife.passes.annotate import annotate
@@ -10,17 +11,20 @@ from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
+from pfeife.passes.precision import accumulate_in, master_weights
 from pfeife.passes.send_recv import insert_send_recv
 from pfeife.passes.split_backward import join_backward, split_backward
 
 __all__ = [
     "Pass",
+    "accumulate_in",
     "annotate",
     "compose",
     "dp_wrap",
     "fuse",
     "insert_send_recv",
     "join_backward",
+    "master_weights",
     "partition",
     "place",
     "record",

@@ -140,6 +140,8 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
 
     before    grad = (a + b) + c                          a and c are of stage 1, b of stage 0
     after     grad_stage_1 = a + c, grad_stage_0 = b      a reduction adds these once a step
+
+    Where the sum is cast (`accumulate_in`), its parts are.
     """
     graph, new_groups = fx.Graph(), dict(groups)
     here: dict[fx.Node, fx.Node] = {}
@@ -149,7 +151,9 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     outputs: list[Port] = []
     results: dict[str, fx.Node] = {}
     for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True):
-        leaves_of_port = _addends(node) if port.role == Role.GRADIENT else []
+        cast = node if node.target is torch.ops.aten._to_copy.default else None
+        total_of = cast.all_input_nodes[0] if cast else node
+        leaves_of_port = _addends(total_of) if port.role == Role.GRADIENT else []
         parts: dict[int, list[fx.Node]] = {}
         if all(leaf.name in groups for leaf in leaves_of_port):  # else one comes from outside
             for leaf in leaves_of_port:
@@ -160,13 +164,17 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             continue
         for stage, leaves in sorted(parts.items(), reverse=True):
             total = here[leaves[0]]
+            # Its terms may come of both parts of a backward: it is where the last of them is.
+            latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
             for leaf in leaves[1:]:
                 added = graph.call_function(torch.ops.aten.add.Tensor, (total, here[leaf]))
-                added.meta = dict(node.meta)
-                # Its terms may come of both parts of a backward: it is where the last of them is.
-                latest = max((groups[x.name] for x in leaves), key=lambda group: group.order)
+                added.meta = dict(total_of.meta)
                 new_groups[added.name] = latest
                 total = added
+            if cast:
+                parts_of = {cast.all_input_nodes[0]: total}
+                total = graph.node_copy(cast, parts_of.__getitem__)
+                new_groups[total.name] = latest
             part = attrs.evolve(port, name=f"{port.name}_stage_{stage}")
             outputs.append(part)
             results[part.name] = total

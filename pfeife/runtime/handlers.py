@@ -156,7 +156,8 @@ class Handlers:
 def _nothing(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter without influence, of the form that others have made."""
     if gradient.layout == torch.strided or not isinstance(parameter, torch.Tensor):
-        return parameter.new_zeros(gradient.shape)  # what stands for a tensor has no shape
+        # What stands for a tensor has no shape.
+        return parameter.new_zeros(gradient.shape, dtype=gradient.dtype)
     dims = gradient.sparse_dim()
     where = torch.empty((dims, 0), dtype=torch.int64, device=parameter.device)
     rows = parameter.new_empty((0, *parameter.shape[dims:]))

@@ -30,7 +30,7 @@ import torch
 
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
-from pfeife.ir.evaluate import State
+from pfeife.ir.evaluate import State, as_computed
 from pfeife.ir.program import STATE_ROLES, Program
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
@@ -108,7 +108,7 @@ class RankRunner:
     ) -> Step:
         """A step on this rank: `state` by canonical names, `part` of its pipeline."""
         ports = [p for p in self.program.ports(*STATE_ROLES) if p.name in self.handlers.reads]
-        held = {port.name: state[port.fqn] for port in ports}
+        held = {port.name: as_computed(port, state[port.fqn]) for port in ports}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
         return Step(

@@ -19,11 +19,17 @@ from pfeife.runtime.profile import profile_memory
 CPU_CORE = machine("cpu-core")
 
 
-def memory_is_as_said(name: str, ranks: int = 2) -> None:
-    """What every rank is said to hold, and does: all actions, all bytes."""
+def memory_is_as_said(name: str, ranks: int = 2, half: bool = False) -> None:
+    """What every rank is said to hold, and does: all actions, all bytes. With `half` it computes in
+    bfloat16, and its master weights are in float32."""
     one, replicas = case(name), 2 // ranks
     microbatches = [one.batch(4, seed) for seed in range(4)]
+    if half:
+        one.model.bfloat16()
     program = pfeife.capture(one.step, *microbatches[0])
+    if half:
+        program = pfeife.master_weights()(program)
+        one.model.float()
     state = pfeife.state_of(program, one.model)
     fused = pfeife.fuse()(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
@@ -107,6 +113,10 @@ def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch
 for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
     _more = () if _name == "GPT" else (2,)
     add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
+for _name in ("GPT", "TiedGPT"):
+    _more = () if _name == "TiedGPT" else (2,)
+    _check = functools.partial(memory_is_as_said, _name, half=True)
+    add(globals(), Row(f"{_name}, master weights", _check, ranks=(2,), whole=_more))
 for _name in ("TiedGPT", "BatchNormNet"):
     _check = functools.partial(memory_is_as_said, _name, ranks=1)
     _more = () if _name == "TiedGPT" else (2,)

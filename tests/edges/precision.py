@@ -165,3 +165,128 @@ def a_parameter_that_changes_before_a_step_runs_again():
         for parameter in model.parameters():
             parameter.add_(0)
     loss.backward()
+
+
+class Mixed(nn.Module):
+    """What asks for dtypes as models do: an embedding, a norm in float32, a cast back."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.a, self.b = nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def forward(self, tokens):
+        h = self.a(self.embed(tokens))
+        given = h.dtype
+        h = (nn.functional.layer_norm(h.float(), (16,)) * self.scale.float()).to(given)
+        return self.b(h.relu())
+
+
+def tokens(seed, count=16):
+    return torch.randint(11, (count, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def cross_entropy(model, x):
+    return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+
+
+def summed(model, x, count, dtype=torch.float32):
+    """The sums of gradients that plain torch gives in a type, the loss, by microbatches."""
+    total, sums = torch.zeros(()), {}
+    for part in x.chunk(count):
+        model.zero_grad()
+        loss = cross_entropy(model, part)
+        (loss / count).backward()
+        total = total + loss.detach() / count
+        for name, p in model.named_parameters():
+            sums[name] = sums[name] + p.grad.to(dtype) if name in sums else p.grad.to(dtype)
+    model.zero_grad()
+    return total, sums
+
+
+HALF_CUT = {**STAGES, "split_at": {"b": "begin"}}
+
+
+def here(model):
+    return {name: p.grad for name, p in model.named_parameters() if is_here(p.grad)}
+
+
+@row(ranks=(1, 2))
+def gradients_of_bfloat16_are_added_up_in_float32():
+    for kind in (None, torch.float32):
+        for options in ({}, {"loss": "outside"}, {"schedule": "zb-h1"}):
+            model = Mixed().bfloat16()
+            other = copy.deepcopy(model)
+            if kind is not None:
+                for parameter in model.parameters():
+                    parameter.grad_dtype = kind
+            given = {"microbatches": 8, "accumulate": "float32", **options, **HALF_CUT}
+            step = pfeife.compile(lambda x, m=model: cross_entropy(m, x), **given)
+            loss = step(tokens(0))
+            loss.backward()
+            total, sums = summed(other, tokens(0), 8)
+            assert torch.equal(loss, total) and here(model)
+            for name, gradient in here(model).items():
+                assert gradient.dtype == (kind or torch.bfloat16)
+                assert torch.equal(gradient, sums[name].to(gradient.dtype)), name
+    _, narrow = summed(other, tokens(0), 8, torch.bfloat16)
+    assert any(not torch.equal(narrow[name], one.bfloat16()) for name, one in sums.items())
+
+
+def master(**options):
+    """Training with copies in bfloat16, beside plain torch that makes a copy a step."""
+    model = Mixed()
+    other = copy.deepcopy(model)
+    given = {"microbatches": 4, "param_dtype": "bfloat16", **options, **HALF_CUT}
+    step = pfeife.compile(lambda x: cross_entropy(model, x), **given)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, other)]
+    for seed, count in enumerate((16, 16, 8, 16)):  # another shape: captured with gradients there
+        loss = step(tokens(seed, count))
+        loss.backward()
+        total, sums = summed(copy.deepcopy(other).bfloat16(), tokens(seed, count), 4)
+        assert torch.equal(loss, total), (seed, loss, total)
+        for name, parameter in other.named_parameters():
+            parameter.grad = sums[name]
+        assert here(model)
+        for name, gradient in here(model).items():
+            assert torch.equal(gradient, sums[name]), (seed, name)
+        for optimizer in optimizers:
+            optimizer.step()
+        if seed != 1:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        else:
+            for one in (model, other):
+                one.zero_grad(set_to_none=False)
+    state = pfeife.full_state_dict(model)
+    for name, value in other.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(state[name], value), name
+    return step
+
+
+@row(ranks=(1, 2))
+def float32_master_weights():
+    step = master()
+    (built, *_) = step.backend.compiled
+    sent = [m.bytes for m in pfeife.ir.program.messages(built.program)]
+    assert all(port.dtype == torch.bfloat16 for port in built.program.ports(pfeife.Role.PARAMETER))
+    assert sent and max(sent) <= 4 * 5 * 16 * 2
+
+
+@row(ranks=(1, 2))
+def float32_master_weights_of_a_step_that_is_traced():
+    master(capture="trace")
+
+
+@row(ranks=(1, 2))
+def float32_master_weights_with_the_loss_outside():
+    master(loss="outside")
+
+
+@row("option param_dtype=torch.bfloat16: it is one of pfeife.compile", ranks=(1,))
+def master_weights_by_name():
+    options = {"microbatches": 2, "param_dtype": torch.bfloat16}
+    step = torch.compile(net(), backend="pfeife", options=options, dynamic=True)
+    step(rows(0)).sum().backward()

@@ -84,11 +84,17 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, owned: Any, norms: Norms, computed: bool = False
+        cls,
+        like: torch.Tensor,
+        owned: Any,
+        norms: Norms,
+        computed: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> "Elsewhere":
-        """One with the shape of another tensor; `owned` is the same on every rank."""
+        """One with the shape of another tensor, and its dtype unless that is given; `owned` is the
+        same on every rank."""
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
         )
         made.owned, made.norms, made.computed, made.overflow = owned, norms, computed, False
         return made
@@ -123,7 +129,8 @@ def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) ->
     norms.forget()
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = Elsewhere(parameter, norms.known[parameter], norms)
+            dtype = getattr(parameter, "grad_dtype", None)  # of newer torch
+            parameter.grad = Elsewhere(parameter, norms.known[parameter], norms, dtype=dtype)
         if isinstance(parameter.grad, Elsewhere):
             parameter.grad.overflow |= overflow
 

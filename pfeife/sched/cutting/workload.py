@@ -166,9 +166,10 @@ def _state(
     roles = (Role.PARAMETER, Role.BUFFER)
     users = holders(program, *roles)
     for port in program.ports(*roles):
-        kept = state(port.shape, port.dtype) if state and port.fqn in trained else 0
+        kept = state(port.shape, port.given_dtype) if state and port.fqn in trained else 0
+        copied = port.bytes if port.held else 0
         units = frozenset(call.unit for call in users.get(port.fqn, ()))
-        yield port.bytes + -(-kept // shards), units
+        yield port.given_bytes + copied + -(-kept // shards), units
 
 
 class _Known:
