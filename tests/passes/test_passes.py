@@ -82,7 +82,9 @@ def test_progress_of_passes_is_told():
 
 
 def test_every_pass_has_a_row():
-    assert {row.name for row in ROWS} == set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
+    others = {"accumulate_in", "master_weights"}  # they change dtypes: test_precision.py
+    names = set(pfeife.passes.__all__) - {"Pass", "compose", "record"}
+    assert {row.name for row in ROWS} | others == names
 
 
 @pytest.mark.parametrize("last", [True, False])
