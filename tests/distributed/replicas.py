@@ -5,10 +5,14 @@ their order, then the two sums. So no sum has other addends, or in another order
 weight that several stages use, and all else is the same bits.
 """
 
+import copy
 import functools
 import os
 
 import torch
+from edges.checkpoints import in_plain_torch, one_folder, twins_alike
+from edges.saved import OPTIMIZERS, Pair
+from edges.state import layers
 from models import case
 from rows import Row, add, row
 from torch import nn
@@ -17,6 +21,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import assert_same, eager_accumulation
 
 CPU_CORE = machine("cpu-core")
@@ -236,6 +241,37 @@ def what_a_script_does_to_copies() -> None:
         assert "has been written to since the last step" in str(error), error
     else:
         raise AssertionError("one rank has loaded another state")
+
+
+@row(ranks=(2,))
+def a_checkpoint_of_what_is_shared_out() -> None:
+    """Given whole to one rank that asks, written by its owners, loaded whole, by plain torch, and
+    into replicas that average."""
+    make, given = functools.partial(layers, 6, 6, 6), {"replicas": 2, "stages": 1}
+    pair = Pair(make, "adamw", data_parallel="shard", **given)
+    pair.train(2)
+    if RANK == 0:
+        pair.check()
+    pair.train()
+    pair.mine.load_state_dict(pair.mine.state_dict())
+    pair.train()
+    assert 0 < len(pair.mine.state) < len(pair.theirs.state)
+    with one_folder() as folder:
+        pfeife.Checkpoints(folder, pair.model, pair.mine).save(4)
+        join_world(torch.device("cpu")).from_all_ranks("written")
+        saved = folder / "step-00000004"
+        model = make()
+        optimizer = OPTIMIZERS["adamw"](model)
+        in_plain_torch(saved, model, optimizer)
+        twins_alike(pair, model, optimizer)
+        again = Pair(make, "adamw", **given)
+        assert pfeife.Checkpoints(folder, again.model, again.mine).load(saved) == 4
+        again.twin.load_state_dict(pair.twin.state_dict())
+        again.theirs.load_state_dict(copy.deepcopy(pair.theirs.state_dict()))
+        again.seed = 4
+        for each in (again, pair):
+            each.train(2)
+            each.check()
 
 
 @row(ranks=(2,))
