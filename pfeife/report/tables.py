@@ -8,7 +8,7 @@ from itertools import pairwise
 from pfeife.cost import stage_memory
 from pfeife.data.machine import Network
 from pfeife.data.plan import Plan
-from pfeife.data.schedule import RECEIVES
+from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.ir.program import Program, Role, holders, messages, receive, send
 from pfeife.report.compare import Compared
@@ -147,7 +147,13 @@ def critical_table(path: Timeline) -> str:
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """A timeline as JSON that chrome://tracing and Perfetto open: a row a rank, times in us."""
+    """A timeline as JSON that chrome://tracing and Perfetto open: a row a rank, and one for what it
+    reduces meanwhile; times in us."""
+    ranks = 1 + max((event.rank for event in timeline.events), default=-1)
+    rows = [
+        (event, event.rank + (ranks if event.action.do == Do.REDUCE_GRAD else 0))
+        for event in timeline.events
+    ]
     events = [
         {
             "name": str(event.action),
@@ -156,14 +162,15 @@ def chrome_trace(timeline: Timeline) -> str:
             "ts": 1e6 * event.start,
             "dur": 1e6 * (event.end - event.start),
             "pid": 0,
-            "tid": event.rank,
+            "tid": row,
             "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
         }
-        for event in timeline.events
+        for event, row in rows
     ]
+    names = {row: f"rank {event.rank}{', reductions' * (row >= ranks)}" for event, row in rows}
     named = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({event.rank for event in timeline.events})
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": names[row]}}
+        for row in sorted(names)
     ]
     return json.dumps({"traceEvents": [*named, *events]}, allow_nan=False)
 

@@ -20,8 +20,11 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
+from pfeife.data.schedule import Do
+from pfeife.report import compare_times
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.profile import profile
 from pfeife.testing import assert_same, eager_accumulation
 
 CPU_CORE = machine("cpu-core")
@@ -140,6 +143,10 @@ def the_same_bits_whatever_is_reduced_together() -> None:
             }
             mine = {n: g for n, g in expected.gradients.items() if n in pipeline.gradients & names}
             assert mine and set(found.gradients) == set(mine)
+            timeline = profile(pipeline, state, microbatches)
+            assert compare_times(sched.predict(whole, schedule, CPU_CORE), timeline)
+            reduced = [event for event in timeline.events if event.action.do == Do.REDUCE_GRAD]
+            assert reduced and all(event.end > event.start for event in reduced)
             tied = one.tied if stages > 1 else ()
             assert_same(pfeife.Result(expected.loss, found.outputs, mine, {}), found, tied)
 
