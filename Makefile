@@ -51,6 +51,7 @@ benchmarks: .venv/dev
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/fidelity.py
 	$(BIN)/python benchmarks/together.py
+	$(BIN)/python benchmarks/replicas.py
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/faults.py
 

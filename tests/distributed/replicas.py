@@ -15,6 +15,7 @@ from edges.saved import OPTIMIZERS, Pair
 from edges.state import layers
 from models import case
 from rows import Row, add, row
+from share import WHOLE
 from torch import nn
 
 import pfeife
@@ -105,50 +106,51 @@ def loop(name: str, stages: int, schedule: str, how: str) -> None:
     assert 0 < kept < count if how == "shard" else kept == count, (kept, count)
 
 
-for _ranks, _name, _stages, _schedule, _how in (
-    (2, "GPT", 1, "1f1b", "shard"),
-    (2, "TiedGPT", 1, "gpipe", "average"),
-    (4, "GPT", 2, "zb-h1", "shard"),
-    (4, "TiedGPT", 2, "1f1b", "shard"),
-    (4, "UNet", 4, "interleaved", "average"),
+for _ranks, _name, _stages, _schedule, _how, _shared in (
+    (2, "GPT", 1, "1f1b", "shard", True),
+    (2, "TiedGPT", 1, "gpipe", "average", False),
+    (4, "GPT", 2, "zb-h1", "shard", False),
+    (4, "TiedGPT", 2, "1f1b", "shard", True),
+    (4, "UNet", 4, "interleaved", "average", False),
 ):
     _label = f"{_name}, {_stages} stages, {_schedule}, {_how}"
     _check = functools.partial(loop, _name, _stages, _schedule, _how)
-    add(globals(), Row(_label, _check, ranks=(_ranks,)))
+    _more = () if _shared else (_ranks,)
+    add(globals(), Row(_label, _check, ranks=(_ranks,), whole=_more))
 
 
 @row(ranks=(4,))
 def the_same_bits_whatever_is_reduced_together() -> None:
     """Four addends: a ring would add those of other places of a bucket in another order. Every
-    bucket size, with and without overlap, and the measured bytes of each rank."""
+    bucket size, with and without overlap; what is reduced beside the rest is seen."""
     one = case("TiedGPT")
     microbatches = [one.batch(2, seed) for seed in range(4)]
     program = pfeife.capture(one.step, *microbatches[0])
     state = pfeife.state_of(program, one.model)
     fused = pfeife.fuse()(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
-    for stages, how in ((1, "average"), (1, "shard"), (2, "shard")):
-        mesh = pfeife.Mesh(stages, 4 // stages)
+    for ranks, stages, how in [(1, 3, "average"), (1, 3, "shard"), *[(2, 4, "shard")] * WHOLE]:
+        mesh = pfeife.Mesh(ranks, 4 // ranks)
         each = 4 // mesh.replicas
-        plan = sched.plan(fused, machine=CPU_CORE, microbatches=each, stages=stages)
+        plan = sched.plan(fused, machine=CPU_CORE, microbatches=each, stages=stages, ranks=ranks)
         sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+        kept: dict[str, torch.Tensor] = {}
         for size, overlap in ((1, True), (3000, True), (3000, False), (2**20, True)):
             whole = pfeife.dp_wrap(mesh, how, bucket_bytes=size)(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, whole, overlap=overlap))
             pipeline = DistributedPipeline(whole, schedule, mesh=mesh)
             found = pipeline(state, microbatches)
             expected = pfeife.evaluate(whole, state, microbatches)
-            names = {
-                r.name for r in whole.reductions if r.owner in (None, pipeline.transport.replica)
-            }
-            mine = {n: g for n, g in expected.gradients.items() if n in pipeline.gradients & names}
+            mine = {n: g for n, g in expected.gradients.items() if n in pipeline.gradients}
             assert mine and set(found.gradients) == set(mine)
             timeline = profile(pipeline, state, microbatches)
             assert compare_times(sched.predict(whole, schedule, CPU_CORE), timeline)
             reduced = [event for event in timeline.events if event.action.do == Do.REDUCE_GRAD]
             assert reduced and all(event.end > event.start for event in reduced)
-            tied = one.tied if stages > 1 else ()
-            assert_same(pfeife.Result(expected.loss, found.outputs, mine, {}), found, tied)
+            assert_same(pfeife.Result(expected.loss, found.outputs, mine, {}), found, one.tied)
+            bits = {n: g for n, g in found.gradients.items() if n in one.tied}
+            kept = kept or bits
+            assert all(torch.equal(bits[n], kept[n]) for n in bits)
 
 
 @row(ranks=(2,))

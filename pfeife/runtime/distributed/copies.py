@@ -37,6 +37,7 @@ class Copies:
     ):
         self.known, self.foreign, self.versions = known, foreign, versions
         self.world: World | None = None  # the latest
+        self.used = False  # whether there are any, on any rank
         self.behind = False  # whether copies have not all come
         self.handle: Any = None
 
@@ -63,10 +64,12 @@ class Copies:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook: every rank has stepped (collective, if there are such parameters). Raises Refusal
         if ranks are not at a step of the same parameters."""
+        world = self.world
+        if not self.used or world is None:
+            return
         every = (p for group in optimizer.param_groups for p in group["params"])
         tensors = self._copied(every)
-        world = self.world
-        if tensors and world is not None:
+        if tensors:
             with world.busy(lambda: Doing(_PLACE)):
                 self.behind = True
                 world.agreed(" ".join(map(str, tensors)), _PLACE)

@@ -176,6 +176,7 @@ class Ownership:
         self.known[tensor] = owned
         self.asking.kept.add(tensor)
         self.owned[owned.number] = owned
+        self.copies.used |= owned.replica is not None
         if not owned.holds(rank):
             self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
         elif owned.alike and len(owned.holders) > 1:

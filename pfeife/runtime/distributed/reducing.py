@@ -51,7 +51,6 @@ class Reducer:
 
 
 def _alone(job: Callable[[], object], flushes: bool) -> None:
-    torch.set_num_threads(1)  # of this thread: the others compute
     torch.set_flush_denormal(flushes)
     with torch.no_grad():
         job()
