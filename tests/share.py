@@ -6,7 +6,7 @@ plans 50 of 200; damaged cache entries, which are cheap, are all 300 in both.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,11 @@ WHOLE = bool(os.environ.get("WHOLE"))
 def whole(*values: Any) -> Any:
     """A parameter that is tested in the whole alone."""
     return pytest.param(*values, marks=pytest.mark.whole)
+
+
+def some(values: Iterable[Any], every: int = 2) -> list:
+    """Parameters; the share has the first one and from there on each second, or third, ..."""
+    return [whole(one) if at % every else one for at, one in enumerate(values)]
 
 
 def crossed(first: Sequence[Any], *others: Sequence[Any]) -> list:

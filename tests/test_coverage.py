@@ -11,6 +11,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from share import some
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,7 +302,7 @@ def beside_eager(build, draw):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS))
 def test_eagers_numbers(name):
     beside_eager(*MODELS[name])
 

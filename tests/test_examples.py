@@ -71,6 +71,7 @@ def test_as_somebody_starts_it(tmp_path, monkeypatch, path):
     assert said in out
 
 
+@pytest.mark.whole
 def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
     path = str(tmp_path / "plan.json")
     assert "the same loss" in run("plan_once.py", "--record", path)

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from share import whole
 from torch import nn
 
 import pfeife
@@ -108,7 +109,7 @@ def test_the_backend_takes_a_module_whole():
     assert "backend" in square.refused and square.pipelined == 0.0
 
 
-@pytest.mark.parametrize("entry", ["pfeife.compile", "torch.compile"])
+@pytest.mark.parametrize("entry", ["pfeife.compile", whole("torch.compile")])
 def test_nothing_is_left_behind(entry, capfd):
     """Of a step that draws, counts, keeps, updates and runs backward; nothing is printed."""
     net = nn.Sequential(*layers(2), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))

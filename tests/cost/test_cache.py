@@ -58,7 +58,7 @@ def write_costs(folder: Path, barrier, results) -> None:
     """One of several processes that measure the same again and again, each time with more runs."""
     program = small_program()
     barrier.wait()
-    found = [measure(program, repeats=repeats, cache=folder) for repeats in range(2, 12)]
+    found = [measure(program, repeats=repeats, cache=folder) for repeats in range(2, 7)]
     calls = {call.node for call in program.calls}
     results.put(all(set(costs.seconds) == calls for costs in found))
 

@@ -178,7 +178,7 @@ def test_processes_that_write_until_they_are_killed(tmp_path):
     writers = [subprocess.Popen([*command, name]) for name in ("one", "two")]
     seen: set[str] = set()
     try:
-        while len(seen) < 200 or len({name.split()[0] for name in seen}) < 2:
+        while len(seen) < 50 or len({name.split()[0] for name in seen}) < 2:
             assert all(writer.poll() is None for writer in writers)
             if path.exists():
                 seen.add(whole(path))

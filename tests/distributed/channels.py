@@ -113,7 +113,7 @@ def messages_of_which_data_decide_the_sizes() -> None:
     assert len(pipeline.transport.buffers.tensors) == buffers
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def many_steps() -> None:
     """Nothing grows: tensors, file descriptors, threads. Gloo's thread may hold the tensors of the
     last operation a moment longer than who waited for it."""

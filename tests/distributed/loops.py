@@ -53,7 +53,7 @@ def loop() -> None:
     assert torch.equal(again(*one.batch(12)), sum(other.step(*part) / 4 for part in parts))
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def placement_is_kept() -> None:
     """Later graphs of a model run where its parameters were trained, also on folded stages."""
     folded, searched = {"schedule": "zb-v", "stages": 4}, {"schedule": "search", "stages": None}

@@ -133,7 +133,7 @@ def random_programs() -> None:
     _random_programs()
 
 
-@row(ranks=(2, 4))
+@row(ranks=(2, 4), whole=(2,))
 def outputs_of_replicas() -> None:
     """The model alone: results in the order of the batch on every rank, and gradients that arrive
     at them; also where the replicas' stages are compiled."""

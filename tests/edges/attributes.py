@@ -90,7 +90,7 @@ def spectral_norm():
     same_training(lambda: Two(parametrizations.spectral_norm))
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def the_older_spectral_norm():
     """Of 2 ranks both use a weight: the sum of its gradients is re-associated."""
     same_training(
@@ -98,7 +98,7 @@ def the_older_spectral_norm():
     )
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def the_older_weight_norm():
     same_training(lambda: Two(nn.utils.weight_norm), ["first.weight", "second.weight"])
 
@@ -127,7 +127,7 @@ class CountingInPlace(Counting):
         return Two.forward(self, x) * self.n
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def buffers_that_count_in_place():
     same_training(CountingInPlace, ["n", "steps"])
 
@@ -160,7 +160,7 @@ class Caching(Two):
         return self.second(hidden).square().mean()
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_cache_that_is_not_read():
     """The last microbatch's value."""
     same_training(Caching, ["norm", "kept", "row", "scale"])
@@ -605,12 +605,12 @@ class Place:
         self.rows = rows
 
 
-@row("the step assigns 6 to model.last.rows, which Python has computed from the size")
+@row("the step assigns 6 to model.last.rows, which Python has computed from the size", whole=(1,))
 def a_number_of_rows_in_an_object():
     noting(NotesInAnAttribute, lambda x: Place(x.shape[0]))
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def numbers_that_do_not_count_rows():
     for kind in NOTING:
         model = noting(kind, lambda x: x.shape[1])
@@ -631,7 +631,7 @@ class CountingCalls(Two):
         return super().forward(x)
 
 
-@row("this step has been compiled so often", ranks=(1, 2))
+@row("this step has been compiled so often", ranks=(1, 2), whole=(1,))
 def a_counter_that_compiles_every_call():
     model, _ = pair(CountingCalls)
     compiled = pfeife.compile(lambda x: model(x), microbatches=2)

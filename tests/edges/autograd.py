@@ -59,7 +59,7 @@ def loop(model, step):
     return once
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_loop_keeps_no_second_set_of_gradients():
     model = net(64)
     once = loop(model, pfeife.compile(lambda x: model(x).square().mean(), **TWO))

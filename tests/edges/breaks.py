@@ -151,7 +151,7 @@ def parameters_that_no_graph_has():
     trains_as_eager(lambda: layers(5), step)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def rows_that_depend_on_one_another():
     """The second graph runs with one microbatch: cut, it would be another function."""
 
@@ -176,7 +176,7 @@ def negatives_from_the_batch():
     trains_as_eager(lambda: layers(4), step)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def many_values_that_go_from_graph_to_graph():
     def step(model, x):
         found = [x]
@@ -188,7 +188,7 @@ def many_values_that_go_from_graph_to_graph():
     trains_as_eager(lambda: layers(5), step)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def two_results_that_are_both_differentiated():
     """A scalar among the results of a graph is not its loss."""
 
@@ -295,7 +295,7 @@ def a_write_between_graphs_that_another_result_sees():
         torch.compile(step, backend="pfeife", options=OPTIONS, dynamic=True)(rows(1))
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def an_evaluation_before_and_after():
     torch.manual_seed(0)
     model = layers(6)
@@ -318,7 +318,7 @@ def an_evaluation_before_and_after():
             one.zero_grad()
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def gpt2_as_transformers_ships_it():
     """A call of its logger breaks the step before the loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -360,7 +360,7 @@ def a_frozen_graph_and_a_trained_one():
     assert "of the step's 2 graphs so far 2 are pipelined" in said[1], said
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_break_that_costs_most_of_the_time_is_named():
     model = layers(3)
 

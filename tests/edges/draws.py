@@ -55,7 +55,7 @@ def a_number_of_numpys():
     run(lambda: np.random.normal())
 
 
-@row()
+@row(whole=(1,))
 def draws_without_gradients_or_under_autocast():
     """The first call is not checked, and that it ends in between leaves no mode behind."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))

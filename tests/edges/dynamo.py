@@ -41,7 +41,7 @@ def _expected(model, seed):
     return losses[0] + losses[1]
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def more_programs_than_dynamos_limit():
     model = Counting()
     reference = copy.deepcopy(model)
@@ -59,7 +59,7 @@ def more_programs_than_dynamos_limit():
     assert len(step.backend.compiled) == 12
 
 
-@row()
+@row(whole=(1,))
 def a_loop_of_trials_over_one_function():
     model = net()
 

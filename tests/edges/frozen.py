@@ -91,20 +91,20 @@ def branching(**options):
     return step, torch.ones(2, 4), -torch.ones(2, 4)
 
 
-@row("the step was traced on the first microbatch of a call")
+@row("the step was traced on the first microbatch of a call", whole=(1,))
 def a_branch_that_the_first_call_takes_both_ways():
     step, up, down = branching()
     step(torch.cat([up, down]))
 
 
-@row("the step was traced on the first microbatch of a call")
+@row("the step was traced on the first microbatch of a call", whole=(1,))
 def a_branch_that_a_later_call_takes_both_ways():
     step, up, down = branching()
     assert step(torch.cat([up, up])).isfinite()
     step(torch.cat([down, up]))
 
 
-@row(f'File "{__file__}", line')
+@row(f'File "{__file__}", line', whole=(1,))
 def a_branch_that_is_taken_both_ways_and_not_checked():
     step, up, down = branching(check=False)
     step(torch.cat([up, down]))
@@ -148,7 +148,7 @@ def a_branch_that_a_later_call_takes_the_other_way():
         torch.testing.assert_close(found[name], value)
 
 
-@row()
+@row(whole=(1,))
 def branches_that_all_microbatches_take():
     def factor(model, x):
         if model(x).isnan().any() or not bool((x == x).all()):
@@ -186,12 +186,12 @@ def made(loss):
     return make
 
 
-@row()
+@row(whole=(1,))
 def a_branch_on_a_size_that_data_decide():
     run(made(branch_on_a_size))
 
 
-@row("the step was traced on the first microbatch of a call")
+@row("the step was traced on the first microbatch of a call", whole=(1,))
 def a_branch_on_a_size_that_a_later_call_takes_both_ways():
     model = net()
     step = pfeife.compile(lambda x: branch_on_a_size(model, x), microbatches=2, capture="trace")
@@ -204,7 +204,7 @@ def a_loop_over_what_data_choose():
     assert len(run(made(turns)).backend.compiled) == 1
 
 
-@row()
+@row(whole=(1,))
 def numbers_beside_a_branch():
     """What nobody asks for is that of each microbatch."""
 
@@ -214,7 +214,7 @@ def numbers_beside_a_branch():
     assert len(run(scaled(factor)).backend.compiled) == 1
 
 
-@row()
+@row(whole=(1,))
 def a_share_that_data_decide():
     """A quotient of whole numbers, asked for before weights that autograd has not seen."""
 
@@ -230,12 +230,12 @@ def a_share_that_data_decide():
     run(make)
 
 
-@row()
+@row(whole=(1,))
 def a_choice_by_torchs_random_numbers():
     run(scaled(lambda model, x: [2.0][int(torch.empty(1).uniform_(0.0, 1.0).item())]))
 
 
-@row()
+@row(whole=(1,))
 def the_larger_of_two_counts():
     def factor(model, x):
         count = (x > 0.5).sum()
@@ -244,7 +244,7 @@ def the_larger_of_two_counts():
     run(scaled(factor))
 
 
-@row()
+@row(whole=(1,))
 def whole_tensors_that_are_compared():
     def factor(model, x):
         return 2.0 if torch.equal(x, x.clone()) and not torch.allclose(x, 2 * x) else 3.0
@@ -252,7 +252,7 @@ def whole_tensors_that_are_compared():
     run(scaled(factor))
 
 
-@row()
+@row(whole=(1,))
 def a_module_by_the_text_of_a_number():
     """As a mixture of experts calls those that data have chosen."""
 
@@ -270,7 +270,7 @@ def a_module_by_the_text_of_a_number():
     run(make, door="trace")
 
 
-@row()
+@row(whole=(1,))
 def a_key_that_data_decide():
     run(scaled(lambda model, x: {8: 3.0}[(x < 9).sum().item()]))
 
@@ -290,7 +290,7 @@ def a_list_of_tensors_that_is_set_anew():
     run(make)
 
 
-@row()
+@row(whole=(1,))
 def sizes_that_data_decide():
     run(scaled(lambda model, x: x[x[:, 0] > 0].sum()))
 
@@ -311,7 +311,7 @@ class Recurrent(nn.Module):
         return self.head(self.norm(state)).square().mean()
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_traced_step_trains():
     torch.manual_seed(0)
     model = Recurrent()
@@ -350,7 +350,7 @@ def a_file():
         run(scaled(lambda model, x: float(path.read_text())))
 
 
-@row()
+@row(whole=(1,))
 def the_environment():
     def change(call):
         os.environ["PFEIFE_TEST_FACTOR"] = str(call)
@@ -369,7 +369,7 @@ def counted():
     return step, model
 
 
-@row("the step sets model.calls from 1 to 2 whenever it runs")
+@row("the step sets model.calls from 1 to 2 whenever it runs", whole=(1,))
 def a_counter():
     run(counted)
 
@@ -415,7 +415,7 @@ def attribute(door):
     assert len(run(make, change, door).backend.compiled) == 3
 
 
-@row()
+@row(whole=(1,))
 def an_attribute():
     attribute("trace")
 
@@ -450,7 +450,7 @@ def a_hook_through_dynamo():
     hooked("dynamo")
 
 
-@row()
+@row(whole=(1,))
 def a_hook_that_the_first_call_adds():
     """As transformers collects hidden states: each run of a capture must find what it found."""
     models = []
@@ -505,7 +505,7 @@ def shared(key, parameter):
     key.data = parameter.data
 
 
-@row()
+@row(whole=(1,))
 def data_that_is_set():
     momentum("trace", moved)
     momentum("trace", clipped)
@@ -527,7 +527,7 @@ def data_that_is_shared_through_dynamo():
     momentum("dynamo", shared)
 
 
-@row()
+@row(whole=(1,))
 def modes_of_modules():
     models = []
 
@@ -591,7 +591,7 @@ class Plan:
         return self.factor + self.more["factor"]
 
 
-@row()
+@row(whole=(1,))
 def what_objects_hold():
     plan, queue, seen = Plan(), collections.deque([1.0]), set()
     array, defaults = np.ones(1), [1.0]

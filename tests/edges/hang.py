@@ -184,7 +184,7 @@ def by_hand(how: str) -> tuple[list[int | None], dict[str, str]]:
         return codes, {path.name: path.read_text() for path in Path(folder).iterdir()}
 
 
-@row()
+@row(whole=(1,))
 def a_rank_in_an_endless_operation_ends_when_the_store_is_gone():
     codes, files = by_hand("at once")
     assert codes == [1, 1] and "inside" in files, (codes, files)

@@ -90,13 +90,13 @@ def a_search_keeps_to_the_limit():
     assert _peak(program, _planned(program, **search, memory_limit=limit)) <= limit
 
 
-@row()
+@row(whole=(1,))
 def a_search_at_the_limit():
     program, search, least = _searched()
     assert _peak(program, _planned(program, **search, memory_limit=least)) == least < 185_000
 
 
-@row("memory_limit=")
+@row("memory_limit=", whole=(1,))
 def a_search_below_the_limit():
     """By a byte: the same operations are looked at each time."""
     program, search, least = _searched()

@@ -51,7 +51,7 @@ def an_lstm():
     same_as_eager(nn.LSTM, microbatches=4, bidirectional=True, dropout=1.0)
 
 
-@row()
+@row(whole=(1,))
 def other_layers():
     same_as_eager(nn.GRU, bidirectional=False, dropout=1.0)
     same_as_eager(nn.RNN, bidirectional=True, dropout=0.0)
@@ -67,7 +67,7 @@ def an_lstm_is_evaluated():
     assert torch.equal(found, torch.cat(parts))
 
 
-@row()
+@row(whole=(1,))
 def a_part_is_not_trained():
     """Whose kernel in eager is another one."""
     for frozen in (True, False):

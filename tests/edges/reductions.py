@@ -512,7 +512,7 @@ def views_of_one_text():
     assert not found, found
 
 
-@row()
+@row(whole=(1,))
 def hugging_face_in_microbatches_of_one_row():
     """Where it looks for packed sequences, and a dimension of 1 may be that of the row or not."""
     model, (tokens, labels) = llama(), text(rows=3)
@@ -528,7 +528,7 @@ def hugging_face_in_microbatches_of_one_row():
     assert not found, found
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def hugging_face_with_padding():
     """Its own mean over the labels that are not ignored, of the whole batch; and its own result,
     which has the loss by name."""
@@ -544,7 +544,7 @@ def hugging_face_with_padding():
     check(model, loss, expected, torch.testing.assert_close)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def hugging_face_as_it_comes():
     """The same with all its defaults: a cache that begins with empty tensors, positions counted
     by arange (as many as would be rows), a mask of its own."""

@@ -254,7 +254,7 @@ def batch_norm_that_averages_all():
     averages_all()
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def batch_norm_that_averages_all_traced():
     averages_all(capture="trace")
 

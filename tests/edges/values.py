@@ -136,12 +136,12 @@ def a_momentum_of_data():
     same(Averaging())
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_momentum_of_data_traced():
     same(Averaging(), capture="trace")
 
 
-@row()
+@row(whole=(1,))
 def a_momentum_of_data_in_other_ways():
     """By Python's float; in a norm of each row, one without statistics, one of torch's own."""
     same(Averaging(by_float=True), capture="dynamo")
@@ -150,13 +150,13 @@ def a_momentum_of_data_in_other_ways():
             same(Averaging(norm), capture=door)
 
 
-@row(f'File "{__file__}"')
+@row(f'File "{__file__}"', whole=(1,))
 def a_momentum_by_pythons_float_traced():
     """Python's float must be told what it is: one answer for all microbatches."""
     same(Averaging(by_float=True), capture="trace")
 
 
-@row(f'File "{__file__}"')
+@row(f'File "{__file__}"', whole=(1,))
 def an_epsilon_of_data():
     """Gradients are made of it, too."""
 
@@ -189,7 +189,7 @@ def rows_of_an_expert_measured():
     same(Net(some_rows), costs="measure")
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def rows_of_an_expert_traced():
     same(Net(some_rows), capture="trace")
 
@@ -290,7 +290,7 @@ def values_of_such_a_size_for_other_stages():
     assert found.program.units == len(SPLIT) + 1
 
 
-@row(ranks=(1, 2), whole=(2,))
+@row(ranks=(1, 2), whole=(1, 2))
 def large_values_of_such_a_size():
     same(Throughout(2**17), split_at=dict.fromkeys(SPLIT, "begin"))
 
@@ -353,7 +353,7 @@ def an_assertion_that_is_traced():
     _asserts(counted, capture="trace")
 
 
-@row(refused="the step takes it for granted of a number of data that ")
+@row(refused="the step takes it for granted of a number of data that ", whole=(1,))
 def an_assertion_of_floats_that_is_traced():
     def checked(x):
         torch._check(x.abs().max().item() < 1.0)
@@ -562,12 +562,15 @@ def _scanned(x, step):
     return found.t()
 
 
-@row()
+@row(whole=(1,))
 def a_scan():
     same(Net(lambda x: _scanned(x, lambda total, one: (total + one, total.sin()))))
 
 
-@row(refused="the step could not be captured with its gradients: RuntimeError: scan might be")
+@row(
+    refused="the step could not be captured with its gradients: RuntimeError: scan might be",
+    whole=(1,),
+)
 def a_scan_that_torch_cannot_differentiate():
     def step(total, one):
         total = total * 0.9 + one

@@ -8,8 +8,9 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import random_cases
 from torch import nn
 
 import pfeife
@@ -144,7 +145,7 @@ edits = st.fixed_dictionaries(
 ).map(lambda given: Edit(**given))
 
 
-@settings(max_examples=5)
+@random_cases(5)
 @given(st.lists(edits, min_size=1, max_size=2))
 def test_edits_of_several_things(tmp_path, several):
     cache = tmp_path / "cache"

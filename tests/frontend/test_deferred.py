@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from share import random_cases
+from share import random_cases, some
 from torch import nn
 
 import pfeife
@@ -105,7 +105,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", some(MODULES, 3))
 def test_modules_of_torch(name):
     assert_same(*map(state_of, both(MODULES[name])))
 
@@ -228,7 +228,7 @@ OPERATIONS = st.lists(
 )
 
 
-@random_cases(60)
+@random_cases(24)
 @given(OPERATIONS, st.integers(0, 3), st.sets(st.integers(0, 12)))
 def test_any_constructor(operations, seed, kept):
     def make():
@@ -292,7 +292,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", some(USES, 3))
 def test_values_that_are_not_there(name):
     model = deferred()
     kinds = (ValueError, torch._dynamo.exc.InternalTorchDynamoError)

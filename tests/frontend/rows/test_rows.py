@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from listening import said
 from models import CASES, case
-from share import whole
+from share import some
 from torch import nn
 
 import pfeife
@@ -210,7 +210,7 @@ def captured(step, batch) -> pfeife.Program:
     return pfeife.capture(step, *batch)
 
 
-@pytest.mark.parametrize("index", range(len(TOLD)))
+@pytest.mark.parametrize("index", some(range(len(TOLD))))
 def test_what_the_graph_tells(index):
     """Without a warning, also with one row, where every number may count rows; and the proof: the
     uncut batch has the same loss, with other data and uneven counts (batch norm evaluates, for a
@@ -243,7 +243,7 @@ def test_what_it_does_not_tell(index):
     assert "test_rows.py" in found[0] and 'loss_reduction="mean"' in found[0]
 
 
-@pytest.mark.parametrize("index", [i if i % 20 == 0 else whole(i) for i in range(len(UNKNOWN))])
+@pytest.mark.parametrize("index", some(range(len(UNKNOWN)), 20))
 def test_what_somebody_says_holds(index):
     batch, step = UNKNOWN[index]
     with said() as found:

@@ -38,13 +38,14 @@ def ended(folder: Path, how: str) -> tuple[list[int | None], dict[str, str]]:
     return codes, {path.name: path.read_text() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("how", ["ends", whole("destroys"), whole("exits")])
+@pytest.mark.parametrize("how", ["ends", *map(whole, ("destroys", "exits"))])
 def test_a_rank_whose_script_has_ended_still_answers(tmp_path, how):
     """It stays until the others have ended too; its exit code is its own."""
     codes, files = ended(tmp_path, how)
     assert codes == [0, 3 if how == "exits" else 0] and "right" in files, files
 
 
+@pytest.mark.whole
 def test_a_rank_whose_script_has_ended_makes_no_step(tmp_path):
     codes, files = ended(tmp_path, "goes on")
     assert codes == [1, 0], (codes, files)
