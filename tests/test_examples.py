@@ -1,5 +1,6 @@
 """The examples run, and check themselves."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "lightning_gpt.py": ([], "rank 0 has logged"),
     "nanogpt.py": ([], "rank 0 has logged"),
     "own_compiler.py": ([], SAME),
+    "resume.py": (["runs"], "rank 0 has logged"),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
 }
@@ -81,6 +83,27 @@ def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
 
 def test_training_on_two_ranks():
     assert f"{SAME}, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
+
+
+@pytest.mark.whole
+def test_a_run_that_is_interrupted(run, tmp_path):
+    """On two ranks, and goes on in one process."""
+
+    def losses(*arguments: str) -> list[float]:
+        said = run("resume.py", *arguments)
+        return json.loads(said.partition("has logged ")[2])
+
+    whole_run = losses(str(tmp_path / "whole"))
+    halves = logged("resume.py", tmp_path / "halves", "--steps", "5", ranks=2)
+    assert halves == [whole_run[:5]] * 2
+    assert losses(str(tmp_path / "halves")) == whole_run[5:]
+
+
+@pytest.mark.whole
+def test_a_run_that_goes_on_with_more_ranks(tmp_path):
+    (first,) = logged("resume.py", tmp_path, "--steps", "5")
+    (second,) = logged("resume.py", tmp_path / "whole")
+    assert logged("resume.py", tmp_path, ranks=2) == [second[5:]] * 2 and first == second[:5]
 
 
 @pytest.mark.whole

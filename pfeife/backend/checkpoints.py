@@ -43,9 +43,10 @@ class Checkpoints:
 
     Under torchrun all ranks make one, and call the same methods; the folder is one that all see.
 
+    >>> import tempfile
     >>> model = torch.nn.Linear(2, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> checkpoints = pfeife.Checkpoints(folder / "runs", model, optimizer)
+    >>> checkpoints = pfeife.Checkpoints(tempfile.mkdtemp(), model, optimizer)
     >>> checkpoints.load()
     0
     >>> checkpoints.save(1)

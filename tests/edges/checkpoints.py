@@ -3,10 +3,13 @@
 import contextlib
 import copy
 import os
+import random
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from rows import row
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pfeife
 from edges.saved import OPTIMIZERS, Pair, alike, norms
@@ -207,6 +211,58 @@ def tied_weights_have_both_names():
         other = Tied()
         in_plain_torch(folder / "step-00000001", other, torch.optim.SGD(other.parameters(), lr=0.1))
         alike(dict(other.state_dict()), whole)
+
+
+class Run:
+    """A model with dropout, and all that its loop goes on with."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 6))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
+        self.loader = StatefulDataLoader(rows(1, 20), batch_size=4, shuffle=True)
+        self.step = pfeife.compile(lambda x: self.model(x).square().mean(), microbatches=2)
+
+    def train(self, steps, save):
+        losses, draws = [], []
+        while len(losses) < steps:
+            for batch in self.loader:
+                loss = self.step(batch)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.schedule.step()
+                losses.append((loss.item(), self.optimizer.param_groups[0]["lr"]))
+                draws.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+                save(len(losses))
+                if len(losses) == steps:
+                    break
+        return list(zip(losses, draws, strict=True))
+
+    def checkpoints(self, folder):
+        return pfeife.Checkpoints(
+            folder, self.model, self.optimizer, loader=self.loader, schedule=self.schedule
+        )
+
+
+@row(ranks=(2,))
+def a_run_that_goes_on_is_the_same():
+    """Draws, learning rates, the place in the data, in the middle of an epoch."""
+    with one_folder() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata's own
+        random.seed(4)
+        numpy.random.seed(4)
+        first = Run()
+        checkpoints = first.checkpoints(folder)
+        expected = first.train(9, lambda done: done == 3 and checkpoints.save(done, wait=False))
+        again = Run()
+        random.seed(5)
+        numpy.random.seed(5)
+        assert again.checkpoints(folder).load() == 3
+        assert again.train(6, lambda done: None) == expected[3:]
+        assert checkpoints.load() == 3
+        assert first.train(6, lambda done: None) == expected[3:]
 
 
 class Clock:

@@ -1,12 +1,10 @@
 """Folders of torch.distributed.checkpoint that appear at once, when they are complete."""
 
-import contextlib
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,16 +84,33 @@ def write(
     if wait:
         done: Future[Any] = Future()
         try:
-            with _alone(group):
-                done.set_result(dcp.save(dict(state), no_dist=group is None, **given))
+            _alone(state, writer) if group is None else dcp.save(dict(state), **given)
+            done.set_result(None)
         except dcp.CheckpointException as error:
             done.set_exception(error)
         return done
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    found = dcp.async_save(dict(state), no_dist=group is None, async_stager=stager, **given)
-    found = found if isinstance(found, Future) else found.upload_completion
+    if group is None:
+        threads, copied = ThreadPoolExecutor(1, "pfeife writing"), stager.stage(dict(state))
+        found: Any = threads.submit(_alone, copied, writer)  # type: ignore[arg-type]
+        threads.shutdown(wait=False)
+    else:
+        found = dcp.async_save(dict(state), async_stager=stager, **given)
+        found = found if isinstance(found, Future) else found.upload_completion
     found.add_done_callback(lambda _: stager.close())
     return found
+
+
+def _alone(state: Mapping[str, Any], writer: Writer) -> None:
+    """`dcp.save` in one process, which warns of that."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(state), writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())]
+    )
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
 def written(writing: Future[Any]) -> None:
@@ -107,15 +122,6 @@ def written(writing: Future[Any]) -> None:
         raise Refusal(
             f"the checkpoint was not written: rank {rank}: {type(cause).__name__}: {cause}"
         ) from error
-
-
-@contextlib.contextmanager
-def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns of what is wanted: that one process saves by itself."""
-    with warnings.catch_warnings():
-        if group is None:
-            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-        yield
 
 
 def _sync(folder: Path) -> None:
