@@ -3,6 +3,7 @@
 from pfeife import backend
 from pfeife.backend.checkpoints import Checkpoints
 from pfeife.backend.explain import Explanation, explain
+from pfeife.backend.safetensors import save_safetensors
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
 from pfeife.data.figures import StepFigures
@@ -76,6 +77,7 @@ __all__ = [
     "partition",
     "place",
     "record",
+    "save_safetensors",
     "split_backward",
     "stage_boundary",
     "state_of",

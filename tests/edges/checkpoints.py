@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import os
 import random
 import shutil
@@ -211,6 +212,29 @@ def tied_weights_have_both_names():
         other = Tied()
         in_plain_torch(folder / "step-00000001", other, torch.optim.SGD(other.parameters(), lr=0.1))
         alike(dict(other.state_dict()), whole)
+
+
+@row(ranks=(2,))
+def files_of_safetensors():
+    """Each rank writes and reads its own; a tied tensor is there once."""
+    torch.manual_seed(0)
+    model = Tied()
+    step = pfeife.compile(lambda x: model(x).square().mean(), **PAIR)
+    step(rows(0)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    whole = pfeife.full_state_dict(model)
+    with one_folder() as folder:
+        pfeife.save_safetensors(model, folder / "tied", shard_bytes=100)
+        refused(lambda: pfeife.save_safetensors(model, folder / "tied"), f"{folder}/tied has model")
+        index = json.loads((folder / "tied" / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 2
+        assert "first.weight" in index["weight_map"] and "last.weight" not in index["weight_map"]
+        with pfeife.deferred_init():
+            other = Tied()
+        pfeife.materialize(other, checkpoint=folder / "tied", later=True)
+        again = pfeife.compile(lambda x: other(x).square().mean(), **PAIR)
+        assert torch.equal(again(rows(1)), step(rows(1)))
+        alike(pfeife.full_state_dict(other), whole)
 
 
 class Run:

@@ -52,9 +52,8 @@ def owner_of(value: Any, world: World | None) -> Owned | None:
 
 def share_of_model(model: nn.Module, state: Mapping[str, Any], world: World) -> dict[str, Any]:
     """What this rank writes of `all_state`: what it trains and what all ranks have, of which
-    torch.distributed.checkpoint takes one. Raises ValueError where a hook of `state_dict()` has
-    changed what other ranks train."""
-    _check_hooks(model, state, world)
+    torch.distributed.checkpoint takes one. Raises what `check_hooks` does."""
+    check_hooks(model, state, world)
     lacks = world.ownership.foreign.lacks
     found = {}
     for name, value in state.items():
@@ -70,7 +69,8 @@ def _writes(owned: Owned, rank: int) -> bool:
     return owned.alike or owned.first == rank
 
 
-def _check_hooks(model: nn.Module, state: Mapping[str, Any], world: World) -> None:
+def check_hooks(model: nn.Module, state: Mapping[str, Any], world: World) -> None:
+    """Raises ValueError where a hook of `state_dict()` has changed what other ranks train."""
     lacks = world.ownership.foreign.lacks
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
         if lacks(one) and name in state and state[name] is not one:

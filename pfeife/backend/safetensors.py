@@ -1,0 +1,131 @@
+"""A model as files of safetensors with an index, as Hugging Face has large models."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from pfeife.backend.restoring import plain_name
+from pfeife.data import files
+from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.shares import all_state, check_hooks, owner_of
+from pfeife.runtime.distributed.world import World
+
+INDEX = "model.safetensors.index.json"
+
+
+@attrs.frozen
+class Shard:
+    """One file: the rank that writes it, and its tensors by their names."""
+
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+def save_safetensors(
+    model: nn.Module, folder: str | os.PathLike[str], shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes a model's `state_dict()` to a folder that `from_pretrained` loads, once the model's
+    configuration is there too (`model.config.save_pretrained(folder)`), and
+    `pfeife.materialize(model, checkpoint=folder)`.
+
+    The files have at most `shard_bytes` each, or one larger tensor; a tied tensor is there once, by
+    its first name. Under torchrun all ranks must call it; each writes what it trains, to a folder
+    that all see. The index is written last. Raises ValueError, on all ranks, if the folder has a
+    model already, for a state of other things than tensors, and if a rank cannot write;
+    PipelineError if one does not come.
+    """
+    folder, world = Path(folder), world_so_far()
+    state = (
+        all_state(model, world, "save_safetensors") if world else model.state_dict(keep_vars=True)
+    )
+    shards = _shards({plain_name(name): one for name, one in state.items()}, world, shard_bytes)
+    count = len(shards)
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    named = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
+    _on_all_ranks(lambda: _check(folder, model, state, world), world)
+    _on_all_ranks(lambda: _write(folder, named, world), world)
+    if world is None or world.rank == 0:
+        _write_index(folder, named)
+    _on_all_ranks(lambda: None, world)
+
+
+def _check(folder: Path, model: nn.Module, state: Mapping[str, Any], world: World | None) -> None:
+    if world is not None:
+        check_hooks(model, state, world)
+    folder.mkdir(parents=True, exist_ok=True)
+    there = sorted(one.name for one in folder.glob("*.safetensors*"))
+    if there:
+        raise ValueError(f"{folder} has {there[0]} already: give a new folder")
+    other = [name for name, one in state.items() if not isinstance(one, torch.Tensor)]
+    if other:
+        raise ValueError(f"{other[0]} is no tensor, and safetensors have nothing else")
+
+
+def _shards(state: Mapping[str, Any], world: World | None, largest: int) -> list[Shard]:
+    """All ranks make the same of it: every tensor is written by the first rank that trains it."""
+    names: dict[int, str] = {}  # a tied tensor once
+    for name, one in state.items():
+        names.setdefault(id(one), name)
+    by_rank: dict[int, list[Shard]] = {}
+    room: dict[int, int] = {}
+    for name in names.values():
+        owned = owner_of(state[name], world)
+        rank = owned.first if owned else 0
+        if room.get(rank, 0) < state[name].nbytes:
+            by_rank.setdefault(rank, []).append(Shard(rank, {}))
+            room[rank] = largest
+        *rest, last = by_rank[rank]
+        by_rank[rank] = [*rest, Shard(rank, {**last.tensors, name: state[name].detach()})]
+        room[rank] -= state[name].nbytes
+    return [shard for rank in sorted(by_rank) for shard in by_rank[rank]]
+
+
+def _write(folder: Path, shards: Mapping[str, Shard], world: World | None) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ValueError("files of safetensors need that package: pip install it") from error
+    for name, shard in shards.items():
+        if world is None or shard.rank == world.rank:
+            beside = folder / f".{name}.new"
+            tensors = {key: _dense(one) for key, one in shard.tensors.items()}
+            save_file(tensors, beside, metadata={"format": "pt"})
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            beside.replace(folder / name)
+
+
+def _dense(one: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own."""
+    alone = one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
+    return one if alone else one.clone(memory_format=torch.contiguous_format)
+
+
+def _write_index(folder: Path, shards: Mapping[str, Shard]) -> None:
+    if len(shards) > 1:
+        tensors = [one for shard in shards.values() for one in shard.tensors.values()]
+        where = {key: name for name, shard in shards.items() for key in shard.tensors}
+        total = {"total_size": sum(one.nbytes for one in tensors)}
+        text = json.dumps({"metadata": total, "weight_map": where}, indent=2, sort_keys=True)
+        files.write_text(folder / INDEX, text)
+
+
+def _on_all_ranks(do: Callable[[], None], world: World | None) -> None:
+    """Does something; if that fails on any rank, all raise a ValueError."""
+    if world is None:
+        do()
+        return
+    with world.busy(lambda: Doing("save_safetensors")):
+        refused: Exception | None = None
+        try:
+            do()
+        except (ValueError, OSError) as error:
+            refused = error
+        world.agreed("", "save_safetensors", refused=refused)
