@@ -1,9 +1,7 @@
 """Checkpoints of a training run, a folder each; the last complete one always loads."""
 
-import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,8 @@ from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.shares import all_state, share_of_model, share_of_optimizers
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.distributed.writing import Writer, complete, group_of, write, written
+from pfeife.runtime.distributed.writing import Writer, Writing, complete
 
-log = logging.getLogger("pfeife")
 _STEP = "step"
 
 
@@ -68,8 +65,7 @@ class Checkpoints:
         self.folder, self.model, self.keep, self.others = Path(folder), model, keep, others
         one = isinstance(optimizer, torch.optim.Optimizer)
         self.optimizers: list[Any] = [optimizer] if one else [*optimizer]  # type: ignore[misc]
-        self._group: tuple[World | None, Any] = (None, None)
-        self._writing: Future[Any] | None = None
+        self._writing: Writing | None = None
 
     def latest(self) -> Path | None:
         """The last complete checkpoint; None if there is none."""
@@ -87,20 +83,14 @@ class Checkpoints:
         self.wait()
         world = self._world()
         state = self._state(step, world)
-        if self._group[0] is not world:
-            self._group = (world, group_of(world))
-        writer = Writer(self.folder, step, self.keep)
-        self._writing = write(state, writer, self._group[1], wait)
-        if wait:
-            self.wait()
-        else:
-            self._writing.add_done_callback(_say)
+        if self._writing is None or self._writing.world is not world:
+            self._writing = Writing(world)
+        self._writing.start(state, Writer(self.folder, step, self.keep), wait)
 
     def wait(self) -> None:
         """Waits until what is being written is complete, and raises what went wrong."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            written(writing)
+        if self._writing is not None:
+            self._writing.wait()
 
     def load(self, path: str | os.PathLike[str] | None = None) -> int:
         """Loads the last complete checkpoint, or the one in a folder, which may be one that plain
@@ -161,9 +151,3 @@ class Checkpoints:
                 f"{self.latest()} is there already, and this would be step {step}: load it before "
                 "training goes on, or remove it"
             )
-
-
-def _say(writing: Future[Any]) -> None:
-    error = writing.exception()
-    if error is not None:
-        log.error("a checkpoint was not written: %s: %s", type(error).__name__, error)

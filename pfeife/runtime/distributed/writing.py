@@ -1,9 +1,11 @@
 """Folders of torch.distributed.checkpoint that appear at once, when they are complete."""
 
+import contextlib
+import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 
+log = logging.getLogger("pfeife")
 _SLOWEST = timedelta(hours=2)  # of a rank that writes; one that is gone is noticed at once
 
 
@@ -66,39 +69,69 @@ class Writer(dcp.FileSystemWriter):
             shutil.rmtree(old)
 
 
-def group_of(world: World | None) -> dist.ProcessGroup | None:
-    """A process group of all ranks for nothing but checkpoints, which may be written while the
-    ranks train (collective); None for one process."""
-    if world is None:
-        return None
-    with world.busy(lambda: Doing("the connections for checkpoints")):
-        return dist.new_group(backend="gloo", timeout=_SLOWEST)
+class Writing:
+    """Writes checkpoints, in this process alone or with the ranks of a world.
+
+    They have a process group for nothing else, so that they may be written while the ranks train.
+    """
+
+    def __init__(self, world: World | None):
+        self.world, self.group = world, None
+        self.now: Future[Any] | None = None
+        if world is not None:
+            with world.busy(lambda: Doing("the connections for checkpoints")):
+                self.group = dist.new_group(backend="gloo", timeout=_SLOWEST)
+
+    def start(self, state: Mapping[str, Any], writer: Writer, wait: bool) -> None:
+        """Writes what each rank gives of a state (collective). It is copied, and written by a
+        thread, unless this is to `wait`. Raises as `wait`."""
+        given: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
+        if wait:
+            with self._failures():
+                _alone(state, writer) if self.world is None else dcp.save(dict(state), **given)
+            return
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        with self._failures():
+            if self.world is None:
+                threads, copied = ThreadPoolExecutor(1, "pfeife writing"), stager.stage(dict(state))
+                found: Any = threads.submit(_alone, copied, writer)  # type: ignore[arg-type]
+                threads.shutdown(wait=False)
+            else:
+                found = dcp.async_save(dict(state), async_stager=stager, **given)
+        self.now = found if isinstance(found, Future) else found.upload_completion
+        self.now.add_done_callback(lambda _: stager.close())
+        self.now.add_done_callback(_say)
+
+    def wait(self) -> None:
+        """Waits until what is being written is complete. Raises Refusal, on all ranks, if one could
+        not write, PipelineError if one is gone."""
+        now, self.now = self.now, None
+        if now is not None:
+            with self._failures():
+                now.result()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.world is not None:
+                stack.enter_context(self.world.busy(lambda: Doing("Checkpoints.save")))
+            try:
+                yield
+            except dcp.CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise Refusal(
+                    f"the checkpoint was not written: rank {rank}: {type(cause).__name__}: {cause}"
+                ) from error
+            except RuntimeError as error:
+                if self.world is None:
+                    raise
+                raise self.world.lost(None, error) from error
 
 
-def write(
-    state: Mapping[str, Any], writer: Writer, group: dist.ProcessGroup | None, wait: bool
-) -> Future[Any]:
-    """Writes what each rank gives of a state (collective over a group; None for one process). It is
-    copied, and written by a thread, unless this is to `wait`."""
-    given: dict[str, Any] = {"storage_writer": writer, "process_group": group}
-    if wait:
-        done: Future[Any] = Future()
-        try:
-            _alone(state, writer) if group is None else dcp.save(dict(state), **given)
-            done.set_result(None)
-        except dcp.CheckpointException as error:
-            done.set_exception(error)
-        return done
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    if group is None:
-        threads, copied = ThreadPoolExecutor(1, "pfeife writing"), stager.stage(dict(state))
-        found: Any = threads.submit(_alone, copied, writer)  # type: ignore[arg-type]
-        threads.shutdown(wait=False)
-    else:
-        found = dcp.async_save(dict(state), async_stager=stager, **given)
-        found = found if isinstance(found, Future) else found.upload_completion
-    found.add_done_callback(lambda _: stager.close())
-    return found
+def _say(writing: Future[Any]) -> None:
+    error = writing.exception()
+    if error is not None:
+        log.error("a checkpoint was not written: %s: %s", type(error).__name__, error)
 
 
 def _alone(state: Mapping[str, Any], writer: Writer) -> None:
