@@ -2,10 +2,10 @@
 
     python benchmarks/replicas.py [--sleep 0.02] [--repeats 7]
 
-Four Gloo ranks. Time: layers that sleep, with weights of some MB, so that two cores stand for four
-machines (`virtual.py`); a step with its reductions after all that a rank computes, and one with
-each begun at its stage's last weight gradient, in turn. Both are simulated with what a reduction
-takes at rest; the ideal is a step without any. Bytes: a GPT with
+Four Gloo ranks. Time: layers that sleep, with weights of 1 MB, so that two cores stand for four
+machines (`virtual.py`), and links between replicas that take their time, 50 MB a second; a step
+with its reductions after all that a rank computes, and one with each begun at its stage's last
+weight gradient, in turn, and what is predicted of both; the ideal is a step without any. Bytes: a GPT with
 AdamW, what every rank is said to hold and does, if gradients are averaged and if they are shared
 out.
 """
@@ -14,8 +14,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import attrs
 import harness
@@ -28,24 +29,40 @@ from torch import nn
 import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, memory_curves
-from pfeife.data.schedule import Do
 from pfeife.lowering.buckets import buckets_of
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.profile import profile_memory
 from pfeife.runtime.results import trained_on
 
-ROWS = 3072  # of a layer's weight, in KB
-# A name, how many ranks a pipeline has, its stages, the family, microbatches of each pipeline.
-SHAPES = (
-    ("4 replicas of 1 rank", 1, 6, "gpipe", 2),
-    ("2 replicas of 2 ranks", 2, 8, "interleaved", 4),
-    ("2 replicas of 2 ranks", 2, 4, "zb-v", 4),
+ROWS = 1024  # of a layer's weight: 1 MB
+VIRTUAL = pfeife.Machine(  # whose links are slow, and keep no rank from computing
+    "virtual", flops=1e12, memory=2**34, memory_bandwidth=1e12, link_bandwidth=5e7, overlap=1.0
 )
+# How many ranks a pipeline has, its stages, the family, microbatches of each pipeline.
+SHAPES = ((1, 6, "gpipe", 2), (2, 8, "interleaved", 4), (2, 4, "zb-v", 4))
+
+
+class Link(Reducer):
+    """A rank's link to the other replicas: what it carries, which it really does, takes as long as
+    on the virtual machine's."""
+
+    def __init__(self, seconds: float):
+        super().__init__(harness.DEVICE)
+        self.seconds = seconds
+
+    def begin(self, job: Callable[[], object]) -> Any:
+        def carry() -> None:
+            start = time.perf_counter()
+            job()
+            time.sleep(max(0.0, start + self.seconds - time.perf_counter()))
+
+        return super().begin(carry)
 
 
 @attrs.frozen(eq=False)
 class Side:
-    """Something to time: a pipeline, its schedule and program."""
+    """Something to time: a pipeline and its schedule."""
 
     program: pfeife.Program
     schedule: pfeife.Schedule
@@ -53,6 +70,11 @@ class Side:
 
     def __call__(self, state: dict, batch: list) -> None:
         self.pipeline.start(state, batch).run()
+
+    def predicted(self, link: float = 1.0) -> float:
+        """Seconds of a step, on links that are so much faster."""
+        faster = attrs.evolve(VIRTUAL, link_bandwidth=link * VIRTUAL.link_bandwidth)
+        return sched.predict(self.program, self.schedule, faster).seconds
 
 
 def sides(
@@ -74,47 +96,29 @@ def sides(
     mesh = pfeife.Mesh(ranks, dist.get_world_size() // ranks)
     passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(mesh, how)]
     program = pfeife.compose(*passes)(clusters)
+    program = pfeife.annotate(sleeping(program))(program)
     found = {}
     for name, overlap in (("after", False), ("beside", True)):
         schedule = sched.verify_schedule(sched.lower(order, program, overlap=overlap))
         found[name] = Side(program, schedule, DistributedPipeline(program, schedule, mesh=mesh))
+    (seconds,) = {bucket.seconds(VIRTUAL) for bucket in buckets_of(program)}
+    harness.everyone().reducer = Link(seconds)
     batch = [(torch.rand(4, virtual.WIDTH),) for _ in range(count * mesh.replicas)]
     return found, pfeife.state_of(program, model), batch
 
 
-def reducing_seconds(side: Side, repeats: int) -> float:
-    """What one bucket takes when nothing else runs, by the median of all ranks."""
-    transport = side.pipeline.transport
-    (bucket, *_) = [b for b in buckets_of(side.program) if transport.rank in b.first.ranks]
-    parts = [torch.zeros(shape) for shape in bucket.shapes]
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        transport.reduce(bucket, parts).wait()
-        times.append(time.perf_counter() - start)
-    found = torch.tensor(statistics.median(times[1:]), dtype=torch.float64)
-    dist.all_reduce(found)
-    return float(found) / dist.get_world_size()
-
-
-def predicted(side: Side, unit: float, reducing: float) -> float:
-    """Seconds of a step whose operations sleep and whose reductions take so long."""
-    program = side.program
-    sleeps = {(c.unit, c.kind): virtual.units(program.body(c)) for c in program.calls}
-
-    def seconds(action: pfeife.Action) -> float:
-        if action.do == Do.REDUCE_GRAD:
-            return reducing
-        mine = (sleeps[s, k] for s, k in sleeps if s == action.stage and action.runs(k))
-        return unit * sum(mine) if action.do.kind else 0.0
-
-    return sched.simulate(side.schedule, seconds).seconds
+def sleeping(program: pfeife.Program) -> pfeife.Costs:
+    """What the calls of a program sleep, by what an operation does on all ranks at rest."""
+    unit = torch.tensor(virtual.seconds_alone(4), dtype=torch.float64)
+    dist.all_reduce(unit)
+    each = float(unit) / dist.get_world_size()
+    units = {call.node: virtual.units(program.body(call)) for call in program.calls}
+    return pfeife.Costs("sleeping", {node: each * count for node, count in units.items()})
 
 
 def times(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """A row for each shape and way."""
-    for name, ranks, stages, family, count in SHAPES:
+    for ranks, stages, family, count in SHAPES:
         for how in ("average", "shard"):
             found, state, batch = sides(ranks, stages, family, count, how)
             taken: dict[str, list[float]] = {side: [] for side in found}
@@ -122,22 +126,15 @@ def times(arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
                 for side, one in found.items():
                     seconds, _ = harness.timed(partial(one, state, batch))
                     taken[side] += [seconds] * (turn > 0)
-            unit = torch.tensor(virtual.seconds_alone(4), dtype=torch.float64)
-            dist.all_reduce(unit)
-            unit = float(unit) / dist.get_world_size()
-            reducing = reducing_seconds(found["beside"], 2 * arguments.repeats)
-            said = {side: predicted(one, unit, reducing) for side, one in found.items()}
-            ideal = predicted(found["beside"], unit, 0.0)
-            shown = [f"{1e3 * statistics.median(taken[side]):.0f}" for side in found]
             yield (
-                f"{name}, {stages} stages, {family}",
+                f"{4 // ranks} x {ranks} ranks, {stages} stages, {family}",
                 how,
-                f"{1e3 * reducing:.1f}",
+                f"{1e3 * harness.everyone().reducer.seconds:.0f}",
                 *(
-                    f"{one} ({1e3 * said[side]:.0f})"
-                    for side, one in zip(found, shown, strict=True)
+                    f"{1e3 * statistics.median(taken[side]):.0f} ({1e3 * one.predicted():.0f})"
+                    for side, one in found.items()
                 ),
-                f"{1e3 * ideal:.0f}",
+                f"{1e3 * found['beside'].predicted(1e6):.0f}",
             )
 
 
@@ -194,7 +191,7 @@ def main() -> None:
     virtual.Device.seconds = arguments.sleep
     slept, bytes_ = list(times(arguments)), list(held())
     if dist.get_rank() == 0:
-        heads = ("step in ms (simulated)", "of", "a reduction", "after", "beside", "ideal")
+        heads = ("step in ms (predicted)", "of", "a reduction", "after", "beside", "ideal")
         print(report.table(slept, heads))
         said = ("optimizer", "found", "gradients", "found", "peak", "found")
         print(report.table(bytes_, ("GPT, AdamW", "rank", "parameters", *said)))
