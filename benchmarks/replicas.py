@@ -5,9 +5,9 @@
 Four Gloo ranks. Time: layers that sleep, with weights of 1 MB, so that two cores stand for four
 machines (`virtual.py`), and links between replicas that take their time, 50 MB a second; a step
 with its reductions after all that a rank computes, and one with each begun at its stage's last
-weight gradient, in turn, and what is predicted of both; the ideal is a step without any. Bytes: a GPT with
-AdamW, what every rank is said to hold and does, if gradients are averaged and if they are shared
-out.
+weight gradient, in turn, and what is predicted of both; the ideal is a step without any. Bytes: a
+GPT with AdamW, what every rank is said to hold and does, if gradients are averaged and if they are
+shared out.
 """
 
 import argparse
