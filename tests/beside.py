@@ -111,6 +111,9 @@ class Ours(Run):
     def compile(self, step: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         return pfeife.compile(step, **self.cell.options)
 
+    def full(self, model: nn.Module) -> dict[str, Any]:
+        return pfeife.full_state_dict(model)
+
 
 class Plain(Run):
     """By torch alone, all on this rank."""
@@ -128,6 +131,10 @@ class Plain(Run):
             return _Accumulated.apply(lambda: self._parts(step, batch), *trained)
 
         return run
+
+    def full(self, model: nn.Module) -> dict[str, Any]:
+        """Of what scripts write by hand, which every rank asks for."""
+        return model.state_dict()
 
     def _parts(self, step: Callable[..., Any], batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of all microbatches; losses are divided by their number."""

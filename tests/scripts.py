@@ -875,7 +875,7 @@ def a_copy_of_the_model(run):
 
 @script(STATISTICS)
 def a_moving_average(run):
-    """As torch keeps it; evaluated, and saved by rank 0."""
+    """As torch keeps it; evaluated, and saved."""
     model = run.model()
     step, optimizer = run.compile(loss_of(model)), sgd(model)
     average = run.known(
@@ -892,8 +892,7 @@ def a_moving_average(run):
         if at % 7 == 0:
             with torch.no_grad():
                 run.note(validate(x, t))
-    if run.rank == 0:
-        run.note(*average.module.state_dict().values())
+    run.note(*run.full(average.module).values())
     run.end(model, optimizer)
 
 
@@ -1000,7 +999,7 @@ def parametrized(run):
 
 @script()
 def low_rank_adapters(run):
-    """By peft, over a frozen model; merged behind it, and the adapter alone saved."""
+    """By peft, over a frozen model; the adapter alone is saved."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     torch.manual_seed(1)

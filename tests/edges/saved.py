@@ -377,3 +377,21 @@ def what_is_loaded_before_the_first_step():
     again.train(2)
     assert len(again.mine.state) < len(again.theirs.state)
     again.check()
+
+
+@row(ranks=(2,))
+def parameters_that_are_written_to_between_two_questions():
+    """Nobody knows of which moment the first answer was: the second question is refused."""
+    pair = Pair()
+    pair.train()
+    if dist.get_rank() == 0:
+        pair.model.state_dict()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            pair.model[2][0].weight.mul_(0.5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of this")
+    dist.barrier()
+    refused(lambda: pair.step(rows(0, 8)), "2.0.weight was" if dist.get_rank() else "rank 1: Value")

@@ -622,6 +622,37 @@ def a_teacher_that_follows_by_a_moving_average():
         same_state(teacher, both[1])
 
 
+@row(ranks=(2,))
+def what_is_frozen_is_kept_where_it_is_read():
+    """Its values are elsewhere alone, saved from there, trained there once it is no longer frozen,
+    and looked after where it is not."""
+    model = layers(6, 6, 6, 6)
+    for layer in (model[0], model[1]):
+        layer.requires_grad_(False)
+    other = copy.deepcopy(model)
+    step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=2)
+    mine, theirs = sgd(model), sgd(other)
+    go_on(model, step, mine, other, theirs)
+    absent = [name for name, p in model.named_parameters() if p.isnan().all()]
+    assert len(absent) in (2, 4)
+    refused(lambda: model[0 if dist.get_rank() else 2](rows(0)), "state of other ranks: ")
+    if dist.get_rank() == 0:
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+    dist.barrier()
+    for one in (model, other):
+        one.load_state_dict({n: 0.5 * v for n, v in other.state_dict().items()})
+        one.requires_grad_(True)
+    for seed in range(2):
+        go_on(model, step, mine, other, theirs, seed)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    refused(penalty.backward, "state of other ranks: ")
+    for one in (model, other):
+        one.zero_grad()
+        one[1].requires_grad_(False)
+    go_on(model, step, mine, other, theirs)
+
+
 class Gaps(nn.Module):
     """A table in which something is missing, and a factor that the loop changes."""
 

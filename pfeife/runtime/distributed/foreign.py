@@ -64,8 +64,11 @@ class Foreign:
         one = self.found[tensor] = _Absent(weakref.ref(tensor), number, name, ranks)
         self.listed = [*(other for other in self.listed if other.tensor() is not None), one]
         _fill(tensor, one)
-        if tensor.requires_grad:
-            tensor.register_hook(_Arrival(one))
+
+    def guard(self, tensor: torch.Tensor) -> None:
+        """Refuses the gradient of an absent parameter, of whatever has read it."""
+        if tensor in self.found:
+            tensor.register_hook(_Arrival(self.found[tensor]))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Lets go of the values of some tensors again."""
@@ -226,8 +229,9 @@ class Guard:
 
 def where_trained(one: _Absent) -> str:
     """In words."""
-    ranks = ", ".join(map(str, one.ranks))
-    return f"state of other ranks: {one.name} is trained by rank {ranks} and is NaN here"
+    ranks, tensor = ", ".join(map(str, one.ranks)), one.tensor()
+    what = "kept" if tensor is not None and not tensor.requires_grad else "trained"
+    return f"state of other ranks: {one.name} is {what} by rank {ranks} and is NaN here"
 
 
 @attrs.define(eq=False)

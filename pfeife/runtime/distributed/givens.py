@@ -9,6 +9,7 @@ import torch
 
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.gradients import some_values
+from pfeife.runtime.failure import Refusal
 
 
 @attrs.frozen(eq=False)
@@ -44,6 +45,14 @@ class Givens:
                 if known is None or known.tensor() is not one:
                     found = _Given(name, weakref.ref(one), version_of(one), some_values(one))
                     self.given[id(one)] = found
+
+    def check(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises Refusal for one that was written to since it was given."""
+        with self.lock:
+            known = {name: self.given.get(id(one)) for name, one in tensors}
+        name = next((name for name, one in known.items() if one and one.changed()), "")
+        if name:
+            raise Refusal(f"{name} was written to by hand since it was asked for")
 
     def changed(self) -> str:
         """The name of the first that has changed since, "" if there is none; forgets them all."""

@@ -13,7 +13,8 @@ from pfeife.runtime.failure import Refusal
 
 @attrs.frozen
 class Owned:
-    """One tensor, and the ranks of a pipeline that train it, in their order: its owners.
+    """One tensor, and the ranks of a pipeline that train it, in their order: its owners. Those of a
+    frozen parameter alone read it.
 
     `number` is the same for a tensor in all processes, and so is `name`: what the first program
     that trains it calls it. `alike` says whether all have the same values; statistics of replicas
@@ -88,3 +89,8 @@ def trained_by(program: Program) -> list[Port]:
     """State that the program has a gradient or an update of."""
     changed = {port.fqn for port in program.ports(Role.GRADIENT, Role.BUFFER_UPDATE)}
     return [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.fqn in changed]
+
+
+def is_frozen(port: Port, value: torch.Tensor) -> bool:
+    """Whether a port is a parameter that is not to be trained."""
+    return port.role == Role.PARAMETER and value.is_leaf and not value.requires_grad

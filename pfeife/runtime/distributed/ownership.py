@@ -19,7 +19,13 @@ from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, digest,
 from pfeife.runtime.distributed.gradients import Gradients, compared
 from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
-from pfeife.runtime.distributed.owned import Owned, check_memory, ranks_of, trained_by
+from pfeife.runtime.distributed.owned import (
+    Owned,
+    check_memory,
+    is_frozen,
+    ranks_of,
+    trained_by,
+)
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
@@ -40,13 +46,15 @@ class Ownership:
         blocks.0   trained    NaN         Owned(0, "blocks.0", ranks=(0,))
         tied       trained    trained     Owned(1, "tied", ranks=(0, 1))
         average    values     NaN         Owned(2, "average", ranks=(0,)), a copy of blocks.0
-        frozen     borrowed   borrowed    nobody owns it, all have its values
+        frozen     NaN        values      Owned(3, "frozen", ranks=(1,)), which alone reads it
+        mask       borrowed   borrowed    nobody owns it, all have its values
     """
 
     def __init__(self) -> None:
         self.known = WeakIdKeyDictionary()
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
+        self.watched = WeakIdKeyDictionary()  # those whose gradients are noted
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.asking = Asking(self.known, self.foreign)
@@ -126,23 +134,24 @@ class Ownership:
             )
         ranks = ranks_of(program)
         trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
-        wanted = [port for port in new if port.fqn in trained and port.fqn in ranks]
-        wanted = [port for port in wanted if port.name not in carried]
+        wanted = [port for port in new if port.fqn in ranks and port.name not in carried]
+        frozen = [port for port in wanted if is_frozen(port, slots[port.name])]
+        wanted = [port for port in wanted if port.fqn in trained]
+        wanted += frozen if wanted else []
         replica_of = {one.name: one.owner for one in program.reductions}
         pairs = [
             (value, Owned(number, name, tuple(sorted(ranks[name])), mesh, alike, replica))
             for number, port in enumerate(wanted, len(self.owned))
             for name, value in [(port.fqn, slots[port.name])]
             for replica in [replica_of.get(name)]
-            for alike in [mesh.replicas == 1 or value.requires_grad]
+            for alike in [mesh.replicas == 1 or port.role == Role.PARAMETER]
         ]
         check_memory([*self.known.items(), *pairs])
         foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
         _make_own([slots[port.name] for port in new], foreign)
         for tensor, owned in pairs:
             self._note(tensor, owned, world.rank)
-        mine = [t for t, owned in pairs if owned.trains(world.rank) and t.requires_grad]
-        self.gradients.watch(mine)
+        self._watch([slots[port.name] for port in trained_by(program)], world.rank)
         modules = tuple(modules)
         self.guard.watch(modules)
         self.saving.watch(modules)
@@ -152,6 +161,15 @@ class Ownership:
             self.gradients.install()
             self.optimizers.install()  # last, since the other refuses what this one lets go of
             give_back()
+
+    def _watch(self, trained: Iterable[Any], rank: int) -> None:
+        """Notes the gradients of parameters from now on; they may have been frozen so far."""
+        new = [one for one in trained if one in self.known and one not in self.watched]
+        new = [one for one in new if one.is_leaf and one.requires_grad]
+        for one in new:
+            self.watched[one] = None
+            self.foreign.guard(one)
+        self.gradients.watch([one for one in new if self.known[one].trains(rank)])
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""

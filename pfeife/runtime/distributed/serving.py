@@ -171,6 +171,7 @@ class Service:
                 return Answer(), nothing
             stack.enter_context(script.reading(reader, question.place, self._check))
             found = self.find(question)
+            self.givens.check(found.named)
             with script.changed:  # from then on the script writes nothing by hand
                 if not script.rests:
                     self.givens.note(found.named)

@@ -1,5 +1,6 @@
 """A rank whose script has ended stays while others may ask for its state."""
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from pfeife.runtime.distributed.patience import stillness
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
 
+log = logging.getLogger("pfeife")
 _TICK = 0.05  # seconds
 
 
@@ -24,6 +26,10 @@ def stay(world: "World") -> None:
     divided = world.ownership.divided(world.size)
     if not divided or world.failure is not None or hasattr(sys, "last_value"):
         return
+    try:
+        world.service.check_given()
+    except ValueError as error:  # no call comes that would raise it
+        log.error("rank %d: %s", world.rank, error)
     world.disconnect()
     world.look = lambda: Doing(ENDED)
     with world.service.script.resting("its end"):
