@@ -16,6 +16,7 @@ from pfeife.backend.decide import costs_of, planned, scheduling
 from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
+from pfeife.backend.synced import check_synced
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh, Network
@@ -32,6 +33,7 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import (
     accumulate_in,
     annotate,
+    defer_batch_norm,
     fuse,
     master_weights,
     place,
@@ -183,6 +185,8 @@ class _Build:
         with self.show.phase("capturing") as phase:
             found, refused = None, None
             try:
+                count = world.size if world else options.replicas
+                check_synced(self.graph.inputs.modules, count)
                 captured = self.graph.capture(self.args, options)
                 # Where state has owners, a rank has no values of what others train.
                 known = world is not None and world.ownership.owns_any(self.args)
@@ -197,7 +201,7 @@ class _Build:
                     check_traced(self.graph.step, captured, self.args)
                 self.artifacts.program("capture", captured.program)
                 self.artifacts.premises(captured.program.premises)
-                passes = *self._precision(captured), *self.passes.get("flat", ())
+                passes = *self._asked(captured), *self.passes.get("flat", ())
                 found = captured, record(captured.program, *passes, start="capture")
             except ValueError as error:
                 refused = error
@@ -210,11 +214,13 @@ class _Build:
         self.artifacts.history(history)
         return attrs.evolve(captured, program=history[-1].program), history
 
-    def _precision(self, captured: Captured) -> list[Pass]:
-        """What makes the sums of gradients, and the caller's own parameters, as wide as was asked
-        for."""
+    def _asked(self, captured: Captured) -> list[Pass]:
+        """What makes sums of gradients, and the caller's own parameters, as wide as was asked for,
+        and has batch norms track the whole batch."""
         wide, narrow = self.options.accumulate, self.options.param_dtype
         passes = [] if wide is None else [accumulate_in(wide)]
+        if self.options.deferred_batch_norm:
+            passes.append(defer_batch_norm())
         if narrow is not None:
             slots = self._slots(captured)
             ports = captured.program.ports(Role.PARAMETER)

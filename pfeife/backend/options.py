@@ -203,6 +203,9 @@ class Options:
         model's parameters are in float32, which are its master weights. The step is captured as
         that of a model in this type (buffers and arguments stay what they are), copies are cast
         once a step, and gradients are added up and handed out in float32.
+    deferred_batch_norm: whether batch norms track the running statistics of the whole batch, once
+        a step, rather than those of every microbatch in turn. Each microbatch is normalised by its
+        own in any case.
     devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
@@ -276,6 +279,7 @@ class Options:
     param_dtype: torch.dtype | None = attrs.field(
         default=None, converter=dtype_of, validator=check_param_dtype
     )
+    deferred_batch_norm: bool = attrs.field(default=False, validator=_flag)
     devices: tuple[str, ...] | None = attrs.field(
         default=None,
         converter=_tuple,

@@ -18,6 +18,7 @@ from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.steps import Steps
+from pfeife.backend.synced import check_synced
 from pfeife.backend.values import with_values
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
@@ -141,6 +142,7 @@ class Step:
                 raise
             found = self.cutter.mismatch(args, kwargs) or plain_error(error)
             if world:
+                found = _synced(self.step, world) or found
                 with contextlib.suppress(Refusal):
                     world.agreed("", "this call", refused=found)
             found.__cause__ = error if found is not error else error.__cause__
@@ -371,6 +373,15 @@ def _hooks(roots: Iterable[nn.Module]) -> dict[int, tuple[Any, Any]]:
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     found = [getattr(module, name) for module in modules for name in names]
     return {id(hooks): (hooks, contents_of(hooks)) for hooks in found}
+
+
+def _synced(step: Any, world: World) -> ValueError | None:
+    """What is wrong with a step that has failed on a CPU, where there is no SyncBatchNorm."""
+    try:
+        check_synced(_holders(step), world.size)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:

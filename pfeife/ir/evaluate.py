@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.ir.program import STATE_ROLES, Count, Port, Program, Role
 from pfeife.ir.seeding import mix
+from pfeife.ir.statistics import tracked, tracked_names
 
 State = Mapping[str, torch.Tensor]
 
@@ -34,7 +35,8 @@ class Result:
     number), added in index order; None without a loss. `outputs` and `batch_gradients` have one
     dict a microbatch, from the port's name or the input's name to a tensor. `gradients` go by the
     parameters' canonical names, `buffers` are the updated ones. `overflow` says, on several ranks,
-    whether a gradient on any of them is not finite.
+    whether a gradient on any of them is not finite. `statistics` has one dict a microbatch, of what
+    its batch norms have found, from the names of buffers that are updated with it once a step.
     """
 
     loss: torch.Tensor | None
@@ -43,6 +45,7 @@ class Result:
     buffers: dict[str, torch.Tensor]
     batch_gradients: tuple[dict[str, torch.Tensor], ...] = ()
     overflow: torch.Tensor | None = None
+    statistics: tuple[dict[str, torch.Tensor], ...] = ()
 
 
 def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
@@ -286,8 +289,9 @@ def evaluate(
         )
         for start in range(0, count, each)
     ]
+    statistics = tuple(found for part in parts for found in part.statistics)
     if len(parts) == 1:
-        return parts[0]
+        return with_statistics(program, parts[0], statistics)
     losses = [part.loss for part in parts if part.loss is not None]
     together = mean if program.averages else add
     return Result(
@@ -296,11 +300,22 @@ def evaluate(
         gradients={
             name: together([part.gradients[name] for part in parts]) for name in parts[0].gradients
         },
-        buffers=parts[0].buffers,
+        buffers=with_statistics(program, parts[0], statistics).buffers,
         batch_gradients=averaged(
             program, tuple(grads for part in parts for grads in part.batch_gradients)
         ),
     )
+
+
+def with_statistics(
+    program: Program, result: Result, statistics: Sequence[dict[str, torch.Tensor]]
+) -> Result:
+    """A result in which buffers that are updated once a step, and have their values of before, are
+    updated with the statistics of all microbatches."""
+    if not program.tracked:
+        return result
+    new = tracked(program, result.buffers, statistics)
+    return attrs.evolve(result, buffers={**result.buffers, **new}, statistics=())
 
 
 def averaged(
@@ -338,6 +353,7 @@ def _one_pipeline(
     losses, outputs, batch_gradients = [], [], []
     sums: dict[str, torch.Tensor] = {}
     updated: dict[str, torch.Tensor] = {}
+    once, statistics = tracked_names(program), []
     for index in mine:
         batch = named_batch(program, microbatches[index], index)
         given = tangents[index] if tangents is not None else None
@@ -349,8 +365,12 @@ def _one_pipeline(
             {port.fqn: results[port.name] for port in program.ports(Role.BATCH_GRADIENT)}
         )
         losses += [results[port.name] for port in program.ports(Role.LOSS)]
+        statistics.append(
+            {p.fqn: results[p.name] for p in program.ports(Role.BUFFER_UPDATE) if p.fqn in once}
+        )
         for port in program.ports(Role.BUFFER_UPDATE):
-            held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
+            if port.fqn not in once:
+                held[slots[port.fqn]] = updated[port.fqn] = results[port.name]
         for port in program.ports(Role.GRADIENT):
             before = sums.get(port.name)
             value = results[port.name]
@@ -365,6 +385,7 @@ def _one_pipeline(
         loss=combined(losses, divided[mine.start : mine.stop]) if losses else None,
         outputs=tuple(outputs),
         gradients=gradients,
-        buffers=updated,
+        buffers=updated | {name: state[name] for name in once},
         batch_gradients=tuple(batch_gradients),
+        statistics=tuple(statistics),
     )

@@ -152,6 +152,20 @@ class Count:
 
 
 @attrs.frozen
+class Tracked:
+    """A batch norm that tracks all microbatches of a step: the names of its running mean and
+    variance, and of the buffer that counts the batches. Their updates are what a microbatch has
+    found of its own, of so many `elements` a channel; the step puts them together at its end, see
+    `ir.statistics`. Without a `momentum` it is one over that count."""
+
+    mean: str
+    variance: str
+    count: str | None
+    elements: int
+    momentum: float | None
+
+
+@attrs.frozen
 class Premise:
     """Something that a captured step takes for granted; where it does not hold, the step is
     captured anew, or refused. `kind` is a word for such ones."""
@@ -180,6 +194,7 @@ class Program:
     reductions: tuple[Reduction, ...] = ()
     replicas: int = 1
     counts: tuple[Count, ...] = ()
+    tracked: tuple[Tracked, ...] = ()
     premises: tuple[Premise, ...] = attrs.field(default=(), repr=False)
 
     @cached_property
@@ -261,6 +276,7 @@ class Program:
         lines += [f"# -> {port}" for port in self.outputs]
         lines += [f"# {reduction}" for reduction in self.reductions]
         lines += [f"# {line}" for count in self.counts for line in str(count).splitlines()]
+        lines += [f"# {norm}" for norm in self.tracked]
         lines += [f"# {premise}" for premise in self.premises if premise.kind == "answer"]
         return "\n".join([*lines, self.module.print_readable(print_output=False)])
 

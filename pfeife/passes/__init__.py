@@ -1,12 +1,13 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
-Read them as a program meets them: `precision` (where it is another one), `fuse`, `annotate`,
-`partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
+Read them as a program meets them: `precision` and `defer_batch_norm` (if asked for), `fuse`,
+`annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
 `partition`, `compose` puts passes together.
 """
 
 from pfeife.passes.annotate import annotate
 from pfeife.passes.compose import Pass, compose, record
+from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
 from pfeife.passes.partition import partition
@@ -20,6 +21,7 @@ __all__ = [
     "accumulate_in",
     "annotate",
     "compose",
+    "defer_batch_norm",
     "dp_wrap",
     "fuse",
     "insert_send_recv",

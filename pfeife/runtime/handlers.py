@@ -18,6 +18,7 @@ import torch
 
 from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.program import Call, Kind, Port, Role, returned
+from pfeife.ir.statistics import tracked_names
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring, summed_in_place
@@ -40,6 +41,7 @@ class Handlers:
         self.rank, self.bodies = rank, bodies
         self.outputs = outputs_by_node(self.program)
         self.buffers = updated_buffers(self.program)
+        self.tracked = tracked_names(self.program)
         self.envelopes: dict[str, Envelope] = {}
         self.reads: set[str] = set()
 
@@ -100,7 +102,7 @@ class Handlers:
 
         if port.role == Role.GRADIENT:
             return add
-        if port.role == Role.BUFFER_UPDATE:
+        if port.role == Role.BUFFER_UPDATE and port.fqn not in self.tracked:
             slot = next(slot for slot, fqn in self.buffers.items() if fqn == port.fqn)
             return update
         return note_loss if port.role == Role.LOSS else note

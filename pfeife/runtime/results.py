@@ -5,6 +5,7 @@ from torch import fx
 
 from pfeife.ir.evaluate import Result, combined
 from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.step import Step
 
 
@@ -81,7 +82,15 @@ def result_of(program: Program, rank: int, step: Step) -> Result:
         gradients=gradients,
         buffers={n: step.buffers[s] for s, n in updated_buffers(program).items() if n in mine},
         batch_gradients=_by_name(program, step, Role.BATCH_GRADIENT),
+        statistics=_statistics(program, step),
     )
+
+
+def _statistics(program: Program, step: Step) -> tuple[dict[str, torch.Tensor], ...]:
+    """What the batch norms of this rank have found in each microbatch."""
+    once = tracked_names(program)
+    ports = [port for port in program.ports(Role.BUFFER_UPDATE) if port.fqn in once]
+    return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)
 
 
 def _by_name(program: Program, step: Step, role: Role) -> tuple[dict[str, torch.Tensor], ...]:

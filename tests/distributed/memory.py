@@ -19,7 +19,9 @@ from pfeife.runtime.profile import profile_memory
 CPU_CORE = machine("cpu-core")
 
 
-def memory_is_as_said(name: str, ranks: int = 2, half: bool = False) -> None:
+def memory_is_as_said(
+    name: str, ranks: int = 2, half: bool = False, deferred: bool = False
+) -> None:
     """What every rank is said to hold, and does: all actions, all bytes. With `half` it computes in
     bfloat16, and its master weights are in float32."""
     one, replicas = case(name), 2 // ranks
@@ -30,6 +32,8 @@ def memory_is_as_said(name: str, ranks: int = 2, half: bool = False) -> None:
     if half:
         program = pfeife.master_weights()(program)
         one.model.float()
+    if deferred:
+        program = pfeife.defer_batch_norm()(program)
     state = pfeife.state_of(program, one.model)
     fused = pfeife.fuse()(program)
     fused = pfeife.annotate(estimate(fused, CPU_CORE))(fused)
@@ -117,6 +121,8 @@ for _name in ("GPT", "TiedGPT"):
     _more = () if _name == "TiedGPT" else (2,)
     _check = functools.partial(memory_is_as_said, _name, half=True)
     add(globals(), Row(f"{_name}, master weights", _check, ranks=(2,), whole=_more))
+_check = functools.partial(memory_is_as_said, "BatchNormNet", deferred=True)
+add(globals(), Row("BatchNormNet, the whole batch", _check, ranks=(2,)))
 for _name in ("TiedGPT", "BatchNormNet"):
     _check = functools.partial(memory_is_as_said, _name, ranks=1)
     _more = () if _name == "TiedGPT" else (2,)

@@ -16,6 +16,7 @@ TOPICS = (
     "frozen",
     "hang",
     "memory",
+    "norms",
     "precision",
     "ranks",
     "recurrent",

@@ -11,7 +11,8 @@ checkpoint, by `writing`. `staying`, `heartbeat`,
 `patience`, `diagnosis` and `ending` are for when a rank is late or gone; `connection`, `sending`,
 `reducing`, `buffers` and `arriving` are parts of the transport, `meshes` reads which ranks are its
 pipelines. `loading` gives ranks their data: `announcing` tells all what rank 0 has, `rank_zero`
-does so with a call's arguments.
+does so with a call's arguments. `batch_norms` joins what those of replicas have
+found.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

@@ -10,11 +10,21 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.schedule import Schedule
-from pfeife.ir.evaluate import Counted, Result, State, add, averaged, counts_of, mean
+from pfeife.ir.evaluate import (
+    Counted,
+    Result,
+    State,
+    add,
+    averaged,
+    counts_of,
+    mean,
+    with_statistics,
+)
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
+from pfeife.runtime.distributed.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
@@ -220,11 +230,16 @@ class DistributedStep(PipelineStep):
                 self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
+            mine = self._with_statistics(mine)
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss, overflow, figures = self._loss(mine)
             self.spent += time.monotonic() - begun
             self._note(figures)
             return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients, overflow)
+
+    def _with_statistics(self, mine: Result) -> Result:
+        program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh
+        return with_statistics(program, mine, statistics_of_all(program, mine, world, mesh))
 
     def _note(self, figures: Sequence[Sequence[float]]) -> None:
         """What each rank has told of its seconds of work and its peak."""

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from pfeife.data.schedule import Action, Schedule
-from pfeife.ir.evaluate import Result, State, add, averaged, mean
+from pfeife.ir.evaluate import Result, State, add, averaged, mean, with_statistics
 from pfeife.ir.program import Program, Reduction, Role
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
@@ -268,14 +268,16 @@ class LocalStep(PipelineStep):
             mine = self.runners[start : start + ranks]
             parts = [result_of(self.program, runner.rank, step) for runner, step in mine]
             pipelines.append(_joined(parts))
+        statistics = tuple(found for part in pipelines for found in part.statistics)
+        first = with_statistics(self.program, pipelines[0], statistics)
         if len(pipelines) == 1:
-            return pipelines[0]
+            return first
         losses = [part.loss for part in pipelines if part.loss is not None]
         return Result(
             loss=(mean if self.program.averages else add)(losses) if losses else None,
             outputs=tuple(output for part in pipelines for output in part.outputs),
-            gradients=pipelines[0].gradients,
-            buffers=pipelines[0].buffers,
+            gradients=first.gradients,
+            buffers=first.buffers,
             batch_gradients=averaged(
                 self.program, tuple(g for part in pipelines for g in part.batch_gradients)
             ),
@@ -296,6 +298,7 @@ def _joined(parts: Sequence[Result]) -> Result:
         gradients,
         buffers,
         _merged([part.batch_gradients for part in parts]),
+        statistics=_merged([part.statistics for part in parts]),
     )
 
 
