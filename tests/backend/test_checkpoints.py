@@ -101,7 +101,7 @@ def test_a_state_beside_the_model(tmp_path, value):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"path": Path()}, "the state of other cannot be saved: its state has a Pos"),
+        ({"path": Path()}, "the state of other cannot be saved: it has a Pos"),
         ({1j: 1}, "comp"),
     ],
 )

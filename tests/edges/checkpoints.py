@@ -309,7 +309,7 @@ def what_is_refused():
         checkpoints.save(5)
         refused(lambda: checkpoints.save(5), f"{folder}/step-00000005 is there already, and this")
         clocks = pfeife.Checkpoints(folder, pair.model, pair.mine, clock=Clock())
-        refused(lambda: clocks.save(6), "the state of clock cannot be saved: its state has a Posi")
+        refused(lambda: clocks.save(6), "the state of clock cannot be saved: it has a Posi")
         refused(clocks.load, f"{folder}/step-00000005 has no state of clock")
         words = "rank 1 is at the names in Checkpoints.save(7) and rank 0 at the names in Ch"
         refused(lambda: checkpoints.save(6 + RANK), words)
