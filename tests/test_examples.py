@@ -18,6 +18,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 # What is said to an example that runs in one process, and what it says.
 SAME = "3 of 3 losses are the same"
 ALONE: dict[str, tuple[list[str], str]] = {
+    "elastic.py": (["runs"], "rank 0 has logged"),
     "explain.py": ([], "mended is captured by Dynamo as one graph"),
     "hf_accelerate.py": ([], "rank 0 has logged"),
     "hf_lora.py": ([], "rank 0 has logged"),

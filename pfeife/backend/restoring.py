@@ -11,7 +11,7 @@ from pfeife.frontend.checkpoint_folder import Folder
 from pfeife.frontend.deferred import materialize
 from pfeife.frontend.waiting import deferred_tensors
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.shares import name_in, reading
+from pfeife.runtime.distributed.shares import name_in, owner_of, reading
 from pfeife.runtime.distributed.world import World
 
 MODEL, OPTIMIZER = "model", "optim"
@@ -156,7 +156,7 @@ def _state(
     prefixes = {
         at: f"{_STATE}{name_in(names, one)}."
         for at, one in enumerate(own)
-        if not _is_missing(one, world)
+        if _is_trained_here(one, world)
     }
     keys = {key: at for at, prefix in prefixes.items() for key in folder.under(prefix)}
     found: dict[int, Any] = {}
@@ -167,6 +167,11 @@ def _state(
             into = into.setdefault(part, {})
         into[last] = value
     return found
+
+
+def _is_trained_here(one: torch.Tensor, world: World | None) -> bool:
+    owned = owner_of(one, world)
+    return owned is None or world is None or owned.trains(world.rank)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
