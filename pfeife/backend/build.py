@@ -15,6 +15,7 @@ from pfeife.backend.call import Compiled
 from pfeife.backend.decide import costs_of, planned, scheduling
 from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph
+from pfeife.backend.layout import laid_out
 from pfeife.backend.options import Options
 from pfeife.backend.synced import check_synced
 from pfeife.compilers import compile_bodies
@@ -56,12 +57,13 @@ log = logging.getLogger("pfeife")
 @attrs.frozen(eq=False)
 class Builder:
     """Builds steps with some options. `home` is the rank where state goes that no rank trains yet,
-    None where the cuts decide that."""
+    None where the cuts decide that; `layouts` has the mesh once one was chosen."""
 
     options: Options
     machine: Machine | None
     network: Network | None
     home: int | None = None
+    layouts: list[Mesh] = attrs.field(factory=list)
 
     def build(
         self,
@@ -104,7 +106,9 @@ class Builder:
                 f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
                 f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
             )
-        mesh = given or Mesh(max(1, world.size // replicas), replicas)
+        ranks = max(1, world.size // replicas)
+        chosen = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
+        mesh = given or chosen
         if self.options.batch == "replica" and mesh.size != world.size:
             raise Refusal(
                 f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
@@ -116,7 +120,41 @@ class Builder:
         """Whether a step must be built anew, since another one has been the first to train state
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        return world.ownership.outdated(compiled.program, slots, self.mesh(world))
+        self._follow(world, args)
+        mesh, pipeline = self.mesh(world), compiled.pipeline
+        if isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order:
+            return True
+        return world.ownership.outdated(compiled.program, slots, mesh)
+
+    def lay_out(
+        self,
+        world: World,
+        args: Sequence[Any],
+        clusters: Program,
+        order: Scheduling,
+        machine: Machine,
+        passes: Passes,
+    ) -> None:
+        """Chooses the mesh of the ranks where none was given (collective): that of the state which
+        is trained already; else the one on whose links a step that trains is estimated to take
+        less."""
+        self._follow(world, args)
+        options, network, mesh = self.options, self.network, self.mesh(world)
+        free = options.mesh is None and options.batch != "replica" and not self.layouts
+        several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
+        trains = bool(clusters.ports(Role.GRADIENT)) and not world.ownership.owns_any(args)
+        if network and free and several and trains and network.joins(world.size):
+            found = laid_out(options, clusters, order, world, machine, network, mesh, passes)
+            self.layouts.append(found)
+
+    def _follow(self, world: World, args: Sequence[Any]) -> None:
+        """Takes the mesh of a call's state, if one of so many ranks trains it."""
+        meshes = world.ownership.meshes(args)
+        mesh = self.mesh(world)
+        if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
+            (found,) = meshes
+            if (found.ranks, found.replicas) == (mesh.ranks, mesh.replicas):
+                self.layouts[:] = [found]
 
 
 @attrs.frozen(eq=False)
@@ -143,8 +181,12 @@ class _Build:
     @property
     def network(self) -> Network | None:
         """What was measured, by the ranks of a pipeline."""
-        found, mesh = self.builder.network, self.options.mesh
+        found, mesh = self.builder.network, self.mesh
         return found.within(mesh) if found and mesh else found
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self.builder.mesh(self.world) if self.world else self.options.mesh
 
     def compiled(self) -> Compiled:
         captured, flat = self._capture()
@@ -164,11 +206,14 @@ class _Build:
                 "option batch='replica': with the loss outside of the step nobody knows what the "
                 "loss of one replica is of that of all; return the loss from the step"
             )
+        if self.world:
+            self.builder.lay_out(self.world, self.args, clusters, order, machine, self.passes)
         plan, history = self._planned(captured, clusters, order, machine)
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        network = self.network
-        predicted = functools.partial(predict, program, schedule, machine, network)
+        network, links = self.network, self.builder.network
+        between = links.between(self.mesh) if links and self.mesh else None
+        predicted = functools.partial(predict, program, schedule, machine, network, between)
         self.artifacts.history(history)
         self.artifacts.decisions(plan, schedule, predicted)
         pipeline, borrowed = self._assembled(captured, program, schedule)

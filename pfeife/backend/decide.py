@@ -74,13 +74,32 @@ def planned(
     as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
+    make = functools.partial(
+        planner_of(options, clusters, order, ranks, machine, owners, replicas, passes),
+        network,
+        progress,
+    )
+    return _decided(make, world) if world else make()
+
+
+def planner_of(
+    options: Options,
+    clusters: Program,
+    order: Scheduling,
+    ranks: int | None,
+    machine: Machine,
+    owners: Mapping[str, frozenset[int]],
+    replicas: Replicas,
+    passes: Passes,
+) -> Callable[[Network | None, Progress | None], Plan]:
+    """What makes a plan for a network, as `planned` does."""
     microbatches = options.microbatches // options.replicas
     cuts = _cuts(options, clusters, order, ranks)
     optimizer, limit = options.optimizer, options.memory_limit
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
-        make = functools.partial(
-            adopted,
-            options.plan,
+        given = options.plan
+        return lambda network, progress: adopted(
+            given,
             clusters,
             microbatches=microbatches,
             memory_limit=machine.memory if limit is None else limit,
@@ -89,29 +108,26 @@ def planned(
             owners=owners,
             cuts=cuts,
         )
-    else:
-        make = functools.partial(
-            make_plan,
-            clusters,
-            machine=machine,
-            microbatches=microbatches,
-            stages=options.stages,
-            ranks=ranks,
-            schedule=order,
-            cuts=cuts,
-            memory_limit=limit,
-            network=network,
-            optimizer=optimizer,
-            replicas=replicas,
-            search_seconds=None if options.search_work else options.search_seconds,
-            search_work=options.search_work,
-            jobs=options.jobs,
-            owners=owners,
-            progress=progress,
-            recompute=options.recompute,
-            passes=passes,
-        )
-    return _decided(make, world) if world else make()
+    return lambda network, progress: make_plan(
+        clusters,
+        machine=machine,
+        microbatches=microbatches,
+        stages=options.stages,
+        ranks=ranks,
+        schedule=order,
+        cuts=cuts,
+        memory_limit=limit,
+        network=network,
+        optimizer=optimizer,
+        replicas=replicas,
+        search_seconds=None if options.search_work else options.search_seconds,
+        search_work=options.search_work,
+        jobs=options.jobs,
+        owners=owners,
+        progress=progress,
+        recompute=options.recompute,
+        passes=passes,
+    )
 
 
 def _cuts(

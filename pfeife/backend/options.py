@@ -176,7 +176,8 @@ class Options:
     mesh: how the ranks of the world are spread over pipelines and replicas, which it then counts:
         row-major sizes of which the negative one is that of the replicas ("-2,4": two pipelines of
         neighbours; "4,-2": four ranks whose neighbours are replicas), a DeviceMesh with dimensions
-        named "pp" and "dp", or a `Mesh`.
+        named "pp" and "dp", or a `Mesh`. Without one, the first step that trains decides by the
+        `network`, if that has the links of all ranks, what is neighbours: pipelines or replicas.
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
         which stages start; or a function of a program that gives the stage of every cluster.

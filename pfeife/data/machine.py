@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, permutations
 from reprlib import repr as short
 
 import attrs
@@ -174,16 +174,32 @@ class Network:
                 return link
         raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
 
+    def joins(self, ranks: int) -> bool:
+        """Whether it has the links between all of so many ranks."""
+        ends = {(link.source, link.destination) for link in self.links}
+        return all(pair in ends for pair in permutations(range(ranks), 2))
+
     def within(self, mesh: "Mesh") -> "Network":
-        """The links of a mesh's first pipeline, by its ranks."""
-        ends = {mesh.in_world(0, rank): rank for rank in range(mesh.ranks)}
-        links = [one for one in self.links if one.source in ends and one.destination in ends]
-        return Network(
-            tuple(
-                attrs.evolve(one, source=ends[one.source], destination=ends[one.destination])
-                for one in links
-            )
-        )
+        """The links of a mesh's pipelines, by the ranks of one: the slowest of all pipelines."""
+        found: dict[tuple[int, int], Link] = {}
+        for one in self._of(mesh.size):
+            replica, source = mesh.place(one.source)
+            other, destination = mesh.place(one.destination)
+            known = found.get((source, destination))
+            if replica == other and (known is None or one.seconds[-1] > known.seconds[-1]):
+                moved = attrs.evolve(one, source=source, destination=destination)
+                found[source, destination] = moved
+        return Network(tuple(found.values()))
+
+    def between(self, mesh: "Mesh") -> "Network":
+        """The links over which the replicas of a mesh reduce: those between the same ranks of
+        different pipelines."""
+        links = self._of(mesh.size)
+        same = (o for o in links if mesh.place(o.source)[1] == mesh.place(o.destination)[1])
+        return Network(tuple(same))
+
+    def _of(self, ranks: int) -> list["Link"]:
+        return [one for one in self.links if max(one.source, one.destination) < ranks]
 
     def seen_by(self, machine: Machine) -> Machine:
         """The machine with the figures of the slowest link, for decisions before ranks are

@@ -14,7 +14,11 @@ from pfeife.lowering.wiring import Wiring
 
 
 def predict(
-    program: Program, schedule: Schedule, machine: Machine, network: Network | None = None
+    program: Program,
+    schedule: Schedule,
+    machine: Machine,
+    network: Network | None = None,
+    between: Network | None = None,
 ) -> Timeline:
     """The timeline of a lowered schedule of a program with messages and costs.
 
@@ -22,8 +26,9 @@ def predict(
     with the adding up of its gradients. A transfer takes what `travel` says of its envelope, also
     of the two ranks' time, over the measured `network`, else over the machine's link. A reduction
     takes what its buckets say (`Bucket.seconds`) on links that carry nothing else, of the slowest
-    one's figures, and of the rank's time what the machine does not `overlap`. Every action also
-    takes the rank the machine's `action_seconds`. Raises ValueError if a call has no cost.
+    one's figures (among those `between` the replicas, where they are given), and of the rank's time
+    what the machine does not `overlap`. Every action also takes the rank the machine's
+    `action_seconds`. Raises ValueError if a call has no cost.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -35,8 +40,8 @@ def predict(
     >>> len(timeline.events), timeline.seconds < 1
     (32, True)
     """
-    seconds = action_seconds(program, machine, network)
-    occupied = occupied_seconds(program, machine, network)
+    seconds = action_seconds(program, machine, network, between)
+    occupied = occupied_seconds(program, machine, network, between)
     return simulate(schedule, seconds, machine.action_seconds, occupied)
 
 
@@ -48,7 +53,10 @@ def check_costs(program: Program) -> None:
 
 
 def action_seconds(
-    program: Program, machine: Machine, network: Network | None = None
+    program: Program,
+    machine: Machine,
+    network: Network | None = None,
+    between: Network | None = None,
 ) -> Callable[[Action], float]:
     """How long every action of a program takes; for a send, its transfer."""
     check_costs(program)
@@ -57,7 +65,7 @@ def action_seconds(
         _key(sent): one.arriving for sent, one in travels(program, machine, network).items()
     }
     computing: dict[tuple, float] = {}
-    reduced = reduction_seconds(program, network.seen_by(machine) if network else machine)
+    reduced = reduction_seconds(program, _slowest(machine, between or network))
 
     def seconds_of(action: Action) -> float:
         if action.do in SENDS:
@@ -99,11 +107,18 @@ def travels(
     }
 
 
+def _slowest(machine: Machine, network: Network | None) -> Machine:
+    return network.seen_by(machine) if network else machine
+
+
 def occupied_seconds(
-    program: Program, machine: Machine, network: Network | None = None
+    program: Program,
+    machine: Machine,
+    network: Network | None = None,
+    between: Network | None = None,
 ) -> Callable[[Action], float]:
     """What every send, receive and reduction of a program takes of its rank's time."""
-    slowest = network.seen_by(machine) if network else machine
+    slowest = _slowest(machine, between or network)
     found: dict[tuple, float] = {
         (stage, Do.REDUCE_GRAD, None): (1 - slowest.overlap) * seconds
         for stage, seconds in reduction_seconds(program, slowest).items()

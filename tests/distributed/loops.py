@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from listening import Lines, Terminal
 from models import CASES, case
+from nodes import two_nodes
 from rows import row
 from share import WHOLE
 
@@ -209,3 +210,39 @@ def figures_of_all_ranks() -> None:
         assert one.waits_most == 0 and 0.06 < one.waiting_seconds[0] <= one.seconds, one
         assert len(one.peak_bytes) == len(one.account_bytes) == 2
         assert min(one.peak_bytes) > 2**26
+
+
+@row(ranks=(4,))
+def ranks_are_laid_out_by_the_network() -> None:
+    """By the first step that trains, also for what was built before it; a step that is given a mesh
+    has that. Wide layers: their gradients stay within a node."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    plain, batch, network = copy.deepcopy(model), torch.randn(8, 64), two_nodes()
+
+    def step(x):
+        return model(x).square().mean()
+
+    found = pfeife.compile(step, microbatches=4, replicas=2, network=network)
+    expected = eager_accumulation(
+        lambda x: plain(x).square().mean(), plain, [(p,) for p in batch.chunk(4)]
+    )
+    for training in (False, True, False, True):
+        with torch.set_grad_enabled(training):
+            loss = found(batch)
+        torch.testing.assert_close(loss, expected.loss)
+        if training:
+            model.zero_grad()
+            loss.backward()
+            for name, gradient in own_gradients(model).items():
+                torch.testing.assert_close(gradient, expected.gradients[name])
+    orders = [one.pipeline.mesh.order for one in found.backend.compiled]
+    assert orders[0] == () and set(orders[1:]) == {(0, 2, 1, 3)}, orders
+    other = pfeife.compile(lambda x: model(x).sum(), microbatches=4, replicas=2)
+    torch.testing.assert_close(other(batch).detach(), plain(batch).sum().detach())
+    given = pfeife.compile(
+        lambda x: plain(x).square().mean(), microbatches=4, mesh="-2,2", network=network
+    )
+    torch.testing.assert_close(given(batch), expected.loss)
+    orders = [one.backend.compiled[0].pipeline.mesh.order for one in (other, given)]
+    assert orders == [(0, 2, 1, 3), (0, 1, 2, 3)]

@@ -79,6 +79,11 @@ class Ownership:
         """Whether some rank trains any of these."""
         return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
 
+    def meshes(self, values: Iterable[Any]) -> set[Mesh]:
+        """In which meshes any of these are trained."""
+        known = self.known
+        return {known[one].mesh for one in values if isinstance(one, torch.Tensor) and one in known}
+
     def least(self, ranks: int) -> int:
         """The rank of a pipeline of so many that trains the fewest bytes."""
         bytes_of = [0] * ranks

@@ -1,0 +1,86 @@
+"""Which ranks of the world are pipelines, by what a step takes over their links.
+
+Two nodes of two ranks each, and two pipelines of two ranks:
+
+    pipelines (0, 1) (2, 3)    activations stay in a node, gradients are reduced between nodes
+    pipelines (0, 2) (1, 3)    activations go between nodes, gradients are reduced in a node
+"""
+
+import logging
+
+import attrs
+
+from pfeife.backend.decide import planner_of
+from pfeife.backend.options import Options
+from pfeife.data import plain
+from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.ir.program import Program
+from pfeife.lowering.lower import lower
+from pfeife.lowering.predict import predict
+from pfeife.passes.compose import Passes, compose
+from pfeife.runtime.distributed.world import World
+from pfeife.sched.by_family import Scheduling
+from pfeife.sched.cutting.room import rank_passes
+
+log = logging.getLogger("pfeife")
+
+
+def laid_out(
+    options: Options,
+    clusters: Program,
+    order: Scheduling,
+    world: World,
+    machine: Machine,
+    network: Network,
+    mesh: Mesh,
+    passes: Passes,
+) -> Mesh:
+    """The mesh with which a step takes less by estimate, that of rank 0 on every rank (collective):
+    a `mesh` whose pipelines are neighbours, or the one whose replicas are."""
+
+    def decide() -> str:
+        try:
+            taken = {
+                one: step_seconds(options, clusters, order, machine, network, one, passes)
+                for one in (mesh, across(mesh))
+            }
+        except ValueError as error:  # who plans next says so, or finds more
+            log.debug("the ranks are laid out as they are numbered: %s", error)
+            return plain.to_json(mesh)
+        best = min(taken, key=taken.__getitem__)
+        words = (f"{1e3 * took:.3g} ms with {one.pipelines}" for one, took in taken.items())
+        log.info("pipelines are %s: a step takes %s", best.pipelines, ", ".join(words))
+        return plain.to_json(best)
+
+    return plain.from_json(Mesh, world.decided_by_rank_zero(decide))
+
+
+def step_seconds(
+    options: Options,
+    clusters: Program,
+    order: Scheduling,
+    machine: Machine,
+    network: Network,
+    mesh: Mesh,
+    passes: Passes,
+) -> float:
+    """What a step takes on a mesh of the ranks of a network: computing, messages, reductions. 1F1B
+    stands for what a search would find. Raises ValueError where there is no plan."""
+    replicas, links = options.replicated({}), network.within(mesh)
+    quick = "1f1b" if order == "search" else order
+    make = planner_of(options, clusters, quick, mesh.ranks, machine, {}, replicas, passes)
+    plan = make(links, None)
+    program = compose(*rank_passes(clusters, plan, replicas, {}, passes))(clusters)
+    schedule = lower(plan.schedule, program)
+    return predict(program, schedule, machine, links, network.between(mesh)).seconds
+
+
+def across(mesh: Mesh) -> Mesh:
+    """The mesh whose replicas are neighbours.
+
+    >>> across(Mesh(ranks=2, replicas=2)).pipelines
+    ((0, 2), (1, 3))
+    """
+    starts = range(mesh.replicas)
+    order = tuple(rank for start in starts for rank in range(start, mesh.size, mesh.replicas))
+    return attrs.evolve(mesh, order=order)
