@@ -89,7 +89,7 @@ class Run:
             self._add(f"gradient {name}", gradient)
 
     def whole(self, model: nn.Module) -> None:
-        for name, value in model.state_dict().items():
+        for name, value in self.full(model).items():
             self._add(f"state {name}", value)
 
     def end(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -133,7 +133,7 @@ class Plain(Run):
         return run
 
     def full(self, model: nn.Module) -> dict[str, Any]:
-        """Of what scripts write by hand, which every rank asks for."""
+        """Of what scripts may have written by hand, which every rank asks for."""
         return model.state_dict()
 
     def _parts(self, step: Callable[..., Any], batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:

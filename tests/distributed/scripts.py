@@ -21,7 +21,7 @@ SHARE = {  # on two ranks that have a stage each
 
 
 def beside_one_device(name: str, kind: str, cell: Cell) -> None:
-    found = judged(SCRIPTS[name], cell, int(os.environ["RANK"]), steps=12)
+    found = judged(SCRIPTS[name], cell, int(os.environ["RANK"]), steps=15)
     assert found.kind == kind, found.text
     dist.barrier()  # no script is ahead
 
@@ -29,3 +29,8 @@ def beside_one_device(name: str, kind: str, cell: Cell) -> None:
 for _name, _kind in SHARE.items():
     _check = functools.partial(beside_one_device, _name, _kind, Cell(2, "1f1b", 1))
     add(globals(), Row(_name, _check, ranks=(2,)))
+# Each replica loads the statistics of its own.
+_check = functools.partial(
+    beside_one_device, "saved_and_loaded_by_all", "right", Cell(4, "1f1b", 2)
+)
+add(globals(), Row("loaded by replicas", _check, ranks=(4,)))

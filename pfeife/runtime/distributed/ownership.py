@@ -54,6 +54,7 @@ class Ownership:
         self.known = WeakIdKeyDictionary()
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
+        self.frozen: dict[int, int] = {}  # those of frozen parameters that this rank keeps
         self.watched = WeakIdKeyDictionary()  # those whose gradients are noted
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
@@ -200,6 +201,8 @@ class Ownership:
         self.asking.kept.add(tensor)
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
+        if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            self.frozen[owned.number] = version_of(tensor)
         if not owned.holds(rank):
             self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
         elif owned.alike and len(owned.holders) > 1:
@@ -239,10 +242,23 @@ class Ownership:
         lines = [*self.gradients.news(), *self.optimizers.news(), *self.copies.news()]
         if self.foreign.found:
             lines += [f"changed {number}" for number in self.foreign.changed(args)]
+            lines += [f"lost {name}" for name in self._lost(args)]
         lines += [f"shared {ranks} {writes}" for ranks, writes in self._writes(args).items()]
         if borrowed:
             lines += borrowed.news(args, self.known, bool(self.foreign.found))
         return "\n".join(lines)
+
+    def _lost(self, args: Sequence[Any]) -> list[str]:
+        """The frozen parameters that were written to here, and have become NaN."""
+        found = []
+        for number, tensor in self._among(args).items() if self.frozen else ():
+            version = version_of(tensor)
+            if self.frozen.get(number, version) != version and not tensor.requires_grad:
+                if tensor.isnan().any():
+                    found.append(self.owned[number].name)
+                else:
+                    self.frozen[number] = version
+        return found
 
     def _writes(self, args: Sequence[Any]) -> dict[str, str]:
         """How often what other ranks train as well has been written to since the ranks have last
@@ -292,7 +308,10 @@ class Ownership:
             self.adopt_derived(state, world)
             borrowed.forget(args, self.known)
         left = set(borrowed.names) if borrowed else set()
-        wrong = compared(told["scaled"]) or _spoiled(told["nan"], left)
+        told["lost"] |= {
+            r: [n for n in lines if " ".join(n) in left] for r, lines in told["nan"].items()
+        }
+        wrong = compared(told["scaled"]) or _spoiled(told["lost"])
         if wrong:
             raise Refusal(wrong)
         mine = self._among(args)
@@ -342,13 +361,15 @@ class Ownership:
         sums = world.checksums([mine.get(number) for number in numbers])
         for at, number in enumerate(numbers):
             owned = self.owned[number]
-            having = [owned.first, *(owned.holders if owned.alike else ())]
-            having += [rank for rank, theirs in written.items() if number in theirs]
-            others = _others([sums[rank][at] for rank in having], having)
+            having = {rank for rank, theirs in written.items() if number in theirs}
+            having |= {*owned.holders} if owned.alike else set()
+            of = {rank: owned.first if owned.alike else owned.nearest(rank) for rank in having}
+            others = [rank for rank in having if int(sums[rank][at]) != int(sums[of[rank]][at])]
             if others:
                 raise Refusal(
                     f"{owned.name} has been written to on ranks {sorted(written)} since the last "
-                    f"step, but ranks {sorted(others)} have other values than rank {owned.first}, "
+                    f"step, but ranks {sorted(others)} have other values than rank "
+                    f"{of[min(others)]}, "
                     "which trains it: load a checkpoint on every rank, or on none"
                 )
         self.foreign.forget(written.get(world.rank, ()))
@@ -361,12 +382,13 @@ class Ownership:
 #     loaded    state                 an optimizer has been given some
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
 #     nan       NAME                  what nobody trains and this rank reads has become NaN
+#     lost      NAME                  so has a frozen parameter that this rank keeps
 #     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
 #     behind    copies                not all copies of what other replicas train are theirs
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
 _KINDS = (
-    *("stepped", "steps", "loaded", "changed", "nan", "scaled"),
+    *("stepped", "steps", "loaded", "changed", "nan", "lost", "scaled"),
     *("behind", "shared", "borrowed"),
 )
 
@@ -403,17 +425,17 @@ def _check_alike(
             )
 
 
-def _spoiled(told: Mapping[int, Sequence[Sequence[str]]], left: Collection[str]) -> str:
-    """What is wrong with state that nobody trains, of which no rank owns what is `left`; "" if
-    nothing."""
+def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with state that nobody trains, "" if nothing."""
     named = [(rank, " ".join(line)) for rank, lines in told.items() for line in lines]
-    rank, name = next((one for one in named if one[1] in left), (0, ""))
-    if not name:
+    if not named:
         return ""
+    rank, name = named[0]
     return (
         f"{name} has become NaN on rank {rank}: the step reads it and no rank trains "
-        "it. What is computed of parameters that several ranks train can only be made from "
-        "pfeife.full_state_dict(model), which every rank calls"
+        "it. A copy of parameters that other ranks train, such as their moving average, can only "
+        "be made from pfeife.full_state_dict(model), which every rank calls, or is read by a step "
+        "of its own, that trains nothing"
     )
 
 
