@@ -2,7 +2,9 @@
 
 import copy
 import io
+import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from share import random_cases, some
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import pfeife
 from pfeife.frontend.waiting import Deferred, deferred_tensors
@@ -469,17 +472,32 @@ class Stored(nn.Module):
         self.register_buffer("part", self.table[1:])
 
 
-@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def written(state, path):
+    """A checkpoint of a state_dict, of the kind that a path's ending says."""
+    single = {name: one.clone() for name, one in state.items() if name != "b.weight"}
+    if path.suffix == ".pt":
+        torch.save(state, path)
+    elif path.suffix == ".safetensors":
+        pytest.importorskip("safetensors.torch").save_file(single, path)
+    elif path.suffix == ".dcp":
+        dcp.save({"model": state, "optim": {}}, checkpoint_id=path, no_dist=True)
+    else:
+        path.mkdir()
+        names = sorted(single)
+        for at, few in enumerate((names[::2], names[1::2])):
+            torch.save({name: single[name] for name in few}, path / f"{at}.bin")
+        where = {name: f"{at % 2}.bin" for at, name in enumerate(names)}
+        (path / "model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "shards", "dcp"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_values_from_a_checkpoint(tmp_path, kind):
     torch.manual_seed(1)
     trained = Stored().double()
     state = trained.state_dict()
     path = tmp_path / f"model.{kind}"
-    if kind == "torch":
-        torch.save(state, path)
-    else:
-        save_file = pytest.importorskip("safetensors.torch").save_file
-        save_file({n: v.clone() for n, v in state.items() if n != "b.weight"}, path)
+    written(state, path)
     torch.manual_seed(0)
     expected = Stored()
     torch.manual_seed(0)
@@ -488,7 +506,9 @@ def test_values_from_a_checkpoint(tmp_path, kind):
     pfeife.materialize(model, keep=lambda name: name in ("b.weight", "table"), checkpoint=path)
     assert torch.equal(model.a.weight, trained.a.weight.float())
     assert isinstance(model.a.bias, Deferred)
-    pfeife.materialize(model, checkpoint=path)
+    pfeife.materialize(model, checkpoint=path, later=True)
+    assert isinstance(model.a.bias, Deferred)
+    pfeife.materialize(model)
     expected.load_state_dict(state)
     assert_same(state_of(expected), state_of(model))
 
@@ -512,9 +532,30 @@ def test_a_checkpoint_of_another_model(tmp_path, change, words):
     assert len(deferred_tensors(model)) == 10
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "has no model: neither an index of safetensors, one such file, nor a complete"),
+        ({"a.safetensors": "", "b.safetensors": ""}, "say which by its path"),
+        ({"m.safetensors.index.json": "[]"}, "is no index of a model: it has no weight_map"),
+        ({"m.bin.index.json": '{"weight_map": {"x": "../y.bin"}}'}, "names ../y.bin, which is not"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint(tmp_path, files, words):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pfeife.deferred_init():
+        model = Stored()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pfeife.materialize(model, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="later=True says when a checkpoint is read"):
+        pfeife.materialize(model, later=True)
+
+
 MEMORY = """
 import resource, torch, pfeife
 from torch import nn
+from torch.distributed import checkpoint as dcp
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 torch.nn.Linear(2, 2)
 def make(): return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
