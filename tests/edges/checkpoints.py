@@ -197,7 +197,7 @@ def written_while_the_ranks_train():
         alike(optimizer.state_dict(), expected[1])
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def tied_weights_have_both_names():
     torch.manual_seed(0)
     model = Tied()
