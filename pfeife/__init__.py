@@ -9,6 +9,7 @@ from pfeife.backend.step import compile
 from pfeife.data.figures import StepFigures
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.plan import Costs, Plan, RecomputeOption
+from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import Timeline
 from pfeife.frontend.capture import capture
@@ -52,6 +53,7 @@ __all__ = [
     "Port",
     "Program",
     "RecomputeOption",
+    "Replicas",
     "Result",
     "Role",
     "Schedule",
