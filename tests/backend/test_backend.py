@@ -138,6 +138,9 @@ def test_what_cannot_be_is_said_before_anything_runs():
         ({"microbatches": 3, "replicas": 2}, "every replica takes the same number"),
         ({"stages": 1, "devices": ["cpu", "cpu"]}, "every rank needs a stage"),
         ({"costs": "guess"}, "must be 'estimate' or 'measure'"),
+        ({"accumulate": "bfloat16"}, "accumulate=torch.bfloat16: must be 'float32', 'float64'"),
+        ({"param_dtype": "int8"}, "param_dtype=torch.int8: must be 'bfloat16', 'float16'"),
+        ({"param_dtype": "half a byte"}, "param_dtype='half a byte': must be 'bfloat16'"),
         ({"split_at": {"nothing": "begin"}}, "no module of that name"),
         ({"loss": 1}, r"loss=1: there are no results \[1\]"),
     ]

@@ -1,5 +1,6 @@
 """Half precision: gradients that float16 would lose, sums in float32."""
 
+import contextlib
 import copy
 import os
 
@@ -215,43 +216,48 @@ def here(model):
 
 @row(ranks=(1, 2))
 def gradients_of_bfloat16_are_added_up_in_float32():
-    for kind in (None, torch.float32):
-        for options in ({}, {"loss": "outside"}, {"schedule": "zb-h1"}):
-            model = Mixed().bfloat16()
-            other = copy.deepcopy(model)
-            if kind is not None:
-                for parameter in model.parameters():
-                    parameter.grad_dtype = kind
-            given = {"microbatches": 8, "accumulate": "float32", **options, **HALF_CUT}
-            step = pfeife.compile(lambda x, m=model: cross_entropy(m, x), **given)
-            loss = step(tokens(0))
-            loss.backward()
-            total, sums = summed(other, tokens(0), 8)
-            assert torch.equal(loss, total) and here(model)
-            for name, gradient in here(model).items():
-                assert gradient.dtype == (kind or torch.bfloat16)
-                assert torch.equal(gradient, sums[name].to(gradient.dtype)), name
+    wide = torch.float32
+    for kind, options in ((None, {}), (wide, {"loss": "outside"}), (wide, {"schedule": "zb-h1"})):
+        model = Mixed().bfloat16()
+        other = copy.deepcopy(model)
+        if kind is not None:
+            for parameter in model.parameters():
+                parameter.grad_dtype = kind
+        given = {"microbatches": 8, "accumulate": "float32", **options, **HALF_CUT}
+        step = pfeife.compile(lambda x, m=model: cross_entropy(m, x), **given)
+        loss = step(tokens(0))
+        loss.backward()
+        total, sums = summed(other, tokens(0), 8)
+        assert torch.equal(loss, total) and here(model)
+        for name, gradient in here(model).items():
+            assert gradient.dtype == (kind or torch.bfloat16)
+            assert torch.equal(gradient, sums[name].to(gradient.dtype)), name
     _, narrow = summed(other, tokens(0), 8, torch.bfloat16)
     assert any(not torch.equal(narrow[name], one.bfloat16()) for name, one in sums.items())
 
 
-def master(**options):
+ADAM = {"rtol": 1e-3, "atol": 1e-3}
+EXACT, CLOSE = {"rtol": 0, "atol": 0}, {"rtol": 1e-4, "atol": 1e-5}
+
+
+def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, **options):
     """Training with copies in bfloat16, beside plain torch that makes a copy a step."""
-    model = Mixed()
-    other = copy.deepcopy(model)
-    given = {"microbatches": 4, "param_dtype": "bfloat16", **options, **HALF_CUT}
+    with made():
+        model = Mixed()
+    other = Mixed()
+    given = {"microbatches": 4, "param_dtype": "bfloat16", **options, **cut}
     step = pfeife.compile(lambda x: cross_entropy(model, x), **given)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, other)]
     for seed, count in enumerate((16, 16, 8, 16)):  # another shape: captured with gradients there
         loss = step(tokens(seed, count))
         loss.backward()
         total, sums = summed(copy.deepcopy(other).bfloat16(), tokens(seed, count), 4)
-        assert torch.equal(loss, total), (seed, loss, total)
+        torch.testing.assert_close(loss.detach(), total, **near)
         for name, parameter in other.named_parameters():
             parameter.grad = sums[name]
         assert here(model)
         for name, gradient in here(model).items():
-            assert torch.equal(gradient, sums[name]), (seed, name)
+            torch.testing.assert_close(gradient, sums[name], **near)
         for optimizer in optimizers:
             optimizer.step()
         if seed != 1:
@@ -262,7 +268,9 @@ def master(**options):
                 one.zero_grad(set_to_none=False)
     state = pfeife.full_state_dict(model)
     for name, value in other.state_dict().items():
-        assert value.dtype == torch.float32 and torch.equal(state[name], value), name
+        assert value.dtype == torch.float32
+        # Where a gradient is almost nothing, its last bit may decide where Adam goes.
+        torch.testing.assert_close(state[name], value, **(EXACT if near is EXACT else ADAM))
     return step
 
 
@@ -283,6 +291,49 @@ def float32_master_weights_of_a_step_that_is_traced():
 @row(ranks=(1, 2))
 def float32_master_weights_with_the_loss_outside():
     master(loss="outside")
+
+
+@row(ranks=(1, 2))
+def float32_master_weights_that_each_rank_makes():
+    master(made=pfeife.deferred_init)
+
+
+@row(ranks=(1, 2))
+def float32_master_weights_in_replicas():
+    """The sums over replicas are in float32, too."""
+    master(near=CLOSE, cut={"stages": 1}, replicas=2)
+    if "RANK" in os.environ:
+        master(near=CLOSE, cut={"stages": 1}, replicas=2, data_parallel="shard")
+
+
+@row(ranks=(1, 2))
+def float16_with_master_weights_and_a_scaler():
+    model = net()
+    other = copy.deepcopy(model)
+    step = pfeife.compile(
+        lambda x: half_loss(model, x), microbatches=2, param_dtype="float16", **CUT
+    )
+    mine, theirs = scalers()
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, other)]
+    for seed in range(2):
+        mine.scale(step(rows(seed))).backward()
+        half = copy.deepcopy(other).half()
+        for part in rows(seed).chunk(2):
+            half.zero_grad()
+            theirs.scale(half_loss(half, part) / 2).backward()
+            for parameter, copied in zip(other.parameters(), half.parameters(), strict=True):
+                before = 0 if parameter.grad is None else parameter.grad
+                parameter.grad = before + copied.grad.float()
+        assert all(gradient.any() for gradient in here(model).values())
+        same_gradients(model, other)
+        for scaler, optimizer in zip((mine, theirs), optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def half_loss(model, x):
+    return model(x.half()).float().square().mean() * 1e-7
 
 
 @row("option param_dtype=torch.bfloat16: it is one of pfeife.compile", ranks=(1,))
