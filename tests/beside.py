@@ -89,7 +89,8 @@ class Run:
             self._add(f"gradient {name}", gradient)
 
     def whole(self, model: nn.Module) -> None:
-        for name, value in self.full(model).items():
+        replicas = self.cell.replicas > 1  # each has statistics of its own
+        for name, value in (model.state_dict() if replicas else self.full(model)).items():
             self._add(f"state {name}", value)
 
     def end(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -163,8 +163,8 @@ class Gradients:
             self.scaled = True
             ratios = handed.ratios(gradient)
             if len(ratios):
-                tops.append(float(ratios.max()))
                 near = max(near, 4 * torch.finfo(ratios.dtype).eps)
+                tops += [float(ratios.max()), float(ratios.min())]  # one factor for its elements
         if not tops or max(tops) - min(tops) > near * max(tops):
             return None
         return max(tops), near
