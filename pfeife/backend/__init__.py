@@ -8,8 +8,8 @@ gradient of the loss, `changed` writes to arguments what the step changes of the
 measures a call; `explain` says what would become of a step, `given` checks decisions and functions
 that are options, `state` reads state that is on other ranks, `checkpoints` saves and loads it
 (`restoring` has the model and optimizers, `beside` what else there is), `safetensors` writes models
-for others, `synced` refuses norms that are, `values` sees to those of models that were made without,
-`artifacts` writes what was decided.
+for others, `synced` refuses norms that are, `values` sees to those of models that were made
+without, `artifacts` writes what was decided.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """What is read of a checkpoint: the model and its optimizers, by the names of parameters."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,23 @@ def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
         model.load_state_dict({name: whole[f"{MODEL}.{plain_name(name)}"] for name in state})
         return
     mine = {key: one for key, one in keys.items() if not _is_missing(one, world)}
-    if world is not None:
-        world.service.begin("loads of state")
-    folder.fill({key: one.detach() for key, one in mine.items() if key in folder.tensors})
-    for key, value in folder.read(key for key in mine if key in folder.objects).items():
-        model.get_submodule(key.removeprefix(f"{MODEL}.").rpartition(".")[0]).set_extra_state(value)
-    if world is not None:
+    with _loading(world):
+        folder.fill({key: one.detach() for key, one in mine.items() if key in folder.tensors})
+        for key, value in folder.read(key for key in mine if key in folder.objects).items():
+            path = key.removeprefix(f"{MODEL}.").rpartition(".")[0]
+            model.get_submodule(path).set_extra_state(value)
+
+
+@contextlib.contextmanager
+def _loading(world: World | None) -> Iterator[None]:
+    """While state changes, as in `load_state_dict`: other ranks may be about to read it."""
+    if world is None:
+        yield
+        return
+    world.service.begin("loads of state")
+    try:
+        yield
+    finally:
         world.service.script.end("loads of state")
 
 
