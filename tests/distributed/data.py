@@ -124,7 +124,7 @@ def neighbours_that_are_replicas() -> None:
     torch.testing.assert_close(found["logits"].detach(), logits.detach())
 
 
-@row(ranks=(2, 4))
+@row(ranks=(2, 4), whole=(2,))
 def a_sampler_for_replicas() -> None:
     """Every rank of a replica has the same samples; all replicas together have each once, in the
     steps in which one process has them."""
