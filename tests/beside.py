@@ -164,10 +164,12 @@ class Plain(Run):
                 module._buffers[name] = value
 
     def _begun(self) -> None:
-        """Replicas begin with the same statistics."""
+        """Replicas begin with the same statistics, in one process at each call."""
         for model in self.models:
             for replica in range(self.cell.replicas):
-                if replica != self._replica():
+                if replica != self._replica() and self.cell.ranks == 1:
+                    self.buffers[model, replica] = copied(model.buffers())
+                elif replica != self._replica():
                     self.buffers.setdefault((model, replica), copied(model.buffers()))
 
 
