@@ -8,6 +8,7 @@ lies in modules, lists, dicts, cells and plain objects is a `Slot` of its contai
 """
 
 import collections
+import dis
 import functools
 import inspect
 import sys
@@ -24,6 +25,7 @@ Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType | Any
 MOST = 10_000  # entries of a list or dict that are looked at
 SIMPLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _UNSAID = ("_parameters", "_buffers", "_modules", "__self__", "__func__")
+_LOOK_UP = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ENDS = (torch.Tensor, type, types.ModuleType, *SIMPLE)
 
 
@@ -233,8 +235,10 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Container, Any,
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """All names that a function and those inside of it look up."""
-    yield from code.co_names
+    """All names of globals that a function and those inside of it look up: not of attributes."""
+    if code.co_names:
+        looked = (one for one in dis.get_instructions(code) if one.opname in _LOOK_UP)
+        yield from (str(one.argval) for one in looked)
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield from _names(one)

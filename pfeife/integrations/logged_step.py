@@ -22,6 +22,43 @@ class _Later:
         self.call = call
 
 
+class _Own:
+    """The module, or one of its metrics, among results, which may have no modules."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+_MOVED = (
+    "the step reads {}; as it is traced, and not captured by Dynamo, it would go on with what is "
+    "there now: give it that in the batch or in a buffer"
+)
+
+
+class _Reading:
+    """The Trainer, as Dynamo reads it, with guards. A trace has none for what changes at each step,
+    and does not look into this."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise ValueError(_MOVED.format(f"trainer.{name}"))
+        return getattr(self.trainer, name)
+
+
+class _Unread:
+    """The number of a batch where nobody may read it."""
+
+    def _read(self, *_: Any) -> Any:
+        raise ValueError(_MOVED.format("the number of the batch"))
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __index__ = __int__ = _read
+    __mod__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _read
+    __floordiv__ = __float__ = __str__ = __format__ = __hash__ = __neg__ = __repr__ = _read
+
+
 class LoggedStep:
     """One of a module's steps, such as "training_step".
 
@@ -39,14 +76,18 @@ class LoggedStep:
         self.calls: list[tuple[Any, str, Any, Any]] = []
         self.noted: list[torch.Tensor] = []
         self.rows = 0  # of a microbatch, while one is captured
+        self.instead: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.numbers: list[int] = []  # of the batch and of its loader
 
-        def step(*args: Any) -> dict[str, Any]:
-            self.calls, self.noted, self.rows = [], [], _rows(args)
-            out = getattr(module, name)(*args)
+        def step(*batch: Any) -> dict[str, Any]:
+            self.calls, self.noted, self.rows = [], [], _rows(batch)
+            traced = not torch.compiler.is_dynamo_compiling()
+            numbers = [_Unread()] * len(self.numbers) if traced else self.numbers
+            out = getattr(module, name)(*batch, *numbers)
             noted, self.noted, self.rows = self.noted, [], 0
             found = _parts(out) if trains else {"out": out}
-            if not torch.compiler.is_dynamo_compiling():  # then only results are kept
-                found["calls"] = self.calls
+            if traced:  # then only results are kept
+                found["calls"] = pytree.tree_map(self._named, self.calls)
             return {**found, "noted": noted}
 
         trains = name == "training_step"
@@ -54,8 +95,9 @@ class LoggedStep:
 
     def __call__(self, *args: Any) -> Any:
         """What the module's step returns for a batch."""
+        self.numbers = [one for one in args if type(one) is int]  # the last ones, not compared
         with self._noting():
-            found = self.run(*args)
+            found = self.run(*(one for one in args if type(one) is not int))
         self._make(found.get("calls", self.calls), iter(found["noted"]), _rows(args))
         if "loss" not in found:
             return found["out"]
@@ -68,12 +110,27 @@ class LoggedStep:
         def real(value: Any) -> Any:
             if isinstance(value, _Later):
                 return results[value.call]
+            if isinstance(value, _Own):
+                return self.module.get_submodule(value.name)
             known = {_TENSOR: lambda: next(tensors), _ROWS: lambda: rows}
             return known[value]() if isinstance(value, str) and value in known else value
 
         for target, method, args, kwargs in calls:
-            args, kwargs = pytree.tree_map(real, (args, kwargs))
+            target, args, kwargs = pytree.tree_map(real, (target, args, kwargs))
             results.append(getattr(target, method)(*args, **kwargs))
+
+    def _named(self, value: Any) -> Any:
+        names = (name for name, one in self.module.named_modules() if one is value)
+        return _Own(next(names)) if isinstance(value, torch.nn.Module) else value
+
+    def _instead(self, target: Any, name: str) -> Any:
+        """What stands in a place, the same at each call: that is guarded."""
+        before = vars(target).get(name) if name == "_trainer" else None
+        key = id(target), name
+        if key not in self.instead or self.instead[key][0] is not before:
+            made = _Reading(before) if before is not None else self._note(target, name)
+            self.instead[key] = before, made
+        return self.instead[key][1]
 
     def _note(self, target: Any, method: str) -> Callable[..., _Later]:
         """What stands in place of a method."""
@@ -91,21 +148,23 @@ class LoggedStep:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """While methods note their calls."""
-        kinds = Metric, MetricCollection
-        metrics = [one for one in self.module.modules() if isinstance(one, kinds)]
+        """While methods note their calls, and the Trainer is read as it must be."""
+        modules = list(self.module.modules())
+        metrics = [one for one in modules if isinstance(one, Metric | MetricCollection)]
         pairs = [(self.module, method) for method in _LOGS]
         pairs += [(one, method) for one in metrics for method in _METRICS]
-        own = [(vars(target), method, vars(target).get(method)) for target, method in pairs]
-        for target, method in pairs:
-            vars(target)[method] = self._note(target, method)
+        pairs += [(one, "_trainer") for one in modules if vars(one).get("_trainer") is not None]
+        places = [(one, name, self._instead(one, name)) for one, name in pairs]
+        own = [(vars(one), name, vars(one).get(name)) for one, name, _ in places]
+        for (attributes, name, _), (_, _, instead) in zip(own, places, strict=True):
+            attributes[name] = instead
         try:
             yield
         finally:
-            for attributes, method, before in own:
-                attributes[method] = before
+            for attributes, name, before in own:
+                attributes[name] = before
                 if before is None:
-                    del attributes[method]
+                    del attributes[name]
 
 
 def _is_tensor(value: Any) -> bool:
