@@ -46,7 +46,7 @@ def main() -> None:
         learning_rate=3e-3, max_steps=options.steps, logging_steps=1, report_to="none",
         eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=ROWS,
         save_strategy="steps" if options.save else "no", save_steps=6,
-        include_num_input_tokens_seen="all",
+        include_num_input_tokens_seen="all", load_best_model_at_end=bool(options.save),
     )  # fmt: skip
     kind = Trainer if options.one_device else pipelined(Trainer, microbatches=4, stages=2)  # two
     trainer = kind(GPT2LMHeadModel(config), args, None, sentences(64), sentences(20))

@@ -93,6 +93,11 @@ class _Pipelined(Base):
         super().save_model(*args, **kwargs)
         together("Trainer.save_model")
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Returns on all ranks when it is written: the main one asks the others for their state."""
+        super()._save_checkpoint(*args, **kwargs)
+        together("Trainer._save_checkpoint")
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, full_state_dict(self.model) if state_dict is None else state_dict)
 
