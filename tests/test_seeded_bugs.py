@@ -107,7 +107,7 @@ def test_a_transfer_that_reaches_one_reader_only():
 
     def forget(graph):
         by_name = {node.name: node for node in graph.nodes}
-        for message in pfeife.ir.program.messages(program):
+        for message in pfeife.ir.travel.messages(program):
             for value, copy in zip(message.values, message.copies, strict=True):
                 readers = list(by_name[copy].users)
                 if len(readers) > 1:

@@ -11,7 +11,7 @@ import torch
 
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.call import Compiled
+from pfeife.backend.compiled import Compiled
 from pfeife.backend.decide import costs_of, planned, scheduling
 from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph

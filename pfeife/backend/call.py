@@ -1,151 +1,28 @@
-"""One call of a compiled step: from its arguments to results that autograd can use."""
+"""One call of a compiled step: from its arguments to results and gradients."""
 
-import functools
 import itertools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 
-from pfeife import _torch
 from pfeife.backend.changed import write_changed
-from pfeife.backend.loss_scale import Again, LossScale, loss_scale_of
+from pfeife.backend.compiled import Compiled
+from pfeife.backend.loss_scale import Again
 from pfeife.backend.meter import Figures, Meter, figures_of
 from pfeife.backend.options import Options
-from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress, Shown
-from pfeife.data.schedule import Schedule
 from pfeife.frontend.answers import WrongAnswer
-from pfeife.frontend.captured import Captured
 from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, State, divisors
-from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
-from pfeife.passes.compose import Recorded
 from pfeife.runtime.distributed.elsewhere import arrived
-from pfeife.runtime.distributed.foreign import Borrowed
-from pfeife.runtime.distributed.gradients import is_ours
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.rank_zero import Sent
-from pfeife.runtime.protocols import Pipeline
 from pfeife.runtime.step import Observer, Watch
 
-log = logging.getLogger("pfeife")
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports
-
-
-@attrs.frozen(eq=False, slots=False)
-class Compiled:
-    """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
-    programs on the way, `said` what has been logged."""
-
-    captured: Captured
-    clusters: Program
-    plan: Plan
-    program: Program
-    schedule: Schedule
-    pipeline: Pipeline
-    digest: str  # of the program, the same on every rank
-    borrowed: Borrowed | None = None
-    history: tuple[Recorded, ...] = attrs.field(default=(), repr=False)
-    said: set[str] = attrs.field(factory=set, repr=False)
-
-    @property
-    def summary(self) -> str:
-        """What was built, in a line."""
-        ports = self.program.ports(Role.BATCH)
-        rows = {p.shape[p.batch_dim] for p in ports if p.batch_dim is not None}
-        stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
-        each = f" of {min(rows)} rows" if rows else ""
-        return f"{stages} stages on {ranks} ranks, {self.microbatches} microbatches{each}"
-
-    @property
-    def microbatches(self) -> int:
-        """Into how many the batch of a call is cut, those of all replicas."""
-        return self.schedule.microbatches * self.program.replicas
-
-    @property
-    def seconds(self) -> float:
-        """What all microbatches compute, by the costs of the clusters."""
-        return self.microbatches * sum(call.seconds or 0.0 for call in self.clusters.calls)
-
-    @functools.cached_property
-    def leaves(self) -> tuple[Port, ...]:
-        """The inputs that get gradients here: batch inputs, and parameters whose gradients this
-        process makes. The hooks of those of other ranks must not run here."""
-        names = {port.fqn for port in self.program.ports(Role.BATCH_GRADIENT)}
-        names |= self.pipeline.gradients
-        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
-        return tuple(port for port in ports if port.fqn in names)
-
-    @functools.cached_property
-    def elsewhere(self) -> tuple[Port, ...]:
-        """The parameters whose gradients other processes make."""
-        mine = {port.fqn for port in self.leaves}
-        trained = {port.fqn for port in self.program.ports(Role.GRADIENT)} - mine
-        return tuple(port for port in self.program.ports(Role.PARAMETER) if port.fqn in trained)
-
-    @functools.cached_property
-    def loss_scale(self) -> LossScale | None:
-        """The gradient that the loss will be given, where the backwards depend on it."""
-        return loss_scale_of(self.program) if self.program.ports(Role.LOSS) else None
-
-    @functools.cached_property
-    def read_later(self) -> frozenset[str]:
-        """The names of the input ports that a backward reads as the call has left them."""
-        return read_by_backwards(self.program)
-
-
-def run_step(
-    compiled: Compiled,
-    options: Options,
-    args: Sequence[Any],
-    meter: Meter,
-    seed: int = 0,
-    show: Shown | None = None,
-    sent: Sent | None = None,
-) -> list[torch.Tensor]:
-    """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
-    given for the first one, which takes longest; `sent` has what rank 0 alone was given. The
-    `meter` has been told that it begins."""
-    captured = compiled.captured
-    slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
-    call = Call(compiled, options, meter, seed, show, sent)
-    found = dict(zip(captured.results, _results(call, slots), strict=True))
-    call.measured()
-    own = {captured.carried[name]: slots[name] for name in captured.in_place}
-    return list((found | own).values())
-
-
-def _results(call: "Call", slots: Slots) -> Sequence[torch.Tensor]:
-    compiled = call.compiled
-    program = compiled.captured.program
-    if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
-        return call.forward(slots)
-    leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
-    if compiled.microbatches > 1 and "hooks" not in compiled.said:
-        _warn_of_hooks(compiled, leaves)
-    if not leaves:  # the results have a backward on every rank
-        leaves[""] = torch.empty(0, requires_grad=True)
-    function = _LossInside if program.ports(Role.LOSS) else _LossOutside
-    call.leaves = tuple(leaves)
-    results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
-    return results
-
-
-def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
-    parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
-    found = next(
-        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
-    )
-    if found is not None:
-        compiled.said.add("hooks")
-        log.warning(
-            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
-        )
 
 
 class Call:
@@ -312,7 +189,7 @@ class Call:
         self._run("first backward", forward=False)
         result = self.step.result(outputs=False)
         self.figures = figures_of(self.step)
-        _tell(self.elsewhere, result.overflow)
+        tell(self.elsewhere, result.overflow)
         return self.gradients(result)
 
     def is_other(self, scale: float) -> bool:
@@ -358,112 +235,9 @@ def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:
     return [zeros] * count
 
 
-def _tell(elsewhere: Sequence[torch.Tensor], overflow: torch.Tensor | None) -> None:
+def tell(elsewhere: Sequence[torch.Tensor], overflow: torch.Tensor | None) -> None:
     """Lets this rank see that other ranks have gradients of some parameters, and whether any is not
     finite: then the GradScalers of all ranks leave the step out, or none does."""
     world = world_so_far() if elsewhere else None
     if world is not None:
         arrived(elsewhere, world.ownership.norms, overflow is not None and bool(overflow))
-
-
-Gradients = tuple[torch.Tensor | None, ...]
-
-
-class _LossInside(torch.autograd.Function):
-    """A whole step as one node of the user's autograd graph. Its gradients wait among autograd's
-    saved tensors, which are freed by the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        results = call.forward(slots)
-        assert call.result is not None
-        ctx.save_for_backward(*call.gradients(call.result))
-        ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
-        ctx.call, call.result = call if call.again else None, None
-        _wire(ctx, call.compiled.captured, results)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
-        _check_backward(ctx.captured.program)
-        gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
-        others = [i for i, g in enumerate(given) if g is not None and i != at]
-        if others:
-            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
-            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
-            raise RuntimeError(
-                f"{what} of the step received a gradient, but result {at} was "
-                "taken as the loss and only its gradient is computed: return the whole loss, "
-                'or say with loss= which result it is, or loss="outside" if none is'
-            )
-        scale, overflow = given[at], ctx.overflow
-        if scale is None:  # nothing of what was differentiated came from the loss
-            return (None, None, *(None for _ in gradients))
-        if ctx.call is None:
-            # The gradients are those of the loss itself; what arrives for it is a factor of all.
-            gradients = [None if g is None else g * scale for g in gradients]
-        elif ctx.call.is_other(float(scale)):
-            result = ctx.call.again.result(float(scale))
-            gradients, overflow = ctx.call.gradients(result), result.overflow
-        _tell(ctx.elsewhere, overflow)
-        return (None, None, *gradients)
-
-
-class _LossOutside(torch.autograd.Function):
-    """A step whose backwards run when the gradients of its results arrive. What they read of the
-    caller's tensors is saved, so that autograd sees if it was changed in place in between."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        results = call.forward(slots)
-        ctx.save_for_backward(*(slots[name] for name in call.compiled.read_later))
-        ctx.call = call
-        _wire(ctx, call.compiled.captured, results)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
-        _check_backward(ctx.captured.program)
-        call, ctx.call = ctx.call, None
-        if call is None:
-            ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
-            raise RuntimeError(
-                "backward ran a second time through one call of a pipelined step; with the loss "
-                "outside its activations are gone: call the step again"
-            )
-        if call.meter.asked:
-            call.meter.begin()
-        with call.step.preparing():
-            ctx.saved_tensors  # noqa: B018  raises if one was changed in place
-            tangents = call.tangents(given)
-            call.step.compare(tangents, values=call.options.compare_batches)
-            call.step.set_tangents(tangents)
-        gradients = call.backward()
-        call.measured()
-        call.meter.tell()
-        return (None, None, *gradients)
-
-
-def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:
-    ctx.captured = captured
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
-
-
-def _check_backward(program: Program) -> None:
-    """Raises RuntimeError for what eager's backward would do and that of a step cannot."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a pipelined step has no second derivatives: backward without create_graph"
-        )
-    for kind in sorted({port.device.type for port in program.inputs}):
-        if torch.is_autocast_enabled(kind):
-            raise RuntimeError(
-                "backward was called under autocast, where eager would cast it too; a pipelined "
-                "step's backward runs outside, as torch.amp asks for: call it after the autocast "
-                f'block, or under torch.autocast("{kind}", enabled=False)'
-            )

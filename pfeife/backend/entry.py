@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.build import Builder
-from pfeife.backend.call import Compiled
+from pfeife.backend.compiled import Compiled
 from pfeife.backend.graphs import BatchedGraph
 from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options, options_from, versions

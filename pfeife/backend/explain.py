@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch, report
-from pfeife.backend.call import Compiled
+from pfeife.backend.compiled import Compiled
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.options import Options
 from pfeife.backend.piece_steps import PieceSteps

@@ -20,7 +20,7 @@ from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
 
 if TYPE_CHECKING:
-    from pfeife.backend.call import Compiled
+    from pfeife.backend.compiled import Compiled
 
 log = logging.getLogger("pfeife")
 OnStep = Callable[[StepFigures], object]

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from pfeife.backend.build import Builder
-from pfeife.backend.call import Compiled
+from pfeife.backend.compiled import Compiled
 from pfeife.backend.options import Options
 from pfeife.backend.pieces import Part, Parts, Piece
 from pfeife.backend.steps import Steps, is_trained

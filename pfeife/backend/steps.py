@@ -13,8 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife import _torch
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.build import Builder
-from pfeife.backend.call import Compiled, run_step
 from pfeife.backend.changed import agree_on_changed
+from pfeife.backend.compiled import Compiled
+from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.data.progress import Shown, shown
@@ -24,6 +25,7 @@ from pfeife.ir.program import Role
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.rank_zero import Sent
+from pfeife.runtime.distributed.telling import agree_on, news_of
 from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.failure import PipelineError, Refusal
 
@@ -166,7 +168,7 @@ class Steps:
             try:
                 world.service.check_given()
                 text, batch = self._said(args, compiled, options)
-                news = world.ownership.news(borrowed, args)
+                news = news_of(world.ownership, borrowed, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
@@ -174,7 +176,7 @@ class Steps:
             found = world.agreed(
                 text, _ARGUMENTS, number=seed, note=news, refused=refused, own=batch, groups=groups
             )
-            world.ownership.agree(world, found.notes, borrowed, args)
+            agree_on(world.ownership, world, found.notes, borrowed, args)
         return _common_seed(world, found.numbers)
 
     def _said(

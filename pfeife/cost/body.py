@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
 from pfeife.ir.outline import storage_owner
-from pfeife.ir.program import Kind, Program, Role, call_of, holders, node_bytes, receive, returned
+from pfeife.ir.program import Kind, Program, Role, node_bytes, receive, returned
+from pfeife.ir.travel import call_of, holders
 
 
 @attrs.frozen

@@ -10,8 +10,9 @@ from pfeife import _torch
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.outline import is_view
-from pfeife.ir.program import Program, Role, call_of, returned
+from pfeife.ir.program import Program, Role, returned
 from pfeife.ir.seeding import seeded
+from pfeife.ir.travel import call_of
 
 
 def estimate(program: Program, machine: Machine) -> Costs:

@@ -18,7 +18,8 @@ from pfeife.cost.sized import Ledger, SizedBody, SizedMessages, Value
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
-from pfeife.ir.program import STATE_ROLES, Program, Role, holders
+from pfeife.ir.program import STATE_ROLES, Program, Role
+from pfeife.ir.travel import holders
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner

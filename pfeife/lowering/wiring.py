@@ -12,15 +12,14 @@ from pfeife.ir.program import (
     STATE_ROLES,
     Call,
     Kind,
-    Message,
     Port,
     Program,
     Role,
     find_node,
     is_sized_by_data,
-    messages,
     returned,
 )
+from pfeife.ir.travel import Message, messages
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope
 

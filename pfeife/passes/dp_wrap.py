@@ -8,7 +8,8 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
-from pfeife.ir.program import Program, Reduction, Role, holders, returned
+from pfeife.ir.program import Program, Reduction, Role, returned
+from pfeife.ir.travel import holders
 from pfeife.passes.send_recv import reduction_of
 
 

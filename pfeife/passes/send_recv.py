@@ -7,18 +7,8 @@ import attrs
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import (
-    Call,
-    Kind,
-    Program,
-    Reduction,
-    Role,
-    call_of,
-    holders,
-    is_source,
-    receive,
-    send,
-)
+from pfeife.ir.program import Call, Kind, Program, Reduction, Role, is_source, receive, send
+from pfeife.ir.travel import call_of, holders
 
 
 def insert_send_recv(

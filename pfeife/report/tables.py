@@ -10,7 +10,8 @@ from pfeife.data.machine import Network
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import MemoryCurve, Timeline
-from pfeife.ir.program import Program, Role, holders, messages, receive, send
+from pfeife.ir.program import Program, Role, receive, send
+from pfeife.ir.travel import holders, messages
 from pfeife.report.compare import Compared
 
 

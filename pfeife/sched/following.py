@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from pfeife.ir.program import Kind, Program, Role, holders, source_line
+from pfeife.ir.program import Kind, Program, Role, source_line
+from pfeife.ir.travel import holders
 from pfeife.sched.cutting.workload import blocked_borders
 
 Owners = Mapping[str, frozenset[int]]  # ranks by canonical names

@@ -11,7 +11,7 @@ from rows import Row, add, row
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
-from pfeife.ir.program import holders
+from pfeife.ir.travel import holders
 from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.profile import profile_memory

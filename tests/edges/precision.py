@@ -278,7 +278,7 @@ def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, **options):
 def float32_master_weights():
     step = master()
     (built, *_) = step.backend.compiled
-    sent = [m.bytes for m in pfeife.ir.program.messages(built.program)]
+    sent = [m.bytes for m in pfeife.ir.travel.messages(built.program)]
     assert all(port.dtype == torch.bfloat16 for port in built.program.ports(pfeife.Role.PARAMETER))
     assert sent and max(sent) <= 4 * 5 * 16 * 2
 

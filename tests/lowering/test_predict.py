@@ -15,7 +15,8 @@ from pfeife.cost import estimate, machine
 from pfeife.data.machine import Link, Machine, Network
 from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
-from pfeife.ir.program import find_node, messages, node_bytes
+from pfeife.ir.program import find_node, node_bytes
+from pfeife.ir.travel import messages
 from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict

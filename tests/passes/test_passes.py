@@ -121,7 +121,7 @@ def test_boundaries_by_name_and_by_marker():
     stages_of = {
         port.fqn: {call.unit for call in calls}
         for port in program.ports(pfeife.Role.PARAMETER)
-        for calls in [pfeife.ir.program.holders(staged)[port.fqn]]
+        for calls in [pfeife.ir.travel.holders(staged)[port.fqn]]
     }
     assert {name: stages for name, stages in stages_of.items() if name.startswith("blocks.0")} == {
         name: {0} for name in stages_of if name.startswith("blocks.0")
@@ -161,7 +161,7 @@ def test_masks_are_computed_where_they_are_read():
     _, program, _, _ = captured("GPT")
     fused, plan = cut_at(program, {"blocks.1": "begin", "blocks.2": "begin"})
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
-    crossing = pfeife.ir.program.messages(sent)
+    crossing = pfeife.ir.travel.messages(sent)
     shapes = [
         tuple(pfeife.ir.program.find_node(sent.module, name).meta["val"].shape)
         for message in crossing

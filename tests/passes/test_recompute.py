@@ -20,7 +20,8 @@ from pfeife.cost.body import kept_storages
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.evaluate import named_batch
 from pfeife.ir.outline import read_by_backwards
-from pfeife.ir.program import Kind, Role, call_of, find_node, messages
+from pfeife.ir.program import Kind, Role, find_node
+from pfeife.ir.travel import call_of, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across

@@ -8,6 +8,7 @@ from torch import nn
 
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.owned import Owned
+from pfeife.runtime.distributed.telling import agree_on, news_of
 from pfeife.runtime.distributed.world import World
 
 
@@ -24,10 +25,10 @@ def all_state(
     with world.busy(lambda: Doing(what)):
         state = reading(world, lambda: model.state_dict(keep_vars=True))
         values = list(state.values())
-        news = world.ownership.news(None, values)
+        news = news_of(world.ownership, None, values)
         text = "\n".join([*state, told])
         found = world.agreed(text, f"the names in {what}", note=news, refused=refused)
-        world.ownership.agree(world, found.notes, args=values)
+        agree_on(world.ownership, world, found.notes, args=values)
         world.ownership.adopt_derived(state, world)
     return state
 

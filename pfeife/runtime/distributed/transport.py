@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
-from pfeife.ir.program import Program, messages
+from pfeife.ir.program import Program
+from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered

@@ -21,16 +21,8 @@ from pfeife.cost.body import Storage, storage_in, storage_of
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data.machine import Machine
 from pfeife.data.plan import RecomputeOption
-from pfeife.ir.program import (
-    Kind,
-    Program,
-    Role,
-    call_of,
-    find_node,
-    has_effects,
-    is_source,
-    returned,
-)
+from pfeife.ir.program import Kind, Program, Role, find_node, has_effects, is_source, returned
+from pfeife.ir.travel import call_of
 
 Budget = Literal["none", "full", "selective"] | int | Collection[str]
 

@@ -9,17 +9,8 @@ import attrs
 from pfeife.cost.body import Body, Storage, storage_of
 from pfeife.cost.memory import trained_parameters
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
-from pfeife.ir.program import (
-    Call,
-    Kind,
-    Program,
-    Role,
-    call_of,
-    holders,
-    is_source,
-    node_bytes,
-    returned,
-)
+from pfeife.ir.program import Call, Kind, Program, Role, is_source, node_bytes, returned
+from pfeife.ir.travel import call_of, holders
 from pfeife.lowering.predict import check_costs
 
 

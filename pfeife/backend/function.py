@@ -1,0 +1,170 @@
+"""A call as a node of the user's autograd graph."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfeife import _torch
+from pfeife.backend.call import Call, Slots, tell
+from pfeife.backend.compiled import Compiled
+from pfeife.backend.meter import Meter
+from pfeife.backend.options import Options
+from pfeife.data.progress import Shown
+from pfeife.frontend.captured import Captured
+from pfeife.ir.program import Program, Role
+from pfeife.runtime.distributed.gradients import is_ours
+from pfeife.runtime.distributed.rank_zero import Sent
+
+log = logging.getLogger("pfeife")
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def run_step(
+    compiled: Compiled,
+    options: Options,
+    args: Sequence[Any],
+    meter: Meter,
+    seed: int = 0,
+    show: Shown | None = None,
+    sent: Sent | None = None,
+) -> list[torch.Tensor]:
+    """One call of the compiled step: results in Dynamo's order, wired to autograd. `show` is
+    given for the first one, which takes longest; `sent` has what rank 0 alone was given. The
+    `meter` has been told that it begins."""
+    captured = compiled.captured
+    slots = {name: arg for name, arg in zip(captured.arguments, args, strict=True) if name}
+    call = Call(compiled, options, meter, seed, show, sent)
+    found = dict(zip(captured.results, _results(call, slots), strict=True))
+    call.measured()
+    own = {captured.carried[name]: slots[name] for name in captured.in_place}
+    return list((found | own).values())
+
+
+def _results(call: Call, slots: Slots) -> Sequence[torch.Tensor]:
+    compiled = call.compiled
+    program = compiled.captured.program
+    if not (program.ports(Role.TANGENT) and torch.is_grad_enabled()):
+        return call.forward(slots)
+    leaves = {p.fqn: slots[p.name] for p in compiled.leaves}
+    if compiled.microbatches > 1 and "hooks" not in compiled.said:
+        _warn_of_hooks(compiled, leaves)
+    if not leaves:  # the results have a backward on every rank
+        leaves[""] = torch.empty(0, requires_grad=True)
+    function = _LossInside if program.ports(Role.LOSS) else _LossOutside
+    call.leaves = tuple(leaves)
+    results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
+    return results
+
+
+def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
+    parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
+    found = next(
+        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
+    )
+    if found is not None:
+        compiled.said.add("hooks")
+        log.warning(
+            "the hooks of parameter %s run once a call, on the gradient of all microbatches", found
+        )
+
+
+class _LossInside(torch.autograd.Function):
+    """A whole step as one node of the user's autograd graph. Its gradients wait among autograd's
+    saved tensors, which are freed by the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        assert call.result is not None
+        ctx.save_for_backward(*call.gradients(call.result))
+        ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
+        ctx.call, call.result = call if call.again else None, None
+        _wire(ctx, call.compiled.captured, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
+        others = [i for i, g in enumerate(given) if g is not None and i != at]
+        if others:
+            kept = ctx.captured.kept.get(ctx.captured.results[others[0]])
+            what = f"attribute {kept.name}" if kept else f"result {others[0]}"
+            raise RuntimeError(
+                f"{what} of the step received a gradient, but result {at} was "
+                "taken as the loss and only its gradient is computed: return the whole loss, "
+                'or say with loss= which result it is, or loss="outside" if none is'
+            )
+        scale, overflow = given[at], ctx.overflow
+        if scale is None:  # nothing of what was differentiated came from the loss
+            return (None, None, *(None for _ in gradients))
+        if ctx.call is None:
+            # The gradients are those of the loss itself; what arrives for it is a factor of all.
+            gradients = [None if g is None else g * scale for g in gradients]
+        elif ctx.call.is_other(float(scale)):
+            result = ctx.call.again.result(float(scale))
+            gradients, overflow = ctx.call.gradients(result), result.overflow
+        tell(ctx.elsewhere, overflow)
+        return (None, None, *gradients)
+
+
+class _LossOutside(torch.autograd.Function):
+    """A step whose backwards run when the gradients of its results arrive. What they read of the
+    caller's tensors is saved, so that autograd sees if it was changed in place in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, slots: Slots, *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = call.forward(slots)
+        ctx.save_for_backward(*(slots[name] for name in call.compiled.read_later))
+        ctx.call = call
+        _wire(ctx, call.compiled.captured, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
+        _check_backward(ctx.captured.program)
+        call, ctx.call = ctx.call, None
+        if call is None:
+            ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
+            raise RuntimeError(
+                "backward ran a second time through one call of a pipelined step; with the loss "
+                "outside its activations are gone: call the step again"
+            )
+        if call.meter.asked:
+            call.meter.begin()
+        with call.step.preparing():
+            ctx.saved_tensors  # noqa: B018  raises if one was changed in place
+            tangents = call.tangents(given)
+            call.step.compare(tangents, values=call.options.compare_batches)
+            call.step.set_tangents(tangents)
+        gradients = call.backward()
+        call.measured()
+        call.meter.tell()
+        return (None, None, *gradients)
+
+
+def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:
+    ctx.captured = captured
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
+
+
+def _check_backward(program: Program) -> None:
+    """Raises RuntimeError for what eager's backward would do and that of a step cannot."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a pipelined step has no second derivatives: backward without create_graph"
+        )
+    for kind in sorted({port.device.type for port in program.inputs}):
+        if torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                "backward was called under autocast, where eager would cast it too; a pipelined "
+                "step's backward runs outside, as torch.amp asks for: call it after the autocast "
+                f'block, or under torch.autocast("{kind}", enabled=False)'
+            )
