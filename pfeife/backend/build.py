@@ -4,7 +4,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,9 +13,8 @@ from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.decide import costs_of, planned, scheduling
-from pfeife.backend.given import boundaries, described, guarded
+from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
-from pfeife.backend.layout import laid_out
 from pfeife.backend.options import Options
 from pfeife.backend.synced import check_synced
 from pfeife.compilers import compile_bodies
@@ -51,121 +50,21 @@ from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting.room import rank_passes
 
+if TYPE_CHECKING:
+    from pfeife.backend.builder import Builder
+
 log = logging.getLogger("pfeife")
 
 
 @attrs.frozen(eq=False)
-class Builder:
-    """Builds steps with some options. `home` is the rank where state goes that no rank trains yet,
-    None where the cuts decide that; `layouts` has the mesh once one was chosen."""
-
-    options: Options
-    machine: Machine | None
-    network: Network | None
-    home: int | None = None
-    layouts: list[Mesh] = attrs.field(factory=list)
-
-    def build(
-        self,
-        graph: Graph,
-        args: Sequence[Any],
-        world: World | None,
-        device: torch.device,
-        show: Shown,
-        artifacts: Artifacts,
-    ) -> Compiled:
-        """What runs a graph's step on the given shapes. Raises ValueError on all ranks for what
-        cannot be built."""
-        options = self.options
-        if options.runtime is not None and (world or options.devices):
-            raise ValueError(
-                f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
-                "where devices are its own matter; leave it out under torchrun, and devices with it"
-            )
-        passes = guarded(options.passes)
-        return _Build(self, graph, args, world, device, show, artifacts, passes).compiled()
-
-    def seconds(self, graph: Graph, args: Sequence[Any], artifacts: Artifacts) -> float | None:
-        """What a graph that is not cut would take, by estimate; None if it cannot be captured."""
-        show = Shown(log, logging.DEBUG)
-        build = _Build(self, graph, args, None, torch.device("cpu"), show, artifacts, {})
-        try:
-            captured, _ = build._capture()
-            clusters = build._fused(captured.program, split=False)[-1].program
-            machine = self.machine or default_machine(_device_of(clusters, build.device))
-            return sum(call.seconds or 0.0 for call in build._priced(clusters, machine).calls)
-        except ValueError as error:
-            log.debug("the time of a graph is not known: %s", error)
-            return None
-
-    def mesh(self, world: World) -> Mesh:
-        """Raises Refusal for a mesh of another number of ranks."""
-        given, replicas = self.options.mesh, self.options.replicas
-        if given is not None and given.size != world.size:
-            raise Refusal(
-                f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
-                f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
-            )
-        ranks = max(1, world.size // replicas)
-        chosen = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
-        mesh = given or chosen
-        if self.options.batch == "replica" and mesh.size != world.size:
-            raise Refusal(
-                f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
-                f"not divided by {replicas}; start {mesh.size} (torchrun --nproc-per-node)"
-            )
-        return mesh
-
-    def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
-        """Whether a step must be built anew, since another one has been the first to train state
-        that it reads, elsewhere."""
-        slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        self._follow(world, args)
-        mesh, pipeline = self.mesh(world), compiled.pipeline
-        if isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order:
-            return True
-        return world.ownership.outdated(compiled.program, slots, mesh)
-
-    def lay_out(
-        self,
-        world: World,
-        args: Sequence[Any],
-        clusters: Program,
-        order: Scheduling,
-        machine: Machine,
-        passes: Passes,
-    ) -> None:
-        """Chooses the mesh of the ranks where none was given (collective): that of the state which
-        is trained already; else the one on whose links a step that trains is estimated to take
-        less."""
-        self._follow(world, args)
-        options, network, mesh = self.options, self.network, self.mesh(world)
-        free = options.mesh is None and options.batch != "replica" and not self.layouts
-        several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
-        trains = bool(clusters.ports(Role.GRADIENT)) and not world.ownership.owns_any(args)
-        if network and free and several and trains and network.joins(world.size):
-            found = laid_out(options, clusters, order, world, machine, network, mesh, passes)
-            self.layouts.append(found)
-
-    def _follow(self, world: World, args: Sequence[Any]) -> None:
-        """Takes the mesh of a call's state, if one of so many ranks trains it."""
-        meshes = world.ownership.meshes(args)
-        mesh = self.mesh(world)
-        if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
-            (found,) = meshes
-            if (found.ranks, found.replicas) == (mesh.ranks, mesh.replicas):
-                self.layouts[:] = [found]
-
-
-@attrs.frozen(eq=False)
-class _Build:
+class Build:
     """One step on its way:
 
     captured -> fused -> priced -> planned -> assembled
     (flat)      (clusters)         (stages, ranks)
     """
 
-    builder: Builder
+    builder: "Builder"
     graph: Graph
     args: Sequence[Any]
     world: World | None
@@ -189,6 +88,7 @@ class _Build:
         return self.builder.mesh(self.world) if self.world else self.options.mesh
 
     def compiled(self) -> Compiled:
+        """All of it, for this process."""
         captured, flat = self._capture()
         program = captured.program
         several = self.options.microbatches > 1
@@ -288,6 +188,13 @@ class _Build:
             phase.outcome = lambda: f"{clusters.units} clusters"
         self.artifacts.history(history)
         return history
+
+    def seconds(self) -> float:
+        """What a microbatch takes if nothing is cut, by its costs."""
+        captured, _ = self._capture()
+        clusters = self._fused(captured.program, split=False)[-1].program
+        machine = self.builder.machine or default_machine(_device_of(clusters, self.device))
+        return sum(call.seconds or 0.0 for call in self._priced(clusters, machine).calls)
 
     def _priced(self, clusters: Program, machine: Machine) -> Program:
         """The clusters with their seconds."""

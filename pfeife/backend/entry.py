@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
-from pfeife.backend.build import Builder
+from pfeife.backend.builder import Builder
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.graphs import BatchedGraph
 from pfeife.backend.meter import Meter

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from pfeife.backend.build import Builder
+from pfeife.backend.builder import Builder
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.options import Options
 from pfeife.backend.pieces import Part, Parts, Piece

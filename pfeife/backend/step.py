@@ -5,25 +5,25 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import attrs
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
+from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
 from pfeife.backend.steps import Steps
-from pfeife.backend.synced import check_synced
 from pfeife.backend.values import with_values
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
-from pfeife.frontend.arguments import Given, Inputs, describe
-from pfeife.frontend.batch import Arguments, Cutter, Leaf, fields_of, function_of
+from pfeife.frontend.arguments import Inputs, describe
+from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
@@ -142,7 +142,7 @@ class Step:
                 raise
             found = self.cutter.mismatch(args, kwargs) or plain_error(error)
             if world:
-                found = _synced(self.step, world) or found
+                found = wrong_norms(self.step, world) or found
                 with contextlib.suppress(Refusal):
                     world.agreed("", "this call", refused=found)
             found.__cause__ = error if found is not error else error.__cause__
@@ -189,7 +189,7 @@ class Step:
         if unsettled:
             self._everything()
             with self.presented.seen():
-                check_settled(self.step, call, _given(call.leaves), *unsettled)
+                check_settled(self.step, call, given_by(call.leaves), *unsettled)
         if not self.reached:
             raise _NotReached(
                 f"the call of {self.name} has not reached Pfeife: it computes nothing with "
@@ -287,14 +287,14 @@ class Step:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
         forward = dynamo_forward(module)
-        inputs = describe(module, examples, given=_given(self.call.leaves))
+        inputs = describe(module, examples, given=given_by(self.call.leaves))
         self.presented.check(inputs)
         changed = {name for _, name, *_ in _torch.changed_attributes()}
         new = inputs.numbers.keys() - inputs.settled
         others = {name for name in new if name.rpartition(".")[2] not in changed}
         if others and self.call.microbatches > 1:
             self.unsettled = str(module.graph), inputs
-        self.hooks |= _hooks(inputs.modules)
+        self.hooks |= hooks_of(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
         steps = Steps(self.backend, graph, self.name)
@@ -327,7 +327,9 @@ class Step:
         args, kwargs = self.call.made(leaf.first for leaf in leaves)
 
         def read(module: fx.GraphModule, examples: list[Any]) -> tuple[Forward, Inputs]:
-            return dynamo_forward(copied(module)), describe(module, examples, given=_given(leaves))
+            return dynamo_forward(copied(module)), describe(
+                module, examples, given=given_by(leaves)
+            )
 
         with self.presented.seen():
             return dynamo_graph(self.step, args, kwargs, read)
@@ -335,7 +337,7 @@ class Step:
     def _checked(self, call: Arguments, result: Any) -> Any:
         """The result with the caller's own tensors in place of their first microbatches. Raises
         ValueError for numbers that Python has computed of one microbatch."""
-        numbers = list(_numbers(result)) if call.microbatches > 1 else []
+        numbers = list(numbers_in(result)) if call.microbatches > 1 else []
         if numbers:
             raise ValueError(
                 f"the step returns the number {numbers[0]!r}, which Python has computed of one "
@@ -347,7 +349,7 @@ class Step:
     def _device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         """Where the step's parameters are, as far as can be told before it is captured; else
         where the first tensor among the arguments is."""
-        for holder in _holders(self.step):
+        for holder in modules_of(self.step):
             for parameter in holder.parameters():
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
@@ -356,53 +358,3 @@ class Step:
 
 class _NotReached(ValueError):
     """Raised where torch.compile has not asked for anything to be compiled."""
-
-
-def _numbers(result: Any) -> Iterator[int | float]:
-    for leaf in pytree.tree_leaves(result):
-        fields = fields_of(leaf)
-        if fields is not None:
-            yield from _numbers(fields)
-        elif type(leaf) in (int, float):
-            yield leaf
-
-
-def _hooks(roots: Iterable[nn.Module]) -> dict[int, tuple[Any, Any]]:
-    """The dicts of hooks of all modules under some roots, by identity, with what is in them."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    found = [getattr(module, name) for module in modules for name in names]
-    return {id(hooks): (hooks, contents_of(hooks)) for hooks in found}
-
-
-def _synced(step: Any, world: World) -> ValueError | None:
-    """What is wrong with a step that has failed on a CPU, where there is no SyncBatchNorm."""
-    try:
-        check_synced(_holders(step), world.size)
-    except ValueError as error:
-        return error
-    return None
-
-
-def _given(leaves: Sequence[Leaf]) -> dict[int, Given]:
-    """What the caller hands over, by the identity of what the first microbatch has of it."""
-    return {
-        id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
-        for index, leaf in enumerate(leaves)
-    }
-
-
-def _holders(step: Any) -> list[nn.Module]:
-    """The modules that a step is, is bound to, or closes over."""
-    bound = getattr(step, "__self__", None)
-    function = getattr(step, "__func__", step)
-    cells = getattr(function, "__closure__", None) or ()
-    code = getattr(function, "__code__", None)
-    globals_ = getattr(function, "__globals__", {})
-    owner = bound if bound is not None else step
-    found = [step, owner, *getattr(owner, "__dict__", {}).values()]
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # not bound yet
-            found.append(cell.cell_contents)
-    found += [globals_.get(name) for name in (code.co_names if code else ())]
-    return [one for one in found if isinstance(one, nn.Module)]

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.build import Builder
+from pfeife.backend.builder import Builder
 from pfeife.backend.changed import agree_on_changed
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.function import run_step

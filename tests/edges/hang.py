@@ -23,7 +23,7 @@ from torch import nn
 
 import pfeife
 from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.build import Builder
+from pfeife.backend.builder import Builder
 from pfeife.backend.options import Options
 from pfeife.data.progress import shown
 from pfeife.frontend.capture import capture

@@ -1,0 +1,126 @@
+"""What builds steps with some options, and what they have in common."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import Build
+from pfeife.backend.compiled import Compiled
+from pfeife.backend.given import described, guarded
+from pfeife.backend.graphs import Graph
+from pfeife.backend.layout import laid_out
+from pfeife.backend.options import Options
+from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.data.progress import Shown
+from pfeife.ir.program import Program, Role
+from pfeife.passes.compose import Passes
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.world import World
+from pfeife.runtime.failure import Refusal
+from pfeife.sched.by_family import Scheduling
+
+log = logging.getLogger("pfeife")
+
+
+@attrs.frozen(eq=False)
+class Builder:
+    """Builds steps with some options. `home` is the rank where state goes that no rank trains yet,
+    None where the cuts decide that; `layouts` has the mesh once one was chosen."""
+
+    options: Options
+    machine: Machine | None
+    network: Network | None
+    home: int | None = None
+    layouts: list[Mesh] = attrs.field(factory=list)
+
+    def build(
+        self,
+        graph: Graph,
+        args: Sequence[Any],
+        world: World | None,
+        device: torch.device,
+        show: Shown,
+        artifacts: Artifacts,
+    ) -> Compiled:
+        """What runs a graph's step on the given shapes. Raises ValueError on all ranks for what
+        cannot be built."""
+        options = self.options
+        if options.runtime is not None and (world or options.devices):
+            raise ValueError(
+                f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
+                "where devices are its own matter; leave it out under torchrun, and devices with it"
+            )
+        passes = guarded(options.passes)
+        return Build(self, graph, args, world, device, show, artifacts, passes).compiled()
+
+    def seconds(self, graph: Graph, args: Sequence[Any], artifacts: Artifacts) -> float | None:
+        """What a graph that is not cut would take, by estimate; None if it cannot be captured."""
+        show = Shown(log, logging.DEBUG)
+        build = Build(self, graph, args, None, torch.device("cpu"), show, artifacts, {})
+        try:
+            return build.seconds()
+        except ValueError as error:
+            log.debug("the time of a graph is not known: %s", error)
+            return None
+
+    def mesh(self, world: World) -> Mesh:
+        """Raises Refusal for a mesh of another number of ranks."""
+        given, replicas = self.options.mesh, self.options.replicas
+        if given is not None and given.size != world.size:
+            raise Refusal(
+                f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
+                f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
+            )
+        ranks = max(1, world.size // replicas)
+        chosen = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
+        mesh = given or chosen
+        if self.options.batch == "replica" and mesh.size != world.size:
+            raise Refusal(
+                f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
+                f"not divided by {replicas}; start {mesh.size} (torchrun --nproc-per-node)"
+            )
+        return mesh
+
+    def outdated(self, compiled: Compiled, args: Sequence[Any], world: World) -> bool:
+        """Whether a step must be built anew, since another one has been the first to train state
+        that it reads, elsewhere."""
+        slots = dict(zip(compiled.captured.arguments, args, strict=True))
+        self._follow(world, args)
+        mesh, pipeline = self.mesh(world), compiled.pipeline
+        if isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order:
+            return True
+        return world.ownership.outdated(compiled.program, slots, mesh)
+
+    def lay_out(
+        self,
+        world: World,
+        args: Sequence[Any],
+        clusters: Program,
+        order: Scheduling,
+        machine: Machine,
+        passes: Passes,
+    ) -> None:
+        """Chooses the mesh of the ranks where none was given (collective): that of the state which
+        is trained already; else the one on whose links a step that trains is estimated to take
+        less."""
+        self._follow(world, args)
+        options, network, mesh = self.options, self.network, self.mesh(world)
+        free = options.mesh is None and options.batch != "replica" and not self.layouts
+        several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
+        trains = bool(clusters.ports(Role.GRADIENT)) and not world.ownership.owns_any(args)
+        if network and free and several and trains and network.joins(world.size):
+            found = laid_out(options, clusters, order, world, machine, network, mesh, passes)
+            self.layouts.append(found)
+
+    def _follow(self, world: World, args: Sequence[Any]) -> None:
+        """Takes the mesh of a call's state, if one of so many ranks trains it."""
+        meshes = world.ownership.meshes(args)
+        mesh = self.mesh(world)
+        if len(meshes) == 1 and self.options.mesh is None and self.options.batch != "replica":
+            (found,) = meshes
+            if (found.ranks, found.replicas) == (mesh.ranks, mesh.replicas):
+                self.layouts[:] = [found]
