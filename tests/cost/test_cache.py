@@ -83,4 +83,4 @@ def test_writers_of_one_cache(tmp_path):
     assert all(writer.exitcode == 0 for writer in writers)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
     assert len(list(tmp_path.iterdir())) == distinct_bodies(small_program())
-    assert all(plain.load(Measured, path).repeats == 11 for path in tmp_path.glob("*.json"))
+    assert all(plain.load(Measured, path).repeats == 6 for path in tmp_path.glob("*.json"))

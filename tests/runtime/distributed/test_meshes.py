@@ -71,6 +71,7 @@ def test_it_counts_the_replicas():
 
 
 def test_links_of_a_pipeline():
+    """The slowest of ranks 0 and 2, and 1 and 3."""
     links = [
         Link(a, b, (0, 1), (1.0, 10.0 * a + b + 2), (0.0, 0.0), (0.0, 0.0), 0.0)
         for a in range(4)
@@ -79,6 +80,6 @@ def test_links_of_a_pipeline():
     ]
     found = Network(tuple(links)).within(mesh_of("2,-2"))
     assert {(one.source, one.destination): one.seconds for one in found.links} == {
-        (0, 1): (1.0, 4.0),
-        (1, 0): (1.0, 22.0),
+        (0, 1): (1.0, 15.0),
+        (1, 0): (1.0, 33.0),
     }
