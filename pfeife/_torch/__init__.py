@@ -4,7 +4,8 @@ Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder ch
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
 `kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and
-`trace` are about what their names say, `hollow` about tensors whose memory is not there.
+`trace` are about what their names say, `checkpoints` reads the list of one, `hollow` about tensors
+whose memory is not there.
 """
 
 from pfeife._torch import speech as speech
@@ -23,6 +24,7 @@ from pfeife._torch.aot import (
     joint_graph,
     no_autocast,
 )
+from pfeife._torch.checkpoints import listed
 from pfeife._torch.dynamo import (
     assumed_values,
     broken_guard,
@@ -166,6 +168,7 @@ __all__ = [
     "is_unwritten",
     "joint_graph",
     "leaf_dims",
+    "listed",
     "makes_view",
     "marked_dims",
     "named_graphs",

@@ -12,6 +12,8 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pfeife import _torch
+
 METADATA = ".metadata"  # what is written last
 
 
@@ -19,14 +21,14 @@ class Folder:
     """What such a folder has: `tensors`, empty ones on the meta device by their keys, and the keys
     of `objects`.
 
-    torch keeps the list of keys as a pickle: open only folders of people whom you trust. Raises
-    ValueError for a folder without one, as an interrupted save leaves it.
+    Raises ValueError for a folder without a list of keys, as an interrupted save leaves it, or with
+    one that is more than that: torch keeps it as a pickle, of which nothing is run.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path, self.reader = Path(path), FileSystemReader(path)
         try:
-            self.metadata = self.reader.read_metadata()
+            self.metadata = _torch.listed(self.path / METADATA)
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is no complete checkpoint: it has no {METADATA}, which is written last"

@@ -1,6 +1,8 @@
 """Checkpoints in one process: what a folder has after all that may happen to it."""
 
 import errno
+import os
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import pfeife
+from pfeife.frontend.checkpoint_folder import METADATA
 from pfeife.runtime.distributed import writing
 
 
@@ -109,6 +112,28 @@ def test_a_state_that_is_refused(tmp_path, value, words):
     with pytest.raises(ValueError, match=words):
         pfeife.Checkpoints(tmp_path, *trained(0), other=State(value)).save(1)
     assert not list(tmp_path.iterdir())
+
+
+class Code:
+    """What runs something where it is unpickled, and makes what torch writes there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["code", "cut", "other data"])
+def test_nothing_of_a_folder_is_run(tmp_path, kind):
+    checkpoints = pfeife.Checkpoints(tmp_path / "run", *trained())
+    checkpoints.save(1)
+    names = checkpoints.latest() / METADATA
+    harm = {"code": pickle.dumps(Code(tmp_path / "made")), "other data": pickle.dumps([1])}
+    names.write_bytes(harm.get(kind, names.read_bytes()[:-9]))
+    with pytest.raises(ValueError, match=r"\.metadata is no list of a checkpoint"):
+        checkpoints.load()
+    assert not (tmp_path / "made").exists()
 
 
 def test_several_optimizers_and_a_compiled_model(tmp_path):

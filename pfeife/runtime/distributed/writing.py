@@ -146,17 +146,6 @@ def _alone(state: Mapping[str, Any], writer: Writer) -> None:
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
-def written(writing: Future[Any]) -> None:
-    """Waits until something is written. Raises Refusal, on all ranks, if one could not write."""
-    try:
-        writing.result()
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise Refusal(
-            f"the checkpoint was not written: rank {rank}: {type(cause).__name__}: {cause}"
-        ) from error
-
-
 def _sync(folder: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
