@@ -46,6 +46,9 @@ def layer(part: str) -> int:
     return next(index for index, names in enumerate(LAYERS) if part in names.split())
 
 
+UNSAFE_BUT_LISTED = {("_torch", "checkpoints"): ["pickle"]}  # an Unpickler with an allow list
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: "/".join(parts(path)))
 def test_a_module(path):
     text = path.read_text()
@@ -65,7 +68,8 @@ def test_a_module(path):
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    assert not unsafe(tree) and ("print" not in calls or me == "__main__")
+    assert unsafe(tree) == UNSAFE_BUT_LISTED.get(parts(path), [])
+    assert "print" not in calls or me == "__main__"
     assert ast.get_docstring(tree), "a module says what it is for"
 
 
