@@ -308,8 +308,10 @@ class Build:
     def _described(self, plan: Plan, program: Program) -> str:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("the plan:\n%s", report.plan_table(plan, program))
-        schedule, kept = lower(plan.schedule, program), self.options.optimizer
-        peak = max(curve.peak for curve in memory_curves(program, schedule, optimizer=kept))
+        schedule, options = lower(plan.schedule, program), self.options
+        apart = options.apart > 1
+        curves = memory_curves(program, schedule, optimizer=options.optimizer, apart=apart)
+        peak = max(curve.peak for curve in curves)
         said = report.size(peak)
         return f"{report.summary(plan, program)}, {said} at the peak of the worst rank"
 

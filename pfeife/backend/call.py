@@ -8,7 +8,7 @@ import torch
 
 from pfeife.backend.changed import write_changed
 from pfeife.backend.compiled import Compiled
-from pfeife.backend.loss_scale import Again
+from pfeife.backend.loss_scale import Again, Gradients
 from pfeife.backend.meter import Figures, Meter, figures_of
 from pfeife.backend.options import Options
 from pfeife.data.progress import Progress, Shown
@@ -30,7 +30,7 @@ class Call:
 
     loss      forward                       in between              backward
     inside    all F and B: loss, gradients  autograd keeps these    gradients * what arrives
-      (with a loss scale: `again` may run them once more, see `loss_scale`)
+      (with a loss scale: `run_again` may run them once more, see `loss_scale`)
     outside   all F: results                activations stay        tangents, all B: gradients
     """
 
@@ -56,6 +56,8 @@ class Call:
         self.result: Result | None = None
         self.scale = compiled.loss_scale.value if compiled.loss_scale else 1.0
         self.again: Again | None = None
+        # Those that autograd saves, of a step that may run again.
+        self.kept = Gradients() if compiled.loss_scale else None
         self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
         self.shapes: dict[str, torch.Size] = {}
@@ -111,7 +113,13 @@ class Call:
     def _kept(self, state: State, microbatches: Sequence[Any], slots: Slots) -> Again:
         """What the step reads, before it writes any of it."""
         updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
-        before = {name: state[name].clone() if name in updated else state[name] for name in state}
+        world = world_so_far()
+        here = {
+            port.fqn
+            for port in self.program.ports(Role.BUFFER)
+            if not (world and world.ownership.foreign.lacks(slots[port.name]))
+        }
+        before = {n: one.clone() if n in updated & here else one for n, one in state.items()}
         copied = updated | set(self.compiled.captured.changed)
         ports = self.program.ports(*STATE_ROLES, Role.BATCH)
         ports = tuple(one for one in ports if not {one.fqn, one.name} & copied)
@@ -194,9 +202,17 @@ class Call:
 
     def is_other(self, scale: float) -> bool:
         """Whether the loss is given another gradient than the one that the step has run with."""
-        assert self.compiled.loss_scale is not None
+        assert self.compiled.loss_scale is not None and self.kept is not None
         self.compiled.loss_scale.note(scale)
-        return scale != self.scale
+        return scale != self.scale or self.kept.dropped
+
+    def run_again(self, scale: float) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """The leaves' gradients with another gradient of the loss, instead of those that autograd
+        has saved, and whether some rank's are not finite (collective)."""
+        assert self.again is not None and self.kept is not None
+        self.kept.drop()
+        result = self.again.result(scale)
+        return self.gradients(result), result.overflow
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
         """The leaves' gradients; None for a leaf that is none of the step's."""

@@ -1,5 +1,6 @@
 """A call as a node of the user's autograd graph."""
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,8 @@ def _results(call: Call, slots: Slots) -> Sequence[torch.Tensor]:
         leaves[""] = torch.empty(0, requires_grad=True)
     function = _LossInside if program.ports(Role.LOSS) else _LossOutside
     call.leaves = tuple(leaves)
-    results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
+    with call.kept.saving() if call.kept else contextlib.nullcontext():
+        results: tuple[torch.Tensor, ...] = function.apply(call, slots, *leaves.values())
     return results
 
 
@@ -106,8 +108,8 @@ class _LossInside(torch.autograd.Function):
             # The gradients are those of the loss itself; what arrives for it is a factor of all.
             gradients = [None if g is None else g * scale for g in gradients]
         elif ctx.call.is_other(float(scale)):
-            result = ctx.call.again.result(float(scale))
-            gradients, overflow = ctx.call.gradients(result), result.overflow
+            gradients = []  # there is room for one set of them
+            gradients, overflow = ctx.call.run_again(float(scale))
         tell(ctx.elsewhere, overflow)
         return (None, None, *gradients)
 

@@ -10,11 +10,13 @@ with the gradient that its loss was given last.
                 another one:           the step runs again, with that
 
 So every gradient has the bits that eager's backward gives it, an overflow included. A scaler
-changes its scale every 2,000 steps, and after an overflow.
+changes its scale every 2,000 steps, and after an overflow. The gradients of the first run go before
+the second: it needs no more memory than any, but for copies of buffers that a step updates.
 """
 
 import inspect
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,8 @@ import attrs
 import torch
 
 from pfeife.ir.evaluate import Result, State
-from pfeife.ir.program import Kind, Port, Program, value_of
+from pfeife.ir.program import Port, Program
+from pfeife.ir.underflow import underflows
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -58,17 +61,50 @@ class LossScale:
 
 def loss_scale_of(program: Program) -> LossScale | None:
     """None for a program whose backwards have the range of float32, as bfloat16 has."""
-    return LossScale() if any(_is_narrow(dtype) for dtype in _backward_dtypes(program)) else None
+    return LossScale() if underflows(program) else None
 
 
-def _backward_dtypes(program: Program) -> set[torch.dtype]:
-    bodies = [program.body(call) for call in program.calls if call.kind != Kind.FORWARD]
-    values = (value_of(node) for body in bodies for node in body.graph.nodes)
-    return {value.dtype for value in values if value is not None and value.is_floating_point()}
+@attrs.define(eq=False)
+class _Saved:
+    """One of the tensors that autograd saves, and its version."""
+
+    tensor: torch.Tensor
+    version: int
 
 
-def _is_narrow(dtype: torch.dtype) -> bool:
-    return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
+class Gradients:
+    """Those of a step among what autograd saves, while it is `saving`: they may be dropped, and are
+    freed by the backward as others are."""
+
+    def __init__(self) -> None:
+        self.parts: list[weakref.ref[_Saved]] = []
+        self.dropped = False
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """What is saved from now on belongs to these."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        part = _Saved(tensor, version_of(tensor))
+        self.parts.append(weakref.ref(part))
+        return part
+
+    def drop(self) -> None:
+        """Nobody asks for them again."""
+        self.dropped = True
+        for part in (one() for one in self.parts):
+            if part is not None:
+                part.tensor, part.version = part.tensor.new_empty(0), 0
+
+
+def _unpack(part: _Saved) -> torch.Tensor:
+    """What autograd itself does not look at where there are hooks."""
+    if version_of(part.tensor) != part.version:
+        raise RuntimeError(
+            "a gradient that a step has handed out was changed in place, and its graph was "
+            "retained for another backward: clone it first"
+        )
+    return part.tensor
 
 
 @attrs.frozen(eq=False)

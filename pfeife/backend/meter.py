@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.cost import default_machine, flops_of, memory_curves
 from pfeife.data.figures import StepFigures, mean_of
-from pfeife.data.machine import Machine
+from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.ir.program import Port, Role
 from pfeife.report import step_line
@@ -119,12 +119,7 @@ class Meter:
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
         flops = flops_of(compiled.captured.program)
-        curves = memory_curves(program, compiled.schedule, optimizer=self.optimizer)
-        peaks = [curve.peak for curve in curves]
-        ranks = [*range(len(peaks))] * program.replicas
-        if isinstance(compiled.pipeline, DistributedPipeline):
-            mesh = compiled.pipeline.mesh
-            ranks = [mesh.place(rank)[1] for rank in range(mesh.size)]
+        peaks = self._peaks(compiled)
         at_peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())
         batch = program.ports(Role.BATCH)
         rows = [p.shape[p.batch_dim] for p in batch if p.batch_dim is not None]
@@ -135,10 +130,31 @@ class Meter:
             samples=count * min(rows, default=0),
             tokens=count * next((math.prod(p.shape) for p in batch if _has_tokens(p)), 0),
             flops=count * sum(flops.values()),
-            peak_seconds=count * at_peak / len(ranks),
+            peak_seconds=count * at_peak / len(peaks),
             machine=machine.name,
-            account_bytes=tuple(peaks[rank] for rank in ranks),
+            account_bytes=peaks,
         )
+
+    def _peaks(self, compiled: "Compiled") -> tuple[int, ...]:
+        """Bytes of every rank of the world at its peak, by the account."""
+        program, pipeline = compiled.program, compiled.pipeline
+        ranks = len(compiled.schedule.ranks)
+        mesh, apart = Mesh(ranks, program.replicas), False
+        if isinstance(pipeline, DistributedPipeline):
+            mesh, apart = pipeline.mesh, pipeline.apart
+        shared_out = any(one.owner is not None for one in program.reductions)
+        curves = [
+            memory_curves(
+                program,
+                compiled.schedule,
+                optimizer=self.optimizer,
+                replica=replica,
+                apart=apart,
+            )
+            for replica in range(mesh.replicas if shared_out else 1)
+        ]
+        places = (mesh.place(rank) for rank in range(mesh.size))
+        return tuple(curves[replica % len(curves)][rank].peak for replica, rank in places)
 
 
 def _has_tokens(port: Port) -> bool:

@@ -337,7 +337,8 @@ class Options:
 
     def replicated(self, owners: Mapping[str, int | None]) -> Replicas:
         """What these options say of replicas; `owners` are those that train state already."""
-        return Replicas(self.replicas, self.data_parallel, self.bucket_bytes, owners)
+        how, apart = self.data_parallel, self.apart > 1
+        return Replicas(self.replicas, how, self.bucket_bytes, owners, apart)
 
 
 def versions() -> list[str]:

@@ -20,10 +20,13 @@ from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.program import STATE_ROLES, Program, Role
 from pfeife.ir.travel import holders
+from pfeife.ir.underflow import underflows
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
+
+_AGAIN = "buffers of before"  # for a step that may run again
 
 
 def memory_curves(
@@ -33,15 +36,19 @@ def memory_curves(
     optimizer: Optimizer | None = None,
     rounding: int = 1,
     replica: int | None = None,
+    apart: bool = False,
 ) -> tuple[MemoryCurve, ...]:
     """For every rank the bytes of a step of a lowered schedule, each rank a process, in one of its
-    replicas: each rank's is that which owns most unless it is given.
+    replicas: each rank's is that which owns most unless it is given. With `apart` a rank is given
+    the batch of its own replica alone.
 
     The interpreter runs with all that it does about memory: values are dropped after their last
     use, messages have their buffers before they arrive (see `posted_ahead`), what is sent is kept
     until it has surely arrived (see `acknowledged`), small values travel together (see `Envelope`),
     large ones arrive in buffers that stay (those are what all steps but the first find), gradients
-    are added in place where that is possible, master weights have a copy that is computed with.
+    are added in place where that is possible, master weights have a copy that is computed with. A
+    step in float16 keeps what the buffers were that it updates, since it may run again with another
+    gradient of its loss; the gradients that it has then are gone.
     `optimizer` is the real one, its class, or bytes for each element of a parameter (see
     `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512 for
     torch's CUDA allocator). What an operation needs inside itself is not known.
@@ -56,7 +63,8 @@ def memory_curves(
     """
     ranks = range(len(schedule.ranks))
     places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
-    known, held = acknowledged(schedule), _held(program, schedule, optimizer, rounding, places)
+    known = acknowledged(schedule)
+    held = _held(program, schedule, optimizer, rounding, places, apart)
     return tuple(
         _curve(program, schedule, place, known, held[place[1]], rounding) for place in places
     )
@@ -85,21 +93,27 @@ def _held(
     optimizer: Optimizer | None,
     rounding: int,
     places: Sequence[tuple[int, int]],
+    apart: bool,
 ) -> list[dict[str, int]]:
     """What every rank holds all the time: state, the optimizer's state, the batch. `places` are
     their replicas and themselves."""
     trained = trained_parameters(program)
     state = optimizer_bytes(optimizer) if optimizer is not None else None
     microbatch = sum(port.bytes for port in program.ports(Role.BATCH))
-    batch = microbatch * schedule.microbatches * program.replicas  # every rank is given all of it
+    batch = microbatch * schedule.microbatches * (1 if apart else program.replicas)
     words = {Role.PARAMETER: "parameters", Role.BUFFER: "buffers"}
-    kept = {**dict.fromkeys(words.values(), 0), **({"optimizer": 0} if state else {})}
+    may = program.ports(Role.LOSS) and underflows(program)
+    again = {port.fqn for port in program.ports(Role.BUFFER_UPDATE) if may}
+    more = {"optimizer": state is not None, _AGAIN: bool(again)}
+    kept = dict.fromkeys([*words.values(), *(word for word, there in more.items() if there)], 0)
     found = [{**kept, "batch": batch} for _ in schedule.ranks]
     owners = {one.name: one.owner for one in program.reductions}
     users = holders(program, *words)
     for port in program.ports(*words):
         for rank in {call.rank for call in users.get(port.fqn, ()) if call.rank is not None}:
             found[rank][words[port.role]] += rounded(port.given_bytes, rounding)
+            if port.fqn in again:
+                found[rank][_AGAIN] += rounded(port.bytes, rounding)
             mine = owners.get(port.fqn) in (None, places[rank][0])
             if state and port.fqn in trained and mine:
                 found[rank]["optimizer"] += state(port.shape, port.given_dtype)

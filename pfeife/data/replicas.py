@@ -25,13 +25,15 @@ class Replicas:
     "average": every replica gets all gradients. "shard": each gradient goes to one replica, its
     owner, which alone keeps optimizer state for it (ZeRO-2; Rajbhandari et al., SC 2020). Gradients
     of a stage travel together in buckets of at most `bucket_bytes`, or of one gradient. `owners`
-    has the replicas that train some parameters already, None for those that all train.
+    has the replicas that train some parameters already, None for those that all train. With `apart`
+    a rank is given the rows of its own replica alone.
     """
 
     count: int = attrs.field(default=1, validator=checks.positive)
     how: DataParallel = attrs.field(default="average", validator=_known)
     bucket_bytes: int = attrs.field(default=BUCKET_BYTES, validator=checks.positive)
     owners: Mapping[str, int | None] = attrs.field(factory=dict)
+    apart: bool = False
 
     @property
     def shards(self) -> int:

@@ -13,7 +13,7 @@ from pfeife._torch import TorchDispatchMode
 from pfeife.data import plain
 from pfeife.data.schedule import Action
 from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
-from pfeife.ir.evaluate import State
+from pfeife.ir.evaluate import Counted, State
 from pfeife.ir.program import Role
 from pfeife.ir.travel import holders
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -164,7 +164,8 @@ def profile_memory(
     pipeline(state, microbatches, **options)
     step = pipeline.start(state, microbatches, **options)
     program, rank = pipeline.program, pipeline.transport.rank
-    batch = [x for x in pytree.tree_leaves(list(microbatches)) if isinstance(x, torch.Tensor)]
+    given = [one.microbatch if isinstance(one, Counted) else one for one in microbatches]
+    batch = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
     held = {"batch": sum(tensor.nbytes for tensor in batch)}
     for role, word in ((Role.PARAMETER, "parameters"), (Role.BUFFER, "buffers")):
         found = holders(program, role)

@@ -87,7 +87,8 @@ def plan(
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
     torch.optim, or bytes for each element of a parameter, master weights among them),
     activations and buffers; with `replicas` pipelines (or `Replicas`, which say what becomes of
-    their gradients), what they reduce and what the worst of them keeps. A search whose plan needs
+    their gradients, and what each is given of the batch), what they reduce and what the worst of
+    them keeps. A search whose plan needs
     too much is made again, a quarter as long: most often once (see `kept_within`). Raises
     ValueError if the constraints contradict each other or the program, or no plan was found within
     the limit, with what the worst rank of the best one needs.
@@ -146,12 +147,16 @@ def plan(
     limited_by = f"memory_limit={limit}"
     if memory_limit is None:
         limited_by = f"the {limit} bytes of machine {machine.name}"
-    # Every rank is given the whole batch, whatever the plan.
-    batch = sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * given.count
-    known = (batch,) * constraints.ranks
+    known = (_batch_bytes(program, microbatches, given),) * constraints.ranks
     found = kept_within(limit, limited_by, asked.make, asked.curves, asked.bytes_of, known)
     found = with_reductions(found, account, constraints, given)
     return attrs.evolve(found, program=program_digest(program))
+
+
+def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int:
+    """What every rank is given of a batch, whatever the plan."""
+    pipelines = 1 if replicas.apart else replicas.count
+    return sum(port.bytes for port in program.ports(Role.BATCH)) * microbatches * pipelines
 
 
 def _account(

@@ -87,6 +87,8 @@ def test_a_reduced_gradient_is_there_once():
     assert text_of(first)[-1] == ("0REDUCE_GRAD", FIRST + copy, copy)
     assert first.held["receive buffers"] == copy
     assert first.held["batch"] == 2 * BATCH, "every rank is given the batch of all replicas"
+    apart, _ = memory_curves(sent, sched.lower(plan.schedule, sent), apart=True)
+    assert (apart.held["batch"], apart.points) == (BATCH, first.points)
 
 
 def test_what_a_replica_does_not_own():

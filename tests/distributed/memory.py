@@ -51,9 +51,12 @@ def memory_is_as_said(
             sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas), how, bucket_bytes=3000)(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
             optimizer = stepped(one.model, sent, int(os.environ["RANK"]) % ranks)
-            predicted = memory_curves(sent, schedule, optimizer=optimizer, replica=0)
-            pipeline = DistributedPipeline(sent, schedule)
-            measured = profile_memory(pipeline, state, microbatches, optimizer=optimizer)
+            apart = how == "shard" and replicas > 1  # each is given its own half of the batch
+            predicted = memory_curves(sent, schedule, optimizer=optimizer, replica=0, apart=apart)
+            pipeline = DistributedPipeline(sent, schedule, apart=apart)
+            batch = microbatches[pipeline.given.start : pipeline.given.stop]
+            known = pipeline.known(batch)
+            measured = profile_memory(pipeline, state, known, optimizer=optimizer)
             for said, found in zip(predicted, measured, strict=True):
                 where = f"{name}, {policy}, {len(passes)} splits, rank {said.rank}"
                 assert said.held == found.held, f"{where}: {said.held}, {found.held}"

@@ -10,7 +10,9 @@ from rows import row
 from torch import nn
 
 import pfeife
+from pfeife.cost import memory_curves
 from pfeife.runtime.distributed.elsewhere import is_here
+from pfeife.runtime.profile import LiveTensors
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
 CUT = {**STAGES, "split_at": {"2": "begin"}}
@@ -341,3 +343,44 @@ def master_weights_by_name():
     options = {"microbatches": 2, "param_dtype": torch.bfloat16}
     step = torch.compile(net(), backend="pfeife", options=options, dynamic=True)
     step(rows(0)).sum().backward()
+
+
+class Shifted(nn.Module):
+    """Its buffer is updated at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(64))
+
+    def forward(self, x):
+        self.shift.add_(x.detach().float().mean(0))
+        return x + self.shift
+
+
+@row(ranks=(2,))
+def what_a_step_that_runs_again_takes():
+    """As much as it is said to: when it runs for the second time, the gradients of the first are
+    gone, and of a buffer that it updates there is a copy on the rank that does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), Shifted(), nn.Linear(64, 16))
+    options = {"microbatches": 2, "split_at": {"2": "begin"}, "loss_reduction": "mean"}
+    step, x = pfeife.compile(lambda x: tiny(model, x), **options), rows(0)
+    found = []
+    for factor in (1.0, 0.5):  # neither is what the step has supposed; the first one is captured
+        model.zero_grad()
+        transports = [one.pipeline.transport for one in step.backend.compiled]
+        buffers = [one for transport in transports for one in transport.buffers.tensors]
+        known = [x, *model.parameters(), *model.buffers(), *buffers]
+        with LiveTensors(known, torch.device("cpu")) as seen:
+            loss = step(x)
+            first, seen.peak = seen.peak, seen.bytes
+            (loss * factor).backward()
+            found = [first, seen.peak]
+        del loss
+    compiled = step.backend.compiled[0]
+    curve = memory_curves(compiled.program, compiled.schedule)[int(os.environ["RANK"])]
+    again = curve.held["buffers of before"]
+    assert again == (256 if os.environ["RANK"] == "0" else 0)
+    most = max(point.peak for point in curve.points) + again
+    scalars = [one - most for one in found]  # losses, what arrives for them, one flag
+    assert scalars == [4, 21], scalars

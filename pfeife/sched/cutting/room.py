@@ -61,7 +61,8 @@ def curves_of(
 ) -> tuple[MemoryCurve, ...]:
     """The bytes of every rank, for a plan of a program of clusters."""
     ranks = compose(*rank_passes(program, plan, replicas, owners, more))(program)
-    return memory_curves(ranks, lower(plan.schedule, ranks), optimizer=optimizer)
+    schedule, apart = lower(plan.schedule, ranks), replicas_of(replicas).apart
+    return memory_curves(ranks, schedule, optimizer=optimizer, apart=apart)
 
 
 def kept_within(

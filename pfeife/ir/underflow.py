@@ -1,0 +1,14 @@
+"""Gradients that a narrow type loses: in float16 nothing is smaller than 6e-8."""
+
+import torch
+
+from pfeife.ir.program import Kind, Program, value_of
+
+
+def underflows(program: Program) -> bool:
+    """Whether backwards compute in a type without the range of float32, which bfloat16 has: then a
+    step may run again, with another gradient of its loss."""
+    bodies = [program.body(call) for call in program.calls if call.kind != Kind.FORWARD]
+    values = (value_of(node) for body in bodies for node in body.graph.nodes)
+    dtypes = {one.dtype for one in values if one is not None and one.is_floating_point()}
+    return any(torch.finfo(d).tiny > torch.finfo(torch.float32).tiny for d in dtypes)
