@@ -6,11 +6,11 @@ of it, `pieces` and `piece_steps` those of a step which Dynamo has broken; `deci
 planner, `layout` which ranks are pipelines, `builder` and `build` make a pipeline of it
 (`compiled`), `call` runs that, `function` does so for autograd, `loss_scale` knows with which
 gradient of the loss, `changed` writes to arguments what the step changes of them in place, `meter`
-measures a call; `explain` says what would become of a step, `given` checks decisions and functions
-that are options, `state` reads state that is on other ranks, `checkpoints` saves and loads it
-(`restoring` has the model and optimizers, `beside` what else there is), `safetensors` writes models
-for others, `synced` refuses norms that are, `values` sees to those of models that were made
-without, `artifacts` writes what was decided.
+measures a call; `residence` has state of one process where it is used; `explain` says what would
+become of a step, `given` checks decisions and functions that are options, `state` reads state that
+is on other ranks, `checkpoints` saves and loads it (`restoring` has the model and optimizers,
+`beside` what else there is), `safetensors` writes models for others, `synced` refuses norms that
+are, `values` sees to those of models that were made without, `artifacts` writes what was decided.
 """
 
 import sys

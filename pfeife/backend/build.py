@@ -16,6 +16,7 @@ from pfeife.backend.decide import costs_of, planned, scheduling
 from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
+from pfeife.backend.residence import devices_of
 from pfeife.backend.synced import check_synced
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
@@ -119,8 +120,10 @@ class Build:
         pipeline, borrowed = self._assembled(captured, program, schedule)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         way = (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:])
+        devices = self._devices(len(plan.schedule.ranks))
+        lives = devices_of(program, devices, captured.carried) if devices else {}
         return Compiled(
-            captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way
+            captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives
         )
 
     def _capture(self) -> tuple[Captured, tuple[Recorded, ...]]:
@@ -286,6 +289,13 @@ class Build:
         world = self.world
         if self.options.compiler == "aot_eager" and not self.options.cuda_graphs:
             return {}
+        given = set(map(_with_index, map(torch.device, self.options.devices or ())))
+        if given - {_device_of(program, self.device)}:
+            raise ValueError(
+                f"option devices={self.options.devices}: bodies are compiled and captured as CUDA "
+                "graphs for the device of the step's capture, not for others; on several devices "
+                "take compiler='aot_eager' without cuda_graphs, or a process a GPU (torchrun)"
+            )
         bodies, refusal = {}, ""
         try:
             with self.show.phase("compiling") as phase:
@@ -326,12 +336,18 @@ class Build:
                 f"one device a rank; there are {ranks} ranks"
                 + (", a process each" if self.world else "")
             )
-        return [torch.device(name) for name in given]
+        return [_with_index(torch.device(name)) for name in given]
 
 
 def _device_of(program: Program, otherwise: torch.device) -> torch.device:
     """The device of the parameters; a batch may still come from another one."""
     return next((port.device for port in program.ports(Role.PARAMETER)), otherwise)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors have it: "cuda" is one of several."""
+    meant = device.type != "cpu" and device.index is None
+    return torch.empty(0, device=device).device if meant else device
 
 
 def _counted(program: Program) -> str:

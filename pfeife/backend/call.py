@@ -61,12 +61,15 @@ class Call:
         self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
         self.shapes: dict[str, torch.Size] = {}
+        self.places: dict[str, torch.device] = {}  # of the inputs
 
     def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Results in order. With the loss inside, or without gradients, the whole schedule."""
         trains = bool(self.program.ports(Role.TANGENT))
         if trains:
             self.elsewhere = [slots[port.name] for port in self.compiled.elsewhere]
+        ports = self.program.ports(*STATE_ROLES, Role.BATCH)
+        self.places = {port.fqn: slots[port.name].device for port in ports}
         later = trains and not self.inside
         tangents = _later(self.program, self.count) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
@@ -215,17 +218,17 @@ class Call:
         return self.gradients(result), result.overflow
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:
-        """The leaves' gradients; None for a leaf that is none of the step's."""
+        """The leaves' gradients, where these are; None for a leaf that is none of the step's."""
         dims = {port.fqn: port.batch_dim or 0 for port in self.program.ports(Role.BATCH)}
-        devices = {port.fqn: port.device for port in self.program.inputs}
         found: list[torch.Tensor | None] = []
         for name in self.leaves:
+            gradient: torch.Tensor | None
             if name in dims:
                 parts = _values(result.batch_gradients, name)
-                found.append(torch.cat(parts, dims[name]) if len(parts) > 1 else parts[0])
+                gradient = torch.cat(parts, dims[name]) if len(parts) > 1 else parts[0]
             else:
                 gradient = result.gradients.get(name)
-                found.append(gradient if gradient is None else gradient.to(devices[name]))
+            found.append(gradient if gradient is None else gradient.to(self.places[name]))
         return found
 
 

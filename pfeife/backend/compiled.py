@@ -1,8 +1,10 @@
 """A graph at one shape, ready to run."""
 
 import functools
+from collections.abc import Mapping
 
 import attrs
+import torch
 
 from pfeife.backend.loss_scale import LossScale, loss_scale_of
 from pfeife.data.plan import Plan
@@ -18,7 +20,8 @@ from pfeife.runtime.protocols import Pipeline
 @attrs.frozen(eq=False, slots=False)
 class Compiled:
     """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
-    programs on the way, `said` what has been logged."""
+    programs on the way, `devices` where its state shall live in one process, by its ports, and
+    `said` what has been logged."""
 
     captured: Captured
     clusters: Program
@@ -29,6 +32,7 @@ class Compiled:
     digest: str  # of the program, the same on every rank
     borrowed: Borrowed | None = None
     history: tuple[Recorded, ...] = attrs.field(default=(), repr=False)
+    devices: Mapping[str, torch.device] = attrs.field(factory=dict, repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
 
     @property

@@ -207,7 +207,8 @@ class Options:
     deferred_batch_norm: whether batch norms track the running statistics of the whole batch, once
         a step, rather than those of every microbatch in turn. Each microbatch is normalised by its
         own in any case.
-    devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"].
+    devices: without torchrun, the device of every rank, such as ["cuda:0", "cuda:1"]; state that
+        pfeife.compile finds lives with the stage that uses it.
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.

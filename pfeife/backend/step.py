@@ -18,6 +18,7 @@ from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
+from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
 from pfeife.backend.values import with_values
 from pfeife.frontend.again import check_again, check_settled
@@ -89,7 +90,8 @@ class Step:
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
         self.dynamo = _torch.whole_graph(step, self.graph)
-        self.presented = Presented(options.param_dtype)
+        homes = residence().home if options.devices else None
+        self.presented = Presented(options.param_dtype, homes, options.devices or ())
         self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
@@ -125,7 +127,7 @@ class Step:
             if world and options.batch == "rank0":
                 args, kwargs, self.sent = self.of_rank_zero(world, args, kwargs)
             call = self.call = self.cutter(args, kwargs, options.apart)
-            self.presented.look(self.step, call.others)
+            self.presented.look(self.step, call.others, _device_of(call))
             if self.has_values:
                 return self._checked(call, self._result(call)), None
             at_once = self.runs and world is None
@@ -260,7 +262,7 @@ class Step:
         frame = getattr(function_of(self.step), "__code__", type(self.step))
         losses = Losses(found.forward, self.backend.losses, frame)
         graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace")
-        return found, Steps(self.backend, graph, self.name)
+        return found, Steps(self.backend, graph, self.name, self._settle)
 
     def _run(self, steps: Steps, values: Sequence[Any]) -> list[torch.Tensor]:
         """A call of what was built, with the whole batch."""
@@ -270,13 +272,17 @@ class Step:
         world = world_so_far()
         apart = self.backend.options_for(world).apart
         options = self.backend.options_for(world, self.call.microbatches * apart)
-        if self.waits:  # there are no values to check with
+        if self.waits or self.presented.is_apart:  # there are no values to check with
             options = attrs.evolve(options, check=False)
         return self.run(steps, values, options)
 
     def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
         """The results of a call of what was built, or is built for it."""
         return steps(values, options, self.sent)
+
+    def _settle(self, state: Sequence[tuple[str, torch.Tensor, torch.device]]) -> None:
+        """Brings parameters and buffers to the devices of their stages."""
+        self.presented.add(residence().settle(state, self.presented.device))
 
     def _everything(self) -> None:
         """Before a rank reads the batch by itself: what rank 0 has been given comes to all."""
@@ -297,7 +303,7 @@ class Step:
         self.hooks |= hooks_of(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
-        steps = Steps(self.backend, graph, self.name)
+        steps = Steps(self.backend, graph, self.name, self._settle)
         unsure = bool(changed)
 
         def run(*args: Any) -> list[torch.Tensor]:
@@ -354,6 +360,12 @@ class Step:
                 return parameter.device
         tensors = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _device_of(call: Arguments) -> torch.device:
+    """Where the batch is."""
+    tensors = (leaf.first for leaf in call.leaves if isinstance(leaf.first, torch.Tensor))
+    return next((one.device for one in tensors), torch.device("cpu"))
 
 
 class _NotReached(ValueError):

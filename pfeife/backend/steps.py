@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,6 +18,7 @@ from pfeife.backend.compiled import Compiled
 from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
+from pfeife.backend.residence import may_move
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pfeife.backend.entry import Backend
 
 log = logging.getLogger("pfeife")
+Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
 _ARGUMENTS = "the arguments of this call"
 MOST_BUILDS = 64  # that one graph keeps
 
@@ -40,10 +42,10 @@ MOST_BUILDS = 64  # that one graph keeps
 class Steps:
     """What a backend has built of one of Dynamo's graphs: the `MOST_BUILDS` that were used last, by
     shapes, numbers and count of microbatches. All ranks keep the same ones, as they make the same
-    calls."""
+    calls. `settle` brings state, with its names, to devices before a program runs."""
 
-    def __init__(self, backend: "Backend", graph: Graph, name: str):
-        self.backend, self.graph, self.name = backend, graph, name
+    def __init__(self, backend: "Backend", graph: Graph, name: str, settle: Settle | None = None):
+        self.backend, self.graph, self.name, self.settle = backend, graph, name, settle
         self.artifacts = Artifacts(_torch.compilation())
         self.known: dict[tuple, Compiled] = {}  # what was used last is the last
         self.warned = False
@@ -95,6 +97,7 @@ class Steps:
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
+            self._settle(compiled, args)
             return run_step(compiled, options, args, self.backend.meter, seed, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
@@ -106,9 +109,23 @@ class Steps:
         seed = _seed(compiled)
         if world and _draws(compiled):
             seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
+        self._settle(compiled, args)
         results = run_step(compiled, options, args, self.backend.meter, seed, show, sent)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
+
+    def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
+        """Has the caller's own state, by its names, brought where the program wants it."""
+        if not (self.settle and compiled.devices):
+            return
+        triples = zip(self.graph.inputs.arguments, compiled.captured.arguments, args, strict=True)
+        self.settle(
+            [
+                (argument.names[0], value, compiled.devices[name])
+                for argument, name, value in triples
+                if name and name in compiled.devices and not argument.given and may_move(value)
+            ]
+        )
 
     def build(self, args: Sequence[Any], options: Options, show: Shown) -> Compiled:
         """What a call in one process would run; nothing is run or kept. Raises ValueError for what

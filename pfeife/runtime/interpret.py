@@ -31,7 +31,7 @@ import torch
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State, as_computed
-from pfeife.ir.program import STATE_ROLES, Program
+from pfeife.ir.program import STATE_ROLES, Port, Program
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Envelope
@@ -90,6 +90,12 @@ class RankRunner:
         return found
 
     @cached_property
+    def state(self) -> tuple[Port, ...]:
+        """The ports of the state that the rank reads."""
+        ports = self.program.ports(*STATE_ROLES)
+        return tuple(port for port in ports if port.name in self.handlers.reads)
+
+    @cached_property
     def backward_start(self) -> int:
         """The index of the first action of the backward."""
         backward = (i for i, a in enumerate(self.actions) if a.do in _BACKWARD_PHASE)
@@ -107,8 +113,7 @@ class RankRunner:
         transport: Transport,
     ) -> Step:
         """A step on this rank: `state` by canonical names, `part` of its pipeline."""
-        ports = [p for p in self.program.ports(*STATE_ROLES) if p.name in self.handlers.reads]
-        held = {port.name: as_computed(port, state[port.fqn]) for port in ports}
+        held = {port.name: as_computed(port, state[port.fqn]) for port in self.state}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
         return Step(

@@ -1,7 +1,6 @@
 """A tensor that ranks train, and what a program says of that."""
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 import attrs
 import torch
@@ -10,6 +9,7 @@ from pfeife.data.machine import Mesh
 from pfeife.ir.program import Port, Program, Role
 from pfeife.ir.travel import holders
 from pfeife.runtime.failure import Refusal
+from pfeife.runtime.memory_spans import overlapping
 
 
 @attrs.frozen
@@ -68,16 +68,10 @@ def ranks_of(program: Program) -> dict[str, frozenset[int]]:
 
 def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
     """Raises Refusal for tensors in one memory that are trained on different ranks."""
-    spans = []
-    for tensor, owned in pairs:
-        if tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
-            start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), owned))
-    spans.sort(key=lambda span: span[:2])
-    for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end and (one.ranks, one.replica) != (other.ranks, other.replica):
+    owned_by = {id(tensor): (tensor, owned) for tensor, owned in pairs}
+    for tensors in overlapping(tensor for tensor, _ in owned_by.values()):
+        one, other = (owned_by[id(tensor)][1] for tensor in tensors)
+        if (one.ranks, one.replica) != (other.ranks, other.replica):
             first, second = sorted((one, other), key=lambda one: one.number)
             raise Refusal(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "

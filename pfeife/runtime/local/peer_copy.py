@@ -23,8 +23,8 @@ class PeerCopies:
         )
 
     def _one(self, value: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-        if value.device.type != "cuda":
-            return value.to(self.device, non_blocking=True)
+        if {value.device.type, self.device.type} != {"cuda"}:
+            return value.to(self.device)  # when it is there, for whoever reads it next
         away, here = self._side(value.device)
         if ready is not None:
             away.wait_event(ready)

@@ -190,8 +190,13 @@ class LocalStep(PipelineStep):
         device = pipeline.devices[runner.rank]
         offset = replica * len(pipeline.runners)
         transport = LocalTransport(self.world, runner.rank, offset, device)
-        inputs = [moved(values, device) for values in part.inputs]
-        return runner.start(moved(state, device), attrs.evolve(part, inputs=inputs), transport)
+        reads = runner.handlers.reads
+        inputs = [
+            values | moved({n: v for n, v in values.items() if n in reads}, device)
+            for values in map(dict, part.inputs)
+        ]
+        mine = {port.fqn: state[port.fqn] for port in runner.state}
+        return runner.start(moved(mine, device), attrs.evolve(part, inputs=inputs), transport)
 
     def run(
         self, *, forward: bool = True, backward: bool = True, watch: Watch | None = None

@@ -1,0 +1,108 @@
+"""Where the state of a process that has several devices lives: with the stage that uses it."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife.ir.program import Program, Role
+from pfeife.ir.travel import holders
+from pfeife.runtime.memory_spans import overlapping
+
+
+class Residence:
+    """Which parameters and buffers steps have moved, by the tensors themselves.
+
+                 captured on   lives on
+        0.weight   cuda:0       cuda:0
+        1.weight   cuda:0       cuda:1    so do its gradient and what optimizers keep for it
+        tied       cuda:0       cuda:0    with the first stage that uses it; cuda:1 gets copies
+
+    They stay the same objects. The step that is the first to use one decides; what a script moves
+    away (`model.cpu()`) comes back at the next call. What other tensors also look at stays.
+    """
+
+    def __init__(self) -> None:
+        self.known = WeakIdKeyDictionary()  # device, and the one on which steps are captured
+        self.follows = False
+
+    def home(self, tensor: torch.Tensor) -> torch.device | None:
+        """Where steps that use a tensor are captured, None for one that was not moved."""
+        return self.known[tensor][1] if tensor in self.known else None
+
+    def settle(
+        self, state: Sequence[tuple[str, torch.Tensor, torch.device]], home: torch.device
+    ) -> list[torch.Tensor]:
+        """Brings tensors with their names to their devices; returns those that are moved from
+        where their steps are captured. Raises ValueError, and moves none, for different tensors in
+        one memory."""
+        places = [(o, *self.known.get(o, (device, home))) for _, o, device in state]
+        moving = [(one, device) for one, device, _ in places if one.device != device]
+        if moving:
+            names = {id(one): name for name, one, _ in state}
+            _check_memory([one for one, _, _ in places], {id(one) for one, _ in moving}, names)
+        for one, device, captured in places:
+            self.known[one] = device, captured
+        for one, device in moving:
+            _move(one, device)
+        if moving and not self.follows:
+            self.follows = True
+            register_optimizer_step_pre_hook(self._follow)
+        return [one for one, device, captured in places if device != captured]
+
+    def _follow(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """What an optimizer keeps, perhaps since before the first call, is where its parameters
+        are."""
+        for group in optimizer.param_groups:
+            counts = group.get("capturable") or group.get("fused")  # steps there, too
+            for parameter in group["params"]:
+                if parameter in self.known:
+                    kept = optimizer.state.get(parameter, {})
+                    for name, value in kept.items():
+                        if isinstance(value, torch.Tensor) and (name != "step" or counts):
+                            kept[name] = value.to(parameter.device)
+
+
+@functools.cache
+def residence() -> Residence:
+    """That of this process: steps over one model share it."""
+    return Residence()
+
+
+def devices_of(
+    program: Program, devices: Sequence[torch.device], carried: Iterable[str]
+) -> dict[str, torch.device]:
+    """By the ports of parameters and buffers the device of the first rank that uses each, but for
+    those that are `carried`, which a call replaces."""
+    used = holders(program, Role.PARAMETER, Role.BUFFER)
+    ranks = {name: min(call.rank or 0 for call in calls) for name, calls in used.items() if calls}
+    ports = program.ports(Role.PARAMETER, Role.BUFFER)
+    left = set(carried)
+    return {p.name: devices[ranks[p.fqn]] for p in ports if p.fqn in ranks and p.name not in left}
+
+
+def may_move(tensor: Any) -> bool:
+    """Whether a tensor can be put somewhere else without another one noticing."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_leaf and not tensor.is_inference()
+
+
+def _move(one: torch.Tensor, device: torch.device) -> None:
+    gradient, one.grad = one.grad, None
+    one.data = one.data.to(device)
+    if gradient is not None:
+        one.grad = gradient.to(device)
+
+
+def _check_memory(
+    tensors: Sequence[torch.Tensor], moving: set[int], names: Mapping[int, str]
+) -> None:
+    for one, other in overlapping(tensors):
+        if {id(one), id(other)} & moving:
+            raise ValueError(
+                f"option devices: {names[id(one)]} and {names[id(other)]} share memory, but are "
+                "two tensors, and would not share it on the devices of their stages: tie them by "
+                "being one parameter (b.weight = a.weight)"
+            )

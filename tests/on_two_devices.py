@@ -1,0 +1,168 @@
+"""Run by itself, `python tests/on_two_devices.py`: two stages of one process on two devices.
+
+The second one is that of `second_device`; no GPU is needed, and nothing of CUDA is run.
+"""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+from second_device import on_second_device
+from torch import nn
+
+import pfeife
+
+HERE, THERE = "cpu", "second:0"
+OPTIONS = {"microbatches": 2, "stages": 2, "devices": [HERE, THERE]}
+
+
+class Tied(nn.Module):
+    """A weight that the first and the last stage use, a scalar, statistics, and a mask of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 16), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.early, self.late = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.norm, self.scale = nn.BatchNorm1d(16), nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("mask", torch.arange(16) % 3)
+
+    def forward(self, tokens):
+        hidden = torch.tanh(self.early(self.embedding(tokens).mean(1)) * self.mask)
+        hidden = pfeife.stage_boundary(hidden)
+        return self.head(self.norm(self.late(hidden)) * self.scale * self.mask)
+
+
+def loss_of(model, tokens, targets):
+    return F.cross_entropy(model(tokens), targets)
+
+
+def batch(rows=8):
+    return torch.randint(20, (rows, 5)), torch.randint(20, (rows,))
+
+
+def whole(model):
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def check_alike(model, other, tolerance=0.0):
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(whole(model)[name], value, rtol=tolerance, atol=tolerance)
+
+
+def check_places(model, optimizer=None):
+    places = {name: str(value.device) for name, value in model.state_dict().items()}
+    theirs = {n for n in places if n.split(".")[0] in ("late", "norm", "scale")}
+    assert {name for name, place in places.items() if place == THERE} == theirs, places
+    for one in model.parameters():
+        assert one.grad is None or one.grad.device == one.device
+        kept = optimizer.state[one] if optimizer else {}
+        assert {value.device for value in kept.values() if value.dim()} <= {one.device}
+
+
+def eager(model, optimizer, *rows):
+    for part in zip(*(one.chunk(2) for one in rows), strict=True):
+        (loss_of(model, *part) / 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(step, model, optimizer, *rows):
+    step(*rows).backward()
+    check_places(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    check_places(model, optimizer)
+    optimizer.zero_grad()
+
+
+def training_goes_on():
+    """An optimizer with state from before the first call, other shapes, `cpu()` in between, another
+    step that evaluates, a checkpoint: the numbers of one device."""
+    model = Tied()
+    other = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+    step = pfeife.compile(lambda *rows: loss_of(model, *rows), **OPTIONS)
+    seen = pfeife.compile(lambda tokens: model(tokens), **OPTIONS)
+    for one, optimizer in ((model, ours), (other, theirs)):
+        eager(one, optimizer, *map(torch.ones_like, batch()))
+    objects = [*map(id, model.parameters())]
+    for rows in (batch(), batch(4), batch()):
+        trained(step, model, ours, *rows)
+        eager(other, theirs, *rows)
+        check_alike(model, other, 1e-5)  # the tied weight's gradient is summed in another order
+    for one in (model, other):
+        one.eval()
+    with torch.no_grad():
+        found = seen(rows[0])
+        torch.testing.assert_close(found, other(rows[0]), rtol=1e-4, atol=1e-4)
+    assert found.device.type == HERE
+    check_places(model, ours)
+    model.cpu()
+    torch.testing.assert_close(model(rows[0]), other(rows[0]), rtol=1e-4, atol=1e-4)
+    for one in (model, other):
+        one.train()
+    trained(step, model, ours, *rows)
+    eager(other, theirs, *rows)
+    check_alike(model, other, 1e-4)
+    assert objects == [*map(id, model.parameters())]
+    fresh = Tied()
+    model.load_state_dict(fresh.state_dict(), assign=True)
+    model.head.weight = model.embedding.weight
+    torch.testing.assert_close(step(*rows), mean_loss(fresh, rows), rtol=1e-5, atol=1e-5)
+    check_places(model)
+
+
+def mean_loss(model, rows):
+    parts = zip(*(one.chunk(2) for one in rows), strict=True)
+    return sum(loss_of(copy.deepcopy(model), *part) for part in parts) / 2
+
+
+def every_door():
+    rows = batch()
+    for more in ({"capture": "trace"}, {"schedule": "zb-h1"}, {"loss": "outside"}):
+        model = Tied()
+        before = copy.deepcopy(model)
+        call = model if "loss" in more else functools.partial(loss_of, model)
+        step = pfeife.compile(call, **OPTIONS, **more)
+        for _ in range(2):  # the second one sees what the first one has moved
+            before.load_state_dict(whole(model))
+            found = F.cross_entropy(step(rows[0]), rows[1]) if "loss" in more else step(*rows)
+            found.backward()
+            wanted = mean_loss(before, rows)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+            check_places(model)
+    with pfeife.deferred_init():
+        model = Tied()
+    pfeife.compile(lambda *rows: loss_of(model, *rows), **OPTIONS)(*rows).backward()
+    check_places(model)
+
+
+def refused():
+    def message(run):
+        try:
+            run()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        raise AssertionError("nothing was refused")
+
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    shared[2].weight.data = shared[0].weight.data
+    step = pfeife.compile(lambda x: shared(x).mean(), **OPTIONS)
+    assert "share memory, but are two tensors" in message(lambda: step(torch.ones(4, 4)))
+    assert {one.device.type for one in shared.parameters()} == {HERE}
+    step = pfeife.compile(lambda x: shared(x).mean(), **OPTIONS, compiler="inductor")
+    assert "compiler='aot_eager'" in message(lambda: step(torch.ones(4, 4)))
+    model = Tied()
+    pfeife.compile(lambda *rows: loss_of(model, *rows), **OPTIONS)(*batch())
+    assert "on one device" in message(lambda: model(batch()[0]))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    on_second_device()
+    for check in (training_goes_on, every_door, refused):
+        check()
