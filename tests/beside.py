@@ -88,6 +88,13 @@ class Run:
         for name, gradient in own_gradients(model).items():
             self._add(f"gradient {name}", gradient)
 
+    def turn(self, loss: torch.Tensor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """What most loops do with a loss."""
+        loss.backward()
+        self.see(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
     def whole(self, model: nn.Module) -> None:
         replicas = self.cell.replicas > 1  # each has statistics of its own
         for name, value in (model.state_dict() if replicas else self.full(model)).items():
@@ -98,7 +105,7 @@ class Run:
         self.whole(model)
         for at, optimizer in enumerate(optimizers):
             state = optimizer.state_dict()
-            for index in sorted(state["state"]):
+            for index in sorted(state["state"], key=str):
                 for name, value in state["state"][index].items():
                     self._add(f"optimizer {at}: {name} of {index}", torch.as_tensor(value))
 

@@ -7,6 +7,7 @@ device, given what compiles a step, the batches, and somebody to look at its num
 import copy
 import io
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -87,6 +88,13 @@ def loss_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
     return lambda x, t: F.mse_loss(model(x), t)
 
 
+def layers(run: Any, *widths: int) -> nn.Module:
+    """Another model than the script's own."""
+    torch.manual_seed(len(widths))
+    found = [one for pair in pairwise(widths) for one in (nn.Linear(*pair), nn.Tanh())]
+    return run.known(nn.Sequential(*found[:-1]).to(run.dtype))
+
+
 def sgd(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), **({"lr": 0.05, "momentum": 0.9} | more))
 
@@ -136,10 +144,7 @@ def loss_outside(run):
     forward, optimizer = run.compile(lambda x: model(x)), sgd(model)
     for x, t in run.batches():
         loss = F.mse_loss(forward(x), t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(loss, model, optimizer)
     run.end(model, optimizer)
 
 
@@ -313,11 +318,7 @@ def an_optimizer_made_anew(run):
     for at, (x, t) in enumerate(run.batches()):
         if at == 10:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -359,6 +360,81 @@ class Signs(torch.optim.Optimizer):
 def an_optimizer_of_ones_own(run):
     model = run.model()
     train(run, model, Signs(model.parameters()))
+
+
+class Normed(torch.optim.Optimizer):
+    """One that divides by the norm of all gradients, as Lamb does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            own = [p for p in group["params"] if p.grad is not None]
+            total = sum(p.grad.pow(2).sum() for p in own) ** 0.5
+            for p in own:
+                p.sub_(p.grad / (total + 1e-6), alpha=group["lr"])
+
+
+@script("Normed.step() computes something of several parameters")
+def an_optimizer_with_a_norm_of_all(run):
+    model = run.model()
+    train(run, model, Normed(model.parameters()))
+
+
+class Noisy(torch.optim.Optimizer):
+    """One that adds noise, as in Langevin dynamics."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+
+
+@script("Noisy.step() draws random numbers")
+def an_optimizer_that_draws(run):
+    model = run.model()
+    train(run, model, Noisy(model.parameters()))
+
+
+class Filled(torch.optim.Optimizer):
+    """One that takes zeros where there is no gradient, and keeps a count of its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        super().__init__(parameters, {"lr": 0.01})
+        self.state["all"] = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["all"]["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                state = self.state[p]
+                state["moved"] = state.get("moved", 0.0) * 0.9 + gradient
+                p.sub_(state["moved"], alpha=group["lr"])
+
+
+@script()
+def an_optimizer_with_state_for_all(run):
+    model = run.model()
+    optimizer = Filled(model.parameters())
+    train(run, model, optimizer)
+
+
+@script("with other settings than on rank")
+def a_schedule_on_rank_zero(run):
+    """As is right for what is logged, but not for this."""
+    model = run.model()
+    optimizer = sgd(model)
+    schedule = lr_scheduler.StepLR(optimizer, 3)
+    train(run, model, optimizer, after=lambda at, loss: run.rank or schedule.step())
 
 
 @script("torch.optim.LBFGS needs all gradients in one process", limit=1e-3)
@@ -410,6 +486,21 @@ def updates_by_hand(run):
                 moved[name] = moved.get(name, 0.0) * 0.9 + p.grad
                 p -= 0.05 * moved[name]
                 p.grad.zero_()
+    run.end(model)
+
+
+@script()
+def parameters_assigned(run):
+    """Through `data`, by which torch asks nobody."""
+    model = run.model()
+    step = run.compile(loss_of(model))
+    for x, t in run.batches():
+        loss = step(x, t)
+        loss.backward()
+        run.see(loss, model)
+        for p in model.parameters():
+            p.data = p.data - 0.05 * p.grad
+            p.grad = None
     run.end(model)
 
 
@@ -521,10 +612,7 @@ def backward_twice(run):
     for x, t in run.batches():
         loss = step(x, t)
         loss.backward(retain_graph=True)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(loss, model, optimizer)
     run.end(model, optimizer)
 
 
@@ -533,11 +621,7 @@ def losses_added(run):
     model = run.model()
     step, optimizer = run.compile(loss_of(model)), sgd(model)
     for x, t in run.batches():
-        loss = step(x, t) + 0.5 * step(t, x)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t) + 0.5 * step(t, x), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -581,11 +665,8 @@ def a_penalty_outside_of_the_step(run):
     model = run.model()
     step, optimizer = run.compile(loss_of(model)), sgd(model)
     for x, t in run.batches():
-        loss = step(x, t) + 0.01 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        run.turn(step(x, t) + 0.01 * penalty, model, optimizer)
     run.end(model, optimizer)
 
 
@@ -632,6 +713,33 @@ def a_layer_made_anew(run):
 
 
 @script()
+def a_head_in_the_place_of_another(run):
+    model = run.model()
+    step, optimizer = run.compile(loss_of(model)), sgd(model)
+    for at, (x, t) in enumerate(run.batches()):
+        if at == 7:
+            torch.manual_seed(7)
+            model.last = nn.Linear(WIDTH, 3).to(run.dtype)
+            optimizer = sgd(model)
+        run.turn(step(x, t[:, :3] if at > 6 else t), model, optimizer)
+    run.end(model, optimizer)
+
+
+@script()
+def folds(run):
+    """All weights made anew for each."""
+    model = run.model()
+    step = run.compile(loss_of(model))
+    for fold in range(3):
+        torch.manual_seed(fold)
+        model.apply(lambda one: one.reset_parameters() if hasattr(one, "reset_parameters") else 0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for x, t in run.batches(6):
+            run.turn(step(x, t), model, optimizer)
+    run.end(model, optimizer)
+
+
+@script()
 def seeds_in_the_loop(run):
     model = run.model()
     train(run, model, sgd(model), after=lambda at, loss: torch.manual_seed(at))
@@ -650,11 +758,7 @@ def frozen_and_thawed(run):
             model.last.requires_grad_(False)
         if at == 12:
             model.requires_grad_(True)
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -669,11 +773,7 @@ def a_head_on_a_frozen_model(run):
             run.whole(model)
             model.requires_grad_(True)
             optimizer = sgd(model, lr=0.01)
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -690,11 +790,7 @@ def evaluation_between(run):
             with modes[at // 5 % 2]():
                 run.note(step(x, t), validate(t, x))
             model.train()
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     model.eval()
     with torch.inference_mode():
         run.note(validate(x, t))
@@ -707,11 +803,7 @@ def trained_in_evaluation_mode(run):
     step, optimizer = run.compile(loss_of(model)), sgd(model)
     for at, (x, t) in enumerate(run.batches()):
         model.train(at % 3 != 0)
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -723,10 +815,7 @@ def several_steps_of_a_model(run):
     part = run.compile(lambda x: model.blocks[0](model.first(x)).square().mean())
     for at, (x, t) in enumerate(run.batches()):
         loss = part(x) if at % 2 else whole(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(loss, model, optimizer)
     run.end(model, optimizer)
 
 
@@ -741,10 +830,7 @@ def stopped_early(run):
             best, kept = loss.item(), copy.deepcopy(model.state_dict())
         if at > 15:
             break
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(loss, model, optimizer)
     model.load_state_dict(kept)
     run.end(model, optimizer)
 
@@ -779,11 +865,7 @@ def saved_and_loaded_by_all(run):
         if at == 12:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -883,11 +965,7 @@ def a_moving_average(run):
     )
     validate = run.compile(loss_of(average))
     for at, (x, t) in enumerate(run.batches()):
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
         average.update_parameters(model)
         if at % 7 == 0:
             with torch.no_grad():
@@ -922,11 +1000,7 @@ def an_average_put_in_its_place(run):
     step, optimizer = run.compile(loss_of(model)), sgd(model)
     average = [p.detach().clone() for p in model.parameters()]
     for at, (x, t) in enumerate(run.batches()):
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
         with torch.no_grad():
             for mine, p in zip(average, model.parameters(), strict=True):
                 mine.lerp_(p, 0.1)
@@ -947,11 +1021,7 @@ def stochastic_weight_averaging(run):
     average = run.known(swa_utils.AveragedModel(model))
     schedule = swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=3)
     for at, (x, t) in enumerate(run.batches()):
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
         if at > 10:
             average.update_parameters(model)
             schedule.step()
@@ -973,11 +1043,7 @@ def another_dtype(run):
             optimizer = sgd(model)
         if at >= 10:
             x, t = x.double(), t.double()
-        loss = step(x, t)
-        loss.backward()
-        run.see(loss, model)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.turn(step(x, t), model, optimizer)
     run.end(model, optimizer)
 
 
@@ -1008,3 +1074,86 @@ def low_rank_adapters(run):
     parts = [p for p in model.parameters() if p.requires_grad]
     train(run, model, torch.optim.AdamW(parts, lr=0.01))
     run.note(*get_peft_model_state_dict(model).values())
+
+
+@script(tied=True)
+def two_players(run):
+    """A generator and a critic, whose weights are clamped and which is frozen in turn."""
+    maker, critic = layers(run, WIDTH, 8, 8, WIDTH), layers(run, WIDTH, 8, 1)
+    fast, slow = torch.optim.RMSprop(critic.parameters()), torch.optim.Adam(maker.parameters())
+    judge = run.compile(lambda x, z: critic(maker(z).detach()).mean() - critic(x).mean())
+    make = run.compile(lambda z: -critic(maker(z)).mean())
+    for at, (x, z) in enumerate(run.batches()):
+        critic.requires_grad_(True)
+        run.turn(judge(x, z), critic, fast)
+        for p in critic.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        if at % 3 == 2:
+            critic.requires_grad_(False)
+            run.turn(make(z), maker, slow)
+    run.end(critic, fast)
+    run.end(maker, slow)
+
+
+@script()
+def actor_and_critic(run):
+    """Several steps for what one forward has said."""
+    actor, critic = layers(run, WIDTH, 8, 8, 3), layers(run, WIDTH, 8, 1)
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
+
+    def both(x, chosen, before, gain, wanted):
+        odds = torch.log_softmax(actor(x), -1).gather(1, chosen).squeeze(1)
+        ratio = (odds - before).exp()
+        better = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+        return F.mse_loss(critic(x).squeeze(1), wanted) - better
+
+    act, value, step = run.compile(lambda x: actor(x)), run.compile(lambda x: critic(x)), None
+    for x, t in run.batches(6):
+        with torch.no_grad():
+            odds, found = torch.log_softmax(act(x), -1), value(x).squeeze(1)
+        before, chosen = odds.max(-1, keepdim=True)
+        step = step or run.compile(both)
+        for _ in range(3):
+            gain = t[:, 0] - found
+            loss = step(x, chosen, before.squeeze(1), gain / gain.std(), t[:, 0])
+            loss.backward()
+            run.see(loss, actor)
+            run.note(utils.clip_grad_norm_(parameters, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+    run.end(actor, optimizer)
+
+
+@script()
+def a_target_that_follows(run):
+    """As in reinforcement learning: a moving average by `data`, in a step of its own."""
+    model, target = layers(run, WIDTH, 8, 8, WIDTH), layers(run, WIDTH, 8, 8, WIDTH)
+    target.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step, value = run.compile(loss_of(model)), run.compile(lambda x: target(x))
+    for x, t in run.batches():
+        with torch.no_grad():
+            wanted = t + 0.9 * value(t)
+        run.turn(step(x, wanted), model, optimizer)
+        for mine, p in zip(target.parameters(), model.parameters(), strict=True):
+            mine.data.copy_(0.1 * p.data + 0.9 * mine.data)
+    run.end(model, optimizer)
+    run.whole(target)
+
+
+@script("has become NaN on rank")
+def keys_that_follow(run):
+    """The same within a step that trains (momentum contrast)."""
+    model, keys = layers(run, WIDTH, 8, WIDTH), layers(run, WIDTH, 8, WIDTH).requires_grad_(False)
+
+    def contrast(x, t):
+        odds = F.normalize(model(x), dim=1) @ F.normalize(keys(t), dim=1).T
+        return F.cross_entropy(odds, torch.arange(len(x)))
+
+    step, optimizer = run.compile(contrast), sgd(model)
+    for x, t in run.batches():
+        for mine, p in zip(keys.parameters(), model.parameters(), strict=True):
+            mine.data = mine.data * 0.9 + p.data * 0.1
+        run.turn(step(x, t), model, optimizer)
+    run.end(model, optimizer)

@@ -9,7 +9,6 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import eager_accumulation
 
 OTHER_BATCH = "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x"
@@ -368,17 +367,14 @@ def a_batch_that_one_rank_cannot_tell_from_another_size():
     assert torch.equal(step(rows()), expected(net(), rows()))
 
 
-@row(ranks=(2,))
+@row("an optimizer has stepped on ranks [1] with other settings than on rank 0", ranks=(2,))
 def another_learning_rate_on_a_rank():
-    """It is warned of once: a rank may have an optimizer of its own."""
+    """A rank may have an optimizer of its own, but not set one otherwise that all step."""
     model = net()
     step, optimizer = compiled(model), torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 / (1 + at * RANK))
-    with said() as found:
-        for seed in range(4):
-            step(rows(seed)).backward()
-            if not seed:  # other rows have been warned
-                join_world(torch.device("cpu")).ownership.gradients.warned.clear()
-            optimizer.step()
-            schedule.step()
-    assert len(found) == 1 and "others, or otherwise set" in found[0], found
+    for seed in range(2):
+        step(rows(seed)).backward()
+        optimizer.step()
+        schedule.step()
+    step(rows())

@@ -3,7 +3,8 @@
 `pipeline` runs a rank's schedule over `transport`; read these first, then `world` (what the
 processes share; `agreement` is a part of it), `process_group` and `rendezvous` (how they find one
 another). `ownership`, `owned`, `foreign` and `nan_memory` keep state where it is trained,
-`gradients`, `elsewhere` and `stepping` do so with gradients; `telling` is what ranks tell one
+`gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries whether an optimizer
+takes parameters one by one; `telling` is what ranks tell one
 another of all this before a step, `copies` are of what one replica trains for all, `derived` is
 what scripts compute of state. `saving` and `optimizers` give state whole to whoever saves it:
 `asking` knows who has what, `serving` asks and answers (`script`, `questions`, `posting`, `givens`

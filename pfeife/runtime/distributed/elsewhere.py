@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.nan_memory import nan_of
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
@@ -84,18 +85,12 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        like: torch.Tensor,
-        owned: Any,
-        norms: Norms,
-        computed: bool = False,
-        dtype: torch.dtype | None = None,
+        cls, behind: torch.Tensor, owned: Any, norms: Norms, computed: bool = False
     ) -> "Elsewhere":
-        """One with the shape of another tensor, and its dtype unless that is given; `owned` is the
-        same on every rank."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
-        )
+        """One with the shape and dtype of another tensor, which is NaN: torch assigns a tensor to
+        the `data` of a parameter without asking its class, and then looks at its memory. `owned` is
+        the same on every rank."""
+        made: Any = torch.Tensor._make_subclass(cls, behind)
         made.owned, made.norms, made.computed, made.overflow = owned, norms, computed, False
         return made
 
@@ -129,8 +124,10 @@ def arrived(parameters: Iterable[torch.Tensor], norms: Norms, overflow: bool) ->
     norms.forget()
     for parameter in parameters:
         if parameter.grad is None:
-            dtype = getattr(parameter, "grad_dtype", None)  # of newer torch
-            parameter.grad = Elsewhere(parameter, norms.known[parameter], norms, dtype=dtype)
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # of newer torch
+            same = dtype == parameter.dtype  # then the parameter has NaN
+            behind = parameter.detach() if same else _nothing(parameter, dtype, parameter.device)
+            parameter.grad = Elsewhere(behind, norms.known[parameter], norms)
         if isinstance(parameter.grad, Elsewhere):
             parameter.grad.overflow |= overflow
 
@@ -200,8 +197,18 @@ def _along(func: Any, args: tuple, kwargs: dict[str, Any]) -> Elsewhere:
     if not isinstance(found, torch.Tensor):
         raise _refused(func, args, kwargs)
     one = _of(args, kwargs)
-    like = torch.empty_strided((), (), dtype=found.dtype, device=one.device)
-    return Elsewhere(like.expand(found.shape), one.owned, one.norms, computed=True)
+    behind = _nothing(found, found.dtype, one.device)
+    return Elsewhere(behind, one.owned, one.norms, computed=True)
+
+
+def _nothing(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN in the shape of another tensor, without memory; zeros where there is no NaN."""
+    if device.type == "cpu":
+        found = nan_of(like.shape, like.stride(), dtype)
+        if found is not None:
+            return found
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(like.shape)
 
 
 def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -152,6 +152,16 @@ def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.data.as_strided((1,), (1,)) if known else None
 
 
+def begins_with_nan(tensors: Iterable[Any]) -> bool:
+    """Whether the first value of any of some tensors is NaN."""
+    kinds: dict[tuple, list[torch.Tensor]] = {}
+    for one in tensors:
+        probe = _probe(one.detach()) if one.is_floating_point() else None
+        if probe is not None:
+            kinds.setdefault((probe.dtype, probe.device), []).append(probe)
+    return any(bool(torch.cat(same).isnan().any()) for same in kinds.values())
+
+
 def _are_nothing(probes: Sequence[torch.Tensor | None]) -> bool:
     kinds: dict[tuple, list[torch.Tensor]] = {}
     for probe in probes:
@@ -245,23 +255,30 @@ class Borrowed:
     at: tuple[int, ...]
     read: tuple[bool, ...]
     versions: list[int]
+    nan: tuple[bool, ...]  # which have begun with NaN
 
     def news(
         self, args: Sequence[Any], trained: Container[torch.Tensor], absent: bool
     ) -> list[str]:
         """What has been written to since the ranks have last agreed, and, if anything is `absent`
         here, what of it has become NaN: a line each. What is `trained` by now is left out."""
-        if self._versions(args) == self.versions:
+        if self._versions(args) == self.versions and not (absent and self._unseen(args)):
             return []
         self.forget(args, trained)
-        versions = self._versions(args)
-        if versions == self.versions:
+        versions, unseen = self._versions(args), absent and self._unseen(args)
+        if versions == self.versions and not unseen:
             return []
         writes = [new - old for new, old in zip(versions, self.versions, strict=True)]
         mine = zip(self.names, self.at, self.read, writes, strict=True)
-        changed = [(n, args[at]) for n, at, read, count in mine if absent and read and count]
+        changed = [(n, args[at]) for n, at, r, count in mine if absent and r and (count or unseen)]
         found = [f"nan {name}" for name, value in changed if value.isnan().any()]
         return [*found, f"borrowed {digest(writes)}"]
+
+    def _unseen(self, args: Sequence[Any]) -> bool:
+        """Whether something has become NaN, through `.data` it may be, which versions do not tell:
+        the first values say so."""
+        mine = zip(self.at, self.read, self.nan, strict=True)
+        return begins_with_nan(args[at] for at, read, nan in mine if read and not nan)
 
     def forget(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> None:
         """Leaves out what is `trained` by now: another program has been the first to do so."""
@@ -269,6 +286,7 @@ class Borrowed:
         self.names = tuple(self.names[i] for i in left)
         self.at = tuple(self.at[i] for i in left)
         self.read = tuple(self.read[i] for i in left)
+        self.nan = tuple(self.nan[i] for i in left)
         self.versions = [self.versions[i] for i in left]
 
     def agreed(self, args: Sequence[Any]) -> None:

@@ -11,7 +11,9 @@ import attrs
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.distributed.elsewhere import is_here
+from pfeife.runtime.failure import Refusal
 
 log = logging.getLogger("pfeife")
 
@@ -63,9 +65,11 @@ class Gradients:
         self.scaled = False  # whether anything has scaled gradients so far
         self.steps = 0  # of any optimizer since the ranks have last compared
         self.stepped: set[str] = set()  # those optimizers, with what they are set to
+        self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
         self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
         self.handle: Any = None
         self.warned: set[str] = set()
+        self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def install(self) -> None:
         """From now on every optimizer's step is seen."""
@@ -95,11 +99,12 @@ class Gradients:
         """The optimizers that have stepped since the ranks have last compared, and the factors,
         a line each."""
         lines = [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
-        return [f"stepped {_digest(self.stepped)}", *lines] if self.stepped else lines
+        lines += [f"set {number} {_digest(texts)}" for number, texts in self.settings.items()]
+        return [f"stepped {_digest(sorted(self.stepped))}", *lines] if self.stepped else lines
 
     def forget(self) -> None:
         """After the ranks have compared."""
-        self.steps, self.factors, self.stepped = 0, {}, set()
+        self.steps, self.factors, self.stepped, self.settings = 0, {}, set(), {}
 
     def compare_steps(self, told: Mapping[int, str], rank: int, ranks: int) -> None:
         """Warns where ranks have stepped other optimizers, by the digests that they have told.
@@ -115,12 +120,37 @@ class Gradients:
                 "trains a part of the model, so that all make the same steps",
             )
 
+    def check_settings(self, told: Mapping[int, Sequence[Sequence[str]]]) -> None:
+        """Raises Refusal where a group whose parameters several ranks step is set otherwise on
+        some of them, by the digests that they have told."""
+        found: dict[str, dict[int, str]] = {}
+        for rank, lines in sorted(told.items()):
+            for number, one in lines:
+                found.setdefault(number, {})[rank] = one
+        for number, digests in found.items():
+            first, *rest = digests
+            others = [rank for rank in rest if digests[rank] != digests[first]]
+            if others:
+                mine = " and ".join(dict.fromkeys(self.settings.get(int(number), ())))
+                raise Refusal(
+                    f"an optimizer has stepped on ranks {others} with other settings than on rank "
+                    f"{first} (here as {mine or 'nothing'}): what changes its param_groups, as a "
+                    "scheduler's step(), is called on every rank, and begin again from the last "
+                    "checkpoint, for the optimizer has made that step"
+                )
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_whole(parameters)
         self._check_state(optimizer, parameters)
-        self.stepped |= {_described(optimizer, group) for group in optimizer.param_groups}
+        self._check_apart(optimizer, parameters)
+        for group in optimizer.param_groups:
+            text = _described(optimizer, group)
+            self.stepped.add(text)
+            shared = self._shared(group["params"])
+            if shared is not None:
+                self.settings.setdefault(shared.number, []).append(text)
         found = self._factor(parameters)
         if found is not None:
             self.factors[self.steps] = found
@@ -136,13 +166,45 @@ class Gradients:
                     "ranks, and data_parallel='average'"
                 )
 
+    def _check_apart(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        if optimizer in self.tried:
+            return
+        divided = self._divided(parameters)
+        if divided is None:
+            return
+        self.tried.add(optimizer)
+        why = why_not_apart(optimizer)
+        if why:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() {why}: this rank steps the parameters that it "
+                f"trains alone ({divided.name} is trained on ranks {list(divided.everywhere)} of "
+                f"{divided.mesh.size}), so that it would do something else than on one device. "
+                "Compute that before the step (torch.nn.utils.clip_grad_norm_ has the norm of all "
+                "gradients), take an optimizer that takes parameters one by one, or as many "
+                "replicas= as there are ranks, and data_parallel='average'"
+            )
+
+    def _divided(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """The first of some parameters that not all ranks train, None if all do."""
+        known = (self.owned[p] for p in parameters if p in self.owned)
+        return next((one for one in known if len(one.everywhere) < one.mesh.size), None)
+
+    def _shared(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """The first of some parameters that several ranks train, these or others; else None."""
+        known = [self.owned[p] for p in parameters if p in self.owned]
+        several = len({rank for one in known for rank in one.everywhere}) > 1
+        return known[0] if several else None
+
     def _check_state(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> None:
         """State for the parameters of other ranks, and none for those of this one, is that of
         another rank's optimizer."""
-        state = optimizer.state
-        others = [p for p in state if p.grad is None and state[p] and p in self.absent]
+        state = optimizer.state  # which may have more than parameters
+        others = [p for p in parameters if p in state and p.grad is None and p in self.absent]
+        others = [p for p in others if state[p]]
         if others and any(p.grad is not None and not state.get(p) for p in parameters):
             raise ValueError(
                 f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
@@ -184,7 +246,7 @@ def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
 
 
 def _digest(texts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:8]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
 
 
 def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:

@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -24,16 +25,22 @@ _FAILED = ctypes.c_void_p(-1).value
 def nan_like(like: torch.Tensor) -> torch.Tensor | None:
     """A tensor of NaN with the shape, strides and dtype of another one on the CPU; None where there
     cannot be one without memory: on other devices and systems, of integers."""
-    nan = like.is_floating_point() or like.is_complex()
-    if not nan or like.device.type != "cpu" or like.layout != torch.strided:
+    if like.device.type != "cpu" or like.layout != torch.strided:
         return None
-    last = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True))
-    size = (last + 1) * like.element_size() if like.numel() else 0
+    return nan_of(like.shape, like.stride(), like.dtype)
+
+
+def nan_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """The same on the CPU, by its layout."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    size = (last + 1) * dtype.itemsize if 0 not in shape else 0
     addresses = _mapped(size) if size else None
     if addresses is None:
         return None
-    flat = torch.frombuffer(addresses, dtype=torch.uint8)[:size].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
+    flat = torch.frombuffer(addresses, dtype=torch.uint8)[:size].view(dtype)
+    return flat.as_strided(shape, strides)
 
 
 def give_back() -> None:

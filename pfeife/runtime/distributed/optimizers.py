@@ -85,13 +85,18 @@ class Optimizers:
             optimizer.register_load_state_dict_pre_hook(self._before_load)
             optimizer.register_load_state_dict_post_hook(self._after_load)
         self.asking.service.begin("steps of optimizers")
-        for one in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
-            optimizer.state.pop(one, None)  # loaded, or made before anybody trained it
+        self._let_go(optimizer)  # what was loaded, or made before anybody trained it
 
     @torch.compiler.disable
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._ours(optimizer):
+            self._let_go(optimizer)  # what it makes where there is no gradient
             self.asking.service.script.end("steps of optimizers")
+
+    def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of the state for what other ranks train."""
+        for one in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
+            optimizer.state.pop(one, None)
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         self.asking.service.begin("loads of state")

@@ -15,7 +15,13 @@ from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
 from pfeife.runtime.distributed.derived import holders_of
 from pfeife.runtime.distributed.elsewhere import Norms
-from pfeife.runtime.distributed.foreign import Borrowed, Foreign, Guard, version_of
+from pfeife.runtime.distributed.foreign import (
+    Borrowed,
+    Foreign,
+    Guard,
+    begins_with_nan,
+    version_of,
+)
 from pfeife.runtime.distributed.gradients import Gradients
 from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
@@ -234,7 +240,8 @@ class Ownership:
             if name in ports and value not in self.known
         ]
         fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
-        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at])
+        nan = tuple(begins_with_nan([args[place]]) for place in at)
+        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at], nan)
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pfeife.runtime.distributed.foreign import Borrowed, digest, version_of
+from pfeife.runtime.distributed.foreign import Borrowed, begins_with_nan, digest, version_of
 from pfeife.runtime.distributed.gradients import compared
 from pfeife.runtime.distributed.owned import (
     Owned,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # News, a line each: the kind, and
 #
 #     stepped   DIGEST                which optimizers have stepped, and to what they are set
+#     set       NUMBER DIGEST         and to what, of groups with the parameters of several ranks
 #     steps     COUNT                 how often optimizers have stepped since the last call
 #     loaded    state                 an optimizer has been given some
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
 _KINDS = (
-    *("stepped", "steps", "loaded", "changed", "nan", "lost", "scaled"),
+    *("stepped", "set", "steps", "loaded", "changed", "nan", "lost", "scaled"),
     *("behind", "shared", "borrowed"),
 )
 
@@ -51,8 +52,10 @@ def _lost(ownership: "Ownership", args: Sequence[Any]) -> list[str]:
     """The frozen parameters that were written to here, and have become NaN."""
     found = []
     for number, tensor in ownership.among(args).items() if ownership.frozen else ():
+        if number not in ownership.frozen or tensor.requires_grad:
+            continue
         version = version_of(tensor)
-        if ownership.frozen.get(number, version) != version and not tensor.requires_grad:
+        if version != ownership.frozen[number] or begins_with_nan([tensor]):
             if tensor.isnan().any():
                 found.append(ownership.owned[number].name)
             else:
@@ -93,7 +96,10 @@ def agree_on(
             told[kind].setdefault(rank, []).append(rest.split(" "))
     stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
     ownership.gradients.compare_steps(stepped, world.rank, world.size)
-    ownership.gradients.forget()
+    try:
+        ownership.gradients.check_settings(told.pop("set"))
+    finally:
+        ownership.gradients.forget()
     steps = {rank: int(one) for rank, ((one,),) in told.pop("steps").items()}
     ownership.optimizers.compare(steps, told.pop("loaded"), world.size)
     if not any(told.values()):
