@@ -2,6 +2,7 @@
 
 Read with an allow list of the classes that torch writes there, none of which runs code of the file.
 Where a release writes another one, the error has its name: see that it only holds data, and add it.
+What a later release of torch or Python has written is read as well: see `_Properties` and `_MOVED`.
 """
 
 import pickle
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 _HELD = "torch.distributed.checkpoint."
 _KNOWN = {
     *(("pathlib", name) for name in ("PosixPath", "WindowsPath")),
-    *(("pathlib._local", name) for name in ("PosixPath", "WindowsPath")),  # Python 3.13
     *(("torch", "Size"), ("torch.serialization", "_get_layout")),
     (f"{_HELD}filesystem", "_StorageInfo"),
     *(
@@ -24,10 +25,28 @@ _KNOWN = {
         )
     ),
 }
+_MOVED = {"pathlib._local": "pathlib"}  # the name in Python 3.13 alone
+
+
+class _Properties(TensorProperties):
+    """A tensor's properties, without those that torch has added at the end since (strides, 2.15),
+    for which its older releases have no place. None of them is needed to read it."""
+
+    def __setstate__(self, state: Any) -> None:
+        try:
+            super().__setstate__(state)
+        except ValueError:
+            super().__setstate__(state[:_FIRST])
+
+
+_FIRST = 5  # properties, which all releases have
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
+            return _Properties
         of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not of_torch and (module, name) not in _KNOWN:
             raise ValueError(f"it has {module}.{name}, which torch does not write there")

@@ -1,6 +1,7 @@
 """Checkpoints in one process: what a folder has after all that may happen to it."""
 
 import errno
+import io
 import os
 import pickle
 from collections import Counter
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import pfeife
+from pfeife import _torch
 from pfeife.frontend.checkpoint_folder import METADATA
 from pfeife.runtime.distributed import writing
 
@@ -134,6 +137,31 @@ def test_nothing_of_a_folder_is_run(tmp_path, kind):
     with pytest.raises(ValueError, match=r"\.metadata is no list of a checkpoint"):
         checkpoints.load()
     assert not (tmp_path / "made").exists()
+
+
+class OfLater(pickle.Pickler):
+    """Writes a checkpoint's list as later releases do, which know more of each tensor."""
+
+    def reducer_override(self, one):
+        if not isinstance(one, TensorProperties):
+            return NotImplemented
+        return TensorProperties, (), (*one.__getstate__(), "more")
+
+
+def test_a_list_that_a_later_release_has_written(tmp_path):
+    """One more property of each tensor, as in torch 2.15; paths from where Python 3.13 has them."""
+    model, optimizer = trained()
+    checkpoints = pfeife.Checkpoints(tmp_path, model, optimizer)
+    checkpoints.save(1)
+    names, later = checkpoints.latest() / METADATA, io.BytesIO()
+    OfLater(later, protocol=2).dump(_torch.listed(names))
+    written = later.getvalue()
+    names.write_bytes(written.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert b"cpathlib" in written and b"more" in written
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    trained_more(model)
+    assert checkpoints.load() == 1
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
 def test_several_optimizers_and_a_compiled_model(tmp_path):
