@@ -22,7 +22,10 @@ LAYERS = [
     "backend testing __main__",
     "integrations",
 ]
-DISTRIBUTED = {("cost", "network"), ("runtime", "distributed"), ("frontend", "checkpoint_folder")}
+DISTRIBUTED = {
+    *{("cost", "network"), ("runtime", "distributed")},
+    *{("frontend", "checkpoint_folder"), ("_torch", "checkpoints")},
+}
 APART = {"passes", "runtime"}  # what they share lives below them
 
 
