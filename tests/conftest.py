@@ -1,6 +1,7 @@
 """One thread a process (tiny operations on a shared machine), repeatable random cases, and what
 rows find on ranks (`rows.py`)."""
 
+import gc
 import logging
 import os
 import resource
@@ -16,6 +17,7 @@ from share import WHOLE
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)
+gc.set_threshold(20_000)  # what is traced lives long: it is gone through less often
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 settings.register_profile(
     "pfeife",

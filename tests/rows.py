@@ -11,6 +11,7 @@ runs rows on ranks: rank R writes REPORT/rankR.json, {row: "" or what went wrong
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -158,6 +159,7 @@ def on_ranks(
 
 def main(report: Path, *names: str) -> None:
     torch.set_num_threads(1)
+    gc.set_threshold(20_000)  # as in conftest.py
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     found = {}
     for name in names:

@@ -82,6 +82,7 @@ def test_a_plan_recorded_in_one_process_is_used_by_two(run, tmp_path):
     assert said.count("the same loss, bit for bit") == 2
 
 
+@pytest.mark.whole  # `distributed/loops.py` has it among its rows
 def test_training_on_two_ranks():
     assert f"{SAME}, bit for bit" in on_ranks("train_gpt.py", "--steps", "3")
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from nodes import two_nodes
 
 import pfeife
 from pfeife.__main__ import main
@@ -21,9 +22,9 @@ def test_the_machines_on_the_command_line(capsys):
         main(["no such command"])
 
 
-def test_the_network_on_the_command_line(tmp_path, capsys):
-    """Alone it says what to do; under torchrun it writes what the planner reads."""
-    assert main(["bench-network"]) == 2 and "torchrun" in capsys.readouterr().err
+@pytest.mark.whole
+def test_the_network_on_the_command_line(tmp_path):
+    """Under torchrun it writes what the planner reads."""
     out = tmp_path / "network.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "pfeife", "bench-network"]
@@ -33,6 +34,13 @@ def test_the_network_on_the_command_line(tmp_path, capsys):
     assert "0 -> 1" in run.stdout and "residual" in run.stdout
     network = plain.load(Network, out)
     assert {(link.source, link.destination) for link in network.links} == {(0, 1), (1, 0)}
+
+
+def test_a_network_without_ranks_or_damaged(tmp_path, capsys):
+    """Alone the command says what to do; the planner reads no file that is wrong."""
+    assert main(["bench-network"]) == 2 and "torchrun" in capsys.readouterr().err
+    out = tmp_path / "network.json"
+    plain.save(two_nodes(2), out)
     damaged = json.loads(out.read_text())
     damaged["links"][0]["seconds"][1] = -1.0
     out.write_text(json.dumps(damaged))

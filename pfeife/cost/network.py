@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import scipy  # whose parts are loaded when they are asked for
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
 
 from pfeife.data.machine import Link, Network
 from pfeife.data.progress import Progress
@@ -137,7 +137,7 @@ def piecewise_fit(
         parts = [min(max(size - low, 0), high - low) / (high - low) for low, high in segments]
         rows.append([value / unit for value in (1.0, *parts)])
     wanted = [measured / unit for measured, unit in zip(seconds, scale, strict=True)]
-    gained, _ = nnls(rows, wanted)
+    gained, _ = scipy.optimize.nnls(rows, wanted)
     values = tuple(map(float, accumulate(gained)))
     errors = [
         abs(one - other) / unit for one, other, unit in zip(values[1:], seconds, scale, strict=True)

@@ -19,5 +19,6 @@ others.
 Models without memory: `deferred` has both ends, making them and making their values; a `recording`
 sees what the constructor does, a `tape` has it and is replayed, `waiting` are its tensors until
 then, which a `checkpoint` may have (`checkpoint_files` knows its kinds,
-`checkpoint_folder` that of torch.distributed).
+`checkpoint_folder` that of torch.distributed). All tensors, and all generators of numbers, are
+found among what is `living`.
 """

@@ -4,7 +4,6 @@ Until then their tensors are `waiting` ones. `deferred_init` and `materialize` a
 """
 
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from pfeife import _torch
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.checkpoint import shelve
+from pfeife.frontend.living import living
 from pfeife.frontend.recording import Reading, Recording
 from pfeife.frontend.waiting import Deferred, Recipe, become, deferred_tensors, make
 
@@ -97,8 +97,7 @@ def materialize(
 
 
 def _defer(recording: Recording) -> None:
-    """Makes deferred tensors of all that a recording has left, wherever they are: only the garbage
-    collector knows of all."""
+    """Makes deferred tensors of all that a recording has left, wherever they are."""
     lines = {
         view.storage: operation.line
         for operation in recording.tape.operations
@@ -107,7 +106,7 @@ def _defer(recording: Recording) -> None:
     }
     trained = []
     with _torch.plainly():
-        for one in [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]:
+        for one in living(torch.Tensor):
             view = None if isinstance(one, Deferred) else recording.view(one)
             if view is None:
                 continue

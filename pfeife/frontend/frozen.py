@@ -3,7 +3,6 @@ number that is drawn while it is captured would be that of every later microbatc
 
 import contextlib
 import functools
-import gc
 import random
 import sys
 import threading
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.living import living
 from pfeife.ir.program import source_line
 
 
@@ -93,15 +93,17 @@ _READING = _Reading()
 def _listen() -> None:
     """Listens to Python's audit events from now on; a listener cannot be taken away again."""
 
+    known = _READING  # the module's own names are gone before the last events
+
     def hear(event: str, _: Any) -> None:
-        if _READING.lines is not None and event in ("open", "socket.connect", "subprocess.Popen"):
+        if known.lines is not None and event in ("open", "socket.connect", "subprocess.Popen"):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and _is_standard(frame.f_code.co_filename):
                 if frame.f_globals.get("__name__", "").startswith(_LOADERS):
                     return
                 frame = frame.f_back
             if frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-                _READING.lines.append(_place(frame))
+                known.lines.append(_place(frame))
 
     sys.addaudithook(hear)
 
@@ -182,8 +184,7 @@ def _generators() -> list[Any]:
     if numpy is not None:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
     torchs = _torch.order_of_facts()
-    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-    return [one for one in found if one is not torchs]
+    return [one for one in living(*kinds) if one is not torchs]
 
 
 def _states(generators: Sequence[Any]) -> list[str]:

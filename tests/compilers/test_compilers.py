@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from models import GPT, case, gpt, tied_gpt
-from share import whole
+from share import crossed, whole
 from torch import fx, nn
 
 import pfeife
@@ -147,8 +147,9 @@ def test_inductor_of_a_compiled_step():
         torch.testing.assert_close(gradient, one.model.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("name", ["GPT", "BatchNormNet", "DropoutNet"])
-@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "boxed"), crossed(["GPT", "BatchNormNet", "DropoutNet"], [False, True])
+)
 def test_a_function_as_compiler(name, boxed):
     """In both forms; a compiler that runs the graphs gives the same bits, the program is left as
     it was, and no draw is shown to it."""
@@ -162,7 +163,7 @@ def test_a_function_as_compiler(name, boxed):
 
 
 def test_aot_eager_is_the_graph():
-    one = staged(case("GPT"))
+    one = staged(gpt(GPT(depth=1)))
     assert compile_bodies(one.program) == {} == compile_bodies(one.program, "aot_eager")
     assert_same(one.run(), one.run({}))
 
@@ -317,7 +318,7 @@ def test_a_compiler_that_fails():
 
 
 def test_a_compiler_that_returns_something_else():
-    one = staged(case("GPT"))
+    one = staged(gpt(GPT(depth=1)))
     with pytest.raises(ValueError, match="returned NoneType, not a function"):
         compile_bodies(one.program, lambda graph, examples: None)
     wrong = compile_bodies(one.program, lambda graph, examples: lambda *args: graph(*args)[0])
@@ -325,12 +326,13 @@ def test_a_compiler_that_returns_something_else():
         one.run(wrong)
 
 
-@pytest.mark.parametrize("compiler", ["inductr", 3, None])
-def test_no_such_compiler(compiler):
-    with pytest.raises(ValueError, match=r"compiler=.*'aot_eager', 'inductor' or a function"):
-        options_from({"compiler": compiler})
-    with pytest.raises(ValueError, match="compiler="):
-        compile_bodies(staged(case("GPT")).program, compiler)
+def test_no_such_compiler():
+    program = staged(gpt(GPT(depth=1))).program
+    for compiler in ("inductr", 3, None):
+        with pytest.raises(ValueError, match=r"compiler=.*'aot_eager', 'inductor' or a function"):
+            options_from({"compiler": compiler})
+        with pytest.raises(ValueError, match="compiler="):
+            compile_bodies(program, compiler)
 
 
 def test_cuda_graphs_need_cuda():
@@ -401,6 +403,6 @@ def test_costs_are_measured_with_the_compiler(tmp_path):
 
 
 def test_progress():
-    one, done = staged(case("GPT")), []
+    one, done = staged(gpt(GPT(depth=1))), []
     compile_bodies(one.program, Noted(), rank=1, progress=lambda *now: done.append(now))
     assert done == [(1, 3), (2, 3), (3, 3)]

@@ -17,7 +17,7 @@ from hypothesis import given
 
 import pfeife
 from pfeife.cost import machine
-from pfeife.data import plain
+from pfeife.data import files, plain
 from pfeife.data.files import read_text
 from pfeife.data.plan import Costs
 
@@ -161,9 +161,10 @@ def test_a_write_that_fails_midway(tmp_path):
 
 
 WRITER = """
+import runpy
 import sys
 from pathlib import Path
-from pfeife.data.files import write_text
+write_text = runpy.run_path(sys.argv[3])["write_text"]
 turn = 0
 while True:
     turn += 1
@@ -175,7 +176,7 @@ def test_processes_that_write_until_they_are_killed(tmp_path):
     """A reader finds whole files all the time, and when the writers are gone."""
     path = tmp_path / "text"
     command = [sys.executable, "-c", WRITER, str(path)]
-    writers = [subprocess.Popen([*command, name]) for name in ("one", "two")]
+    writers = [subprocess.Popen([*command, name, files.__file__]) for name in ("one", "two")]
     seen: set[str] = set()
     try:
         while len(seen) < 50 or len({name.split()[0] for name in seen}) < 2:

@@ -18,7 +18,7 @@ from rows import row
 from share import WHOLE
 
 import pfeife
-from pfeife import sched
+from pfeife import report, sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.network import bench_network
 from pfeife.lowering.channel import Channel
@@ -173,6 +173,7 @@ def the_links_are_measured() -> None:
     assert told == [(1, 2), (2, 2)]
     assert [(link.source, link.destination) for link in found.links] == [(0, 1), (1, 0)]
     assert all(link.sizes == (0, 8, 4096) for link in found.links)
+    assert "0 -> 1" in report.network_table(found)
 
 
 @row(ranks=(4,))

@@ -106,7 +106,8 @@ _SHARED = ("replicas", "rank 0, to whom it concerns", "rank 0, to replicas")
 for _name, (_values, _options, _ranks) in _CASES.items():
     for _total in (False, True):
         _run = partial(loop_is_that_of_one_device, _total, _values, **_options)
-        _whole = () if _name in _SHARED and _total == ("concerns" in _name) else _ranks
+        _shared = _name in _SHARED and _total == ("concerns" in _name)
+        _whole = _ranks[1:] if _shared else _ranks
         _label = f"{_name}, {'sum' if _total else 'mean'}"
         add(globals(), Row(_label, _run, ranks=_ranks, whole=_whole))
 

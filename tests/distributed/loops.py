@@ -1,10 +1,14 @@
 """Training loops: what lasts from one step to the next."""
 
+import contextlib
 import copy
+import io
 import logging
 import os
+import runpy
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,7 @@ from pfeife.testing import eager_accumulation, own_gradients
 
 CPU_CORE = machine("cpu-core")
 RANK = int(os.environ.get("RANK", "0"))
+ROOT = Path(__file__).parent.parent.parent
 
 
 @row(ranks=(2,))
@@ -246,3 +251,20 @@ def ranks_are_laid_out_by_the_network() -> None:
     torch.testing.assert_close(given(batch), expected.loss)
     orders = [one.backend.compiled[0].pipeline.mesh.order for one in (other, given)]
     assert orders == [(0, 2, 1, 3), (0, 1, 2, 3)]
+
+
+@row(ranks=(2,))
+def an_example() -> None:
+    """As torchrun starts it; it compares every loss with those of one device."""
+    folder, said, kept = ROOT / "examples", io.StringIO(), (sys.argv, [*sys.path])
+    sys.argv = ["train_gpt.py", "--steps", "3"]
+    sys.path.insert(0, str(folder))
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(folder / "train_gpt.py"), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, said.getvalue()
+    finally:
+        sys.argv, sys.path[:] = kept
+    assert RANK or "3 of 3 losses are the same, bit for bit" in said.getvalue()
+    dist.barrier()

@@ -118,7 +118,7 @@ def stepped(model: torch.nn.Module, program: pfeife.Program, rank: int) -> torch
 
 
 for _name in ("GPT", "TiedGPT", "BatchNormNet", "DropoutNet", "WideNet"):
-    _more = () if _name == "GPT" else (2,)
+    _more = () if _name == "WideNet" else (2,)
     add(globals(), Row(_name, functools.partial(memory_is_as_said, _name), ranks=(2,), whole=_more))
 for _name in ("GPT", "TiedGPT"):
     _more = () if _name == "TiedGPT" else (2,)
@@ -128,5 +128,5 @@ _check = functools.partial(memory_is_as_said, "BatchNormNet", deferred=True)
 add(globals(), Row("BatchNormNet, the whole batch", _check, ranks=(2,)))
 for _name in ("TiedGPT", "BatchNormNet"):
     _check = functools.partial(memory_is_as_said, _name, ranks=1)
-    _more = () if _name == "TiedGPT" else (2,)
+    _more = () if _name == "BatchNormNet" else (2,)
     add(globals(), Row(f"{_name}, two replicas", _check, ranks=(2,), whole=_more))

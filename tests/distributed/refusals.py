@@ -48,7 +48,7 @@ def texts_of_all_ranks() -> None:
 @row(ranks=(2,))
 def refusals() -> None:
     """Wrong requests end on every rank, before anything is sent."""
-    one = case("GPT")
+    one = case("UNet")
     for options, message in (
         ({"stages": 1}, "every rank needs a stage"),
         ({"microbatches": 3}, "does not divide"),
@@ -63,7 +63,6 @@ def refusals() -> None:
     torch._dynamo.reset()
     stages_of_one_rank = pfeife.compile(one.step, microbatches=2, replicas=2, stages=2)
     torch.testing.assert_close(stages_of_one_rank(*one.batch(4)), one.step(*one.batch(4)))
-    one = case("GPT")
     torch._dynamo.reset()
     try:
         pfeife.compile(one.step, microbatches=2)(*one.batch(4, seed=dist.get_rank()))
@@ -105,7 +104,7 @@ def compilers() -> None:
         return graph
 
     torch._dynamo.reset()
-    one = case("GPT")
+    one = case("UNet")
     try:
         pfeife.compile(one.step, microbatches=2, compiler=fails_on_one)(*one.batch(4))
     except ValueError as error:

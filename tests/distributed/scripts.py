@@ -10,14 +10,12 @@ from rows import Row, add
 from scripts import SCRIPTS
 
 SHARE = {  # on two ranks that have a stage each
-    "a_copy_of_the_model": "right",
     "a_moving_average": "right",
     "another_dtype": "right",
-    "gradient_noise": "right",
     "gradients_centred_and_clipped_by_rows": "right",
     "one_vector_of_parameters": "NaN",
-    "low_rank_adapters": "right",
 }
+MORE = {"a_copy_of_the_model": "right", "gradient_noise": "right", "low_rank_adapters": "right"}
 
 
 def beside_one_device(name: str, kind: str, cell: Cell) -> None:
@@ -26,9 +24,9 @@ def beside_one_device(name: str, kind: str, cell: Cell) -> None:
     dist.barrier()  # no script is ahead
 
 
-for _name, _kind in SHARE.items():
+for _name, _kind in (SHARE | MORE).items():
     _check = functools.partial(beside_one_device, _name, _kind, Cell(2, "1f1b", 1))
-    add(globals(), Row(_name, _check, ranks=(2,)))
+    add(globals(), Row(_name, _check, ranks=(2,), whole=() if _name in SHARE else (2,)))
 # Each replica loads the statistics of its own.
 _check = functools.partial(
     beside_one_device, "saved_and_loaded_by_all", "right", Cell(4, "1f1b", 2)

@@ -191,7 +191,7 @@ def a_rank_in_an_endless_operation_ends_when_the_store_is_gone():
     assert "with it the store of the process group" in files["last words"]
 
 
-@row()
+@row(whole=(1,))
 def the_last_work_of_a_process_that_is_ended_has_a_chance():
     _, files = by_hand("at once")
     assert "checkpoint" in files and "atexit 1" in files

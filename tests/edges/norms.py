@@ -92,12 +92,12 @@ def statistics_of_the_whole_batch():
     tracks_the_batch(**CUT)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def statistics_of_the_whole_batch_that_average_all():
     tracks_the_batch(momentum=None, schedule="zb-h1", capture="trace", **CUT)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def statistics_of_the_whole_batch_with_the_loss_outside():
     tracks_the_batch(loss="outside", recompute="always", **CUT)
 

@@ -290,12 +290,12 @@ def float32_master_weights_of_a_step_that_is_traced():
     master(capture="trace")
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def float32_master_weights_with_the_loss_outside():
     master(loss="outside")
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def float32_master_weights_that_each_rank_makes():
     master(made=pfeife.deferred_init)
 

@@ -158,7 +158,7 @@ def one_other_target_of_a_loss_outside():
     F.cross_entropy(pfeife.compile(model, microbatches=2)(x), targets).backward()
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def targets_of_a_loss_outside_that_are_rounded_otherwise():
     _with_targets(rows(seed=2) * (1 + 1e-6 * RANK))
 
@@ -221,7 +221,7 @@ def a_gradient_that_overflows_on_one_rank():
     overflowing()
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(2,))
 def a_gradient_that_overflows_with_the_loss_outside():
     overflowing(loss="outside")
 

@@ -476,7 +476,7 @@ def llama() -> nn.Module:
     )  # fmt: skip
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def hugging_face_with_num_items_in_batch():
     """What its Trainer passes: labels, and a tensor that counts those of the whole batch."""
     model, (tokens, labels) = llama(), text()

@@ -101,7 +101,7 @@ def by_rank_zero_alone():
                 pair.check()
 
 
-@row(ranks=(2, 3), whole=(3,))
+@row(ranks=(2, 3), whole=(2, 3))
 def by_another_rank_alone():
     """In one dict, as scripts save it, in a file."""
     pair = Pair()
@@ -176,7 +176,7 @@ def of_tied_weights():
     )
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def of_two_optimizers():
     """They are alike but for their parameters, and one is of a model that no rank shares."""
     pair = Pair()
@@ -271,7 +271,7 @@ def by_the_tools_of_torch():
     alike(get_state_dict(pair.model, pair.mine), get_state_dict(pair.twin, pair.theirs))
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def of_an_optimizer_that_is_compiled():
     """Its steps are counted as others are."""
     pair = Pair(optimizer="adamw")
@@ -289,7 +289,7 @@ def of_an_optimizer_that_is_compiled():
         pair.seed += 1
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def of_optimizers_of_single_parameters():
     """Ranks step other ones: refused, since their steps do not tell where they are."""
     pair = Pair()

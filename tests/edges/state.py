@@ -187,7 +187,7 @@ def training_and_validation_in_steps_of_their_own():
         stepped(mine, theirs)
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def the_string_spelling_compiles_again_after_training():
     model = layers(6, 6, 6, 6)
     other = copy.deepcopy(model)
@@ -249,7 +249,7 @@ def averages_all(**options):
     }
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(2,))
 def batch_norm_that_averages_all():
     averages_all()
 
@@ -304,7 +304,7 @@ def batch_norm_that_averages_all_by_name():
     same_state(model, other)
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def an_evaluation_that_calls_the_model_twice_comes_first():
     model = layers(6, 6, 6, 6)
     other = copy.deepcopy(model)
@@ -380,7 +380,7 @@ def takes_up_state_that_is_placed_otherwise(schedule: str) -> None:
 for _name in ("zb-v", "search", "interleaved", "dualpipe-v", "loops", "gpipe"):
     _label = f"{_name}_takes_up_state_that_is_placed_otherwise"
     _check = partial(takes_up_state_that_is_placed_otherwise, _name)
-    _more = () if _name in ("zb-v", "search", "interleaved") else (2,)
+    _more = () if _name == "zb-v" else (2,)
     add(globals(), Row(_label, _check, ranks=(2,), whole=_more))
 
 
@@ -584,7 +584,7 @@ def ranks_at_different_calls():
     go_on(model, step, mine, other, theirs)
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def a_part_of_a_checkpoint_is_loaded_on_all_ranks():
     model, step, mine, other, theirs = trained(2)
     saved = layers(6, 6, 6, 6)[0].state_dict()
@@ -756,7 +756,7 @@ def torch_itself_clips_by_the_norm_of_all():
         same_state(model, other)
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(2,))
 def norms_of_gradients_that_several_calls_add_to():
     """(One device adds up microbatches, we what each call has: rounding.)"""
     model, step, mine, other, theirs = trained()

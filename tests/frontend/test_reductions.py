@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import case
+from models import GPT, gpt
 from torch import nn
 
 import pfeife
@@ -14,7 +14,7 @@ from pfeife.testing import check_pass, eager_accumulation
 @pytest.mark.parametrize("how", ["sum", "weighted"])
 def test_passes_keep_the_rule(how):
     """And replicas add up what is a sum."""
-    one = case("GPT")
+    one = gpt(GPT(depth=1))
     ignoring = [one.batch(2, seed) for seed in range(4)]
     ignoring[0][1][:, 2:] = -100
 
@@ -42,7 +42,7 @@ def test_passes_keep_the_rule(how):
 
 def test_even_counts_are_a_plain_mean():
     """Bit for bit, for numbers of microbatches and of targets that are no powers of two."""
-    one = case("GPT")
+    one = gpt(GPT(depth=1))
     batches = [one.batch(2, seed) for seed in range(7)]
     for _, targets in batches:
         targets[:, 3:] = -100

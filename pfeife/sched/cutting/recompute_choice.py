@@ -12,8 +12,7 @@ from typing import Literal
 
 import attrs
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+import scipy  # whose parts are loaded when they are asked for
 from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
@@ -195,11 +194,12 @@ class _Stage:
             cost, most = seconds / (seconds.sum() or 1), (budget - fixed) // unit
         if not storages:
             return []
-        found = milp(
+        limit = scipy.optimize.LinearConstraint(sizes, -np.inf, most)
+        found = scipy.optimize.milp(
             cost,
             integrality=[0] * len(again) + [1] * len(storages),
-            bounds=Bounds(0, 1),
-            constraints=[*_at_least_one(rows, len(cost)), LinearConstraint(sizes, -np.inf, most)],
+            bounds=scipy.optimize.Bounds(0, 1),
+            constraints=[*_at_least_one(rows, len(cost)), limit],
             options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
         )
         return None if found.x is None else [s for s in storages if found.x[place[s]] > 0.5]
@@ -219,15 +219,18 @@ class _Stage:
             yield ways + ([place[storage]] if storage else []), reader
 
 
-def _at_least_one(rows: list[tuple[list[int], int | None]], columns: int) -> list[LinearConstraint]:
+def _at_least_one(
+    rows: list[tuple[list[int], int | None]], columns: int
+) -> "list[scipy.optimize.LinearConstraint]":
     """Of each row's columns at least one, if the reader's column is one (None: in any case)."""
     if not rows:
         return []
     entries = [(i, way, 1) for i, (ways, _) in enumerate(rows) for way in ways]
     entries += [(i, reader, -1) for i, (_, reader) in enumerate(rows) if reader is not None]
     at_row, at_column, values = zip(*entries, strict=True)
-    matrix = coo_array((values, (at_row, at_column)), shape=(len(rows), columns))
-    return [LinearConstraint(matrix.tocsr(), [int(reader is None) for _, reader in rows], np.inf)]
+    matrix = scipy.sparse.coo_array((values, (at_row, at_column)), shape=(len(rows), columns))
+    least = [int(reader is None) for _, reader in rows]
+    return [scipy.optimize.LinearConstraint(matrix.tocsr(), least, np.inf)]
 
 
 def _bytes(storages: Iterable[Storage | None]) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from share import random_cases
 from torch import nn
 
 import pfeife
@@ -58,7 +59,7 @@ def check_runs(order: pfeife.Schedule) -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@random_cases(24)
 def test_a_family(name, data):
     ranks = data.draw(st.integers(1, 4), "ranks")
     stages = data.draw(st.integers(ranks, min(2 * ranks, 8)), "stages")
