@@ -28,6 +28,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.frontend.other_rows import check_traced
 from pfeife.ir.program import Program, Role
+from pfeife.lowering.buckets import largest_share
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
 from pfeife.lowering.verify import verify_schedule
@@ -322,8 +323,11 @@ class Build:
         apart = options.apart > 1
         curves = memory_curves(program, schedule, optimizer=options.optimizer, apart=apart)
         peak = max(curve.peak for curve in curves)
-        said = report.size(peak)
-        return f"{report.summary(plan, program)}, {said} at the peak of the worst rank"
+        said = f"{report.size(peak)} at the peak of the worst rank"
+        share = largest_share(program, len(schedule.ranks))
+        if share > 1:
+            said += f", replicas train at most {share:.2f} times an even share"
+        return f"{report.summary(plan, program)}, {said}"
 
     def _devices(self, ranks: int) -> list[torch.device] | None:
         """The device of every rank in this process, None to leave all where it is."""

@@ -9,7 +9,6 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
                 ->  transport  SizedMessages: what has been posted, or sent and not yet acknowledged
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.program import STATE_ROLES, Program, Role
 from pfeife.ir.travel import holders
 from pfeife.ir.underflow import underflows
+from pfeife.lowering.buckets import owned_bytes
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
@@ -72,11 +72,7 @@ def memory_curves(
 
 def _owning_most(program: Program, rank: int) -> int:
     """The replica that owns the most bytes on a rank."""
-    sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
-    owned = Counter({0: 0})
-    for one in program.reductions:
-        if one.owner is not None and rank in one.ranks:
-            owned[one.owner] += sizes[one.name]
+    owned = owned_bytes(program, rank)
     return max(owned, key=owned.__getitem__)
 
 

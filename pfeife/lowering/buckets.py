@@ -1,6 +1,7 @@
 """Gradients that travel together when they are reduced."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -88,6 +89,25 @@ def reducing_seconds(members: int, size: int, kept: bool, machine: Machine) -> f
     others, rounds = members - 1, 1 if kept else 2
     each = others * machine.link_latency + others / members * size / machine.link_bandwidth
     return rounds * each
+
+
+def owned_bytes(program: Program, rank: int) -> Counter[int]:
+    """The bytes of gradients on a rank of a pipeline that each replica alone gets."""
+    sizes = {port.fqn: port.bytes for port in program.ports(Role.GRADIENT)}
+    found = Counter(dict.fromkeys(range(program.replicas), 0))
+    for one in program.reductions:
+        if one.owner is not None and rank in one.ranks:
+            found[one.owner] += sizes[one.name]
+    return found
+
+
+def largest_share(program: Program, ranks: int) -> float:
+    """How many times an even share of a rank's owned gradients the most is that one replica has of
+    them, on the worst of so many ranks: 1 where none are owned. A parameter is never cut, so that
+    one which is larger than a share makes it more."""
+    every = [owned_bytes(program, rank) for rank in range(ranks)]
+    owned = [one for one in every if one.total()]
+    return max((max(one.values()) * len(one) / one.total() for one in owned), default=1.0)
 
 
 def buckets_of(program: Program) -> tuple[Bucket, ...]:

@@ -12,7 +12,7 @@ from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
 from pfeife.ir.program import Program
-from pfeife.lowering.problem import fits, makespan
+from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.account import Account, units_of
 from pfeife.sched.cutting.balanced import clusters_of
@@ -29,9 +29,12 @@ from pfeife.sched.cutting.recompute_choice import recompute_options
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.budget import WORK_PER_SECOND, Budget
+from pfeife.sched.search.placements import Further
 from pfeife.sched.search.search import search_within
 
 SEARCH_SECONDS = 20.0  # of a search without a budget
+# Seconds of a step that come after a schedule, from the stages of clusters and the problem.
+After = Callable[[Sequence[int], Problem, Schedule], float]
 _JUDGED = 20  # operations looked at, per operation of a schedule whose makespan is taken
 
 
@@ -45,6 +48,7 @@ def search_plan(
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
+    after: After | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
 
@@ -55,7 +59,8 @@ def search_plan(
     found, and it is searched once more. `jobs` searches with seeds of their own run side by side.
     The program, whose `account` it is, is fused and annotated; if it is split into input- and
     weight-backwards, the schedules are too. Raises NoRoom if nothing fits into the memory, with the
-    figures of what comes nearest.
+    figures of what comes nearest. What `after` says that a step takes beyond its schedule counts
+    where candidates are ranked, and is not in the plan's seconds.
     """
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
@@ -69,6 +74,7 @@ def search_plan(
         seed=seed,
         jobs=jobs,
         options=lambda: _options(program, constraints.machine, duplicated),
+        after=after,
     )
     return attrs.evolve(found, duplicated=duplicated)
 
@@ -97,6 +103,7 @@ def search_workload(
     seed: int = 0,
     jobs: int = 1,
     options: Callable[[], Sequence[Sequence[RecomputeOption]]] | None = None,
+    after: After | None = None,
 ) -> Plan:
     """The same from bare numbers; `options` is asked for what clusters may recompute (from the
     fastest option to the one that keeps least) where memory is short."""
@@ -108,12 +115,21 @@ def search_workload(
         raise _refusal(layouts, constraints)
     # Two thirds of the budget for the layouts, a sixth for their borders, the rest for the best.
     problems = [layout.problem for layout in roomy]
-    at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs)
-    layout, schedule = _moved(account, constraints, roomy[at], found.schedule, budget.part(0.5))
+    whole = _Whole(after)
+    judge = whole.of(roomy)
+    at, found = search_within(problems, budget.part(0.65), seed=seed, jobs=jobs, further=judge)
+    layout, schedule = _moved(
+        account, constraints, roomy[at], found.schedule, budget.part(0.5), whole
+    )
     interrupted, bound = found.interrupted, None
     if found.gap > 1e-6 and not budget.over():
         _, again = search_within(
-            [layout.problem], budget.part(1.0), seed=seed + jobs, jobs=jobs, seeds=[[schedule]]
+            [layout.problem],
+            budget.part(1.0),
+            seed=seed + jobs,
+            jobs=jobs,
+            seeds=[[schedule]],
+            further=whole.of([layout]),
         )
         schedule, bound = again.schedule, again.bound
         interrupted = interrupted or again.interrupted
@@ -144,11 +160,34 @@ def _recompute(account: Account, layout: Layout) -> tuple[RecomputeOption, ...]:
     return tuple(found)
 
 
+@attrs.frozen
+class _Whole:
+    """The seconds of a step, with what comes `after` its schedule."""
+
+    after: After | None
+
+    def seconds(self, layout: Layout, schedule: Schedule) -> float:
+        alone = makespan(layout.problem, schedule)
+        return alone + (self.after(layout.stage_of, layout.problem, schedule) if self.after else 0)
+
+    def of(self, layouts: Sequence[Layout]) -> Further | None:
+        """What judges schedules of some layouts; None where nothing comes after."""
+        if self.after is None:
+            return None
+        return lambda at, schedule: self.seconds(layouts[at], schedule)
+
+
 def _moved(
-    account: Account, constraints: Constraints, layout: Layout, schedule: Schedule, budget: Budget
+    account: Account,
+    constraints: Constraints,
+    layout: Layout,
+    schedule: Schedule,
+    budget: Budget,
+    whole: _Whole,
 ) -> tuple[Layout, Schedule]:
-    """Cuts moved border by border as long as the same schedule becomes shorter by it."""
-    best, units = makespan(layout.problem, schedule), account.work.units
+    """Cuts moved border by border as long as the step with the same schedule becomes shorter by
+    it."""
+    best, units = whole.seconds(layout, schedule), account.work.units
     starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
     clusters = clusters_of(account.work)
     each = _JUDGED * sum(map(len, schedule.ranks))
@@ -165,7 +204,7 @@ def _moved(
             cut = stages_from(tried, units)
             other = layout_of(account, constraints, cut, placement, layout.relief)
             if other.shortage <= 0 and fits(other.problem, schedule):
-                seconds = makespan(other.problem, schedule)
+                seconds = whole.seconds(other, schedule)
                 if seconds < best * (1 - 1e-9):
                     layout, best, starts, moved = other, seconds, tried, True
     return layout, schedule

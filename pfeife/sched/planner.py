@@ -31,7 +31,7 @@ from pfeife.sched.cutting.workload import workload_of
 from pfeife.sched.families.family import Family
 from pfeife.sched.following import follow
 from pfeife.sched.joint import SEARCH_SECONDS, search_plan
-from pfeife.sched.replicated import with_reductions
+from pfeife.sched.replicated import reductions_of, with_reductions
 
 log = logging.getLogger("pfeife")
 
@@ -77,7 +77,8 @@ def plan(
     where they are given. With `owners`, the ranks that hold some of the state, stages, cuts and
     placement are those of `follow`, and a family that is not for such a placement gives way to
     1F1B, which is for any. A measured `network` takes the place of the machine's figures for links.
-    A search calls `progress` with how many of its seconds are over.
+    A search calls `progress` with how many of its seconds are over, and ranks what it has found
+    with the reductions of replicas.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -130,6 +131,7 @@ def plan(
     given = replicas_of(replicas)
     account = _account(program, constraints, owners or (), given.shards)
     _check_order(account, by_hand)
+    reductions = reductions_of(account, constraints, given)
     asked = _Asked(
         program=program,
         account=account,
@@ -139,7 +141,14 @@ def plan(
         curves=partial(
             curves_of, program, optimizer=optimizer, replicas=given, owners=owners, more=passes
         ),
-        search=partial(search_plan, program, seed=seed, jobs=jobs, progress=progress),
+        search=partial(
+            search_plan,
+            program,
+            seed=seed,
+            jobs=jobs,
+            progress=progress,
+            after=reductions.seconds if reductions else None,
+        ),
         search_seconds=search_seconds,
         search_work=search_work,
     )
@@ -149,7 +158,7 @@ def plan(
         limited_by = f"the {limit} bytes of machine {machine.name}"
     known = (_batch_bytes(program, microbatches, given),) * constraints.ranks
     found = kept_within(limit, limited_by, asked.make, asked.curves, asked.bytes_of, known)
-    found = with_reductions(found, account, constraints, given)
+    found = with_reductions(found, account, constraints, reductions)
     return attrs.evolve(found, program=program_digest(program))
 
 

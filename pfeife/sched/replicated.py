@@ -1,14 +1,17 @@
 """What replicas add to the step of a plan: the reductions that its computing does not hide."""
 
+from collections.abc import Sequence
+
 import attrs
 
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas
-from pfeife.data.schedule import Action, Do
+from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.ir.program import Reduction
 from pfeife.lowering.buckets import reducing_seconds
 from pfeife.lowering.lower import insert_actions
-from pfeife.lowering.problem import seconds_of, transfers
+from pfeife.lowering.problem import Problem, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.sched.by_family import slower
 from pfeife.sched.cutting.account import Account, units_of
@@ -16,41 +19,62 @@ from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.stages import stage_problem
 
 
+@attrs.frozen
+class Reductions:
+    """What the reductions of replicas take at the end of steps, each stage's in one bucket."""
+
+    account: Account
+    machine: Machine
+    replicas: Replicas
+
+    def seconds(self, stage_of: Sequence[int], problem: Problem, schedule: Schedule) -> float:
+        """Beyond those of a schedule of a problem, whose clusters are in these stages."""
+        stages = units_of(stage_of, len(problem.stages))
+        sizes = [sum(self.account.work.gradients[unit] for unit in units) for units in stages]
+        count, kept = self.replicas.count, self.replicas.how == "shard"
+        computing = seconds_of(problem)
+
+        def seconds(action: Action) -> float:
+            if action.do != Do.REDUCE_GRAD:
+                return computing(action)
+            return reducing_seconds(count, sizes[action.stage], kept, self.machine)
+
+        reductions = [
+            Reduction(str(stage), (rank,), (stage,), count)
+            for stage, rank in enumerate(problem.stage_ranks)
+        ]
+        alone, whole = (
+            simulate(insert_actions(schedule, transfers(problem), mine), seconds).seconds
+            for mine in ((), reductions)
+        )
+        return whole - alone
+
+
+def reductions_of(
+    account: Account, constraints: Constraints, replicas: Replicas
+) -> Reductions | None:
+    """None without replicas, or without gradients."""
+    if replicas.count == 1 or not any(account.work.gradients):
+        return None
+    return Reductions(account, constraints.machine, replicas)
+
+
 def with_reductions(
-    plan: Plan, account: Account, constraints: Constraints, replicas: Replicas
+    plan: Plan, account: Account, constraints: Constraints, reductions: Reductions | None
 ) -> Plan:
-    """The plan with a step that is longer by what reductions take at its end, each stage's in one
-    bucket; the same without replicas, or without gradients."""
-    if replicas.count == 1 or plan.step_seconds is None or not any(account.work.gradients):
+    """The plan with a step that is longer by what reductions take at its end."""
+    if reductions is None or plan.step_seconds is None:
         return plan
-    machine, schedule = constraints.machine, plan.schedule
     problem = slower(
         stage_problem(
             account,
             plan.stage_of_cluster,
             plan.stage_ranks,
-            schedule.microbatches,
-            machine=machine,
+            plan.schedule.microbatches,
+            machine=constraints.machine,
             network=constraints.network,
         ),
         plan.recompute,
     )
-    stages = units_of(plan.stage_of_cluster, len(plan.stage_ranks))
-    sizes = [sum(account.work.gradients[unit] for unit in units) for units in stages]
-    reductions = [
-        Reduction(str(stage), (rank,), (stage,), replicas.count)
-        for stage, rank in enumerate(plan.stage_ranks)
-    ]
-    computing = seconds_of(problem)
-
-    def seconds(action: Action) -> float:
-        if action.do != Do.REDUCE_GRAD:
-            return computing(action)
-        kept = replicas.how == "shard"
-        return reducing_seconds(replicas.count, sizes[action.stage], kept, machine)
-
-    alone, whole = (
-        simulate(insert_actions(schedule, transfers(problem), mine), seconds).seconds
-        for mine in ((), reductions)
-    )
-    return attrs.evolve(plan, step_seconds=plan.step_seconds + whole - alone)
+    more = reductions.seconds(plan.stage_of_cluster, problem, plan.schedule)
+    return attrs.evolve(plan, step_seconds=plan.step_seconds + more)

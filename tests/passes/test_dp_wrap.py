@@ -1,15 +1,14 @@
 """Which gradients travel together, and who owns them."""
 
-from collections import Counter
-
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import captured, clusters
 
 import pfeife
 from pfeife.ir.program import Role
-from pfeife.lowering.buckets import buckets_of
+from pfeife.lowering.buckets import buckets_of, largest_share, owned_bytes
 from pfeife.testing import plans
 
 
@@ -44,9 +43,8 @@ def test_buckets_and_shares(data):
     sizes = {port.fqn: port.bytes for port in sent.ports(Role.GRADIENT)}
     for rank in range(mesh.ranks):
         mine = [one for one in wrapped.reductions if rank in one.ranks]
-        held = Counter(dict.fromkeys(range(mesh.replicas), 0))
-        for one in mine:
-            held[one.owner] += sizes[one.name]
+        held = owned_bytes(wrapped, rank)
+        assert held.total() == sum(sizes[one.name] for one in mine)
         tied = sum(sizes[one.name] for one in mine if len(one.ranks) > 1)
         largest = max((sizes[one.name] for one in mine), default=0)
         assert max(held.values()) - min(held.values()) <= largest + tied
@@ -57,3 +55,16 @@ def test_other_words_are_refused():
         pfeife.dp_wrap(pfeife.Mesh(1, 2), "zero")
     with pytest.raises(ValueError, match="option data_parallel='zero': must be 'average' or 'sha"):
         pfeife.compile(lambda x: x, data_parallel="zero")
+
+
+def test_a_parameter_larger_than_a_share():
+    """It is never cut: its owner has it, and the others share out the rest."""
+    net = torch.nn.Sequential(torch.nn.Embedding(70, 8), torch.nn.Linear(8, 8, bias=False))
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    fused = pfeife.fuse()(pfeife.capture(lambda x: net(x).square().mean(), tokens))
+    plan = pfeife.Plan((0,) * fused.units, pfeife.sched.families.gpipe(1, 2))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(1, 4), "shard")(sent)
+    assert list(owned_bytes(wrapped, 0).values()) == [2240, 256, 0, 0]
+    assert largest_share(wrapped, 1) == 4 * 2240 / 2496
+    assert largest_share(pfeife.dp_wrap(pfeife.Mesh(1, 4))(sent), 1) == 1

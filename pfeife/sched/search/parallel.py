@@ -16,7 +16,7 @@ from pfeife.data import plain
 from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
-from pfeife.sched.search.placements import search_each
+from pfeife.sched.search.placements import Further, search_each
 from pfeife.sched.search.run import Found
 
 
@@ -50,9 +50,11 @@ def search_side_by_side(
     seed: int,
     seeds: Sequence[Sequence[Schedule]],
     jobs: int,
+    further: Further | None = None,
 ) -> tuple[int, Found]:
     """The best of `jobs` searches with the seeds from `seed` on, each with the whole budget; of
-    equals the one of the first seed. This process does the first one."""
+    equals the one of the first seed. This process does the first one, and judges all by `further`
+    where that is given."""
     others = [
         _Task(
             tuple(_finite(problem) for problem in problems),
@@ -64,8 +66,12 @@ def search_side_by_side(
         for index in range(1, jobs)
     ]
     with _running(others) as answers:
-        found = [search_each(problems, budget, seed, seeds), *answers()]
-    at, best = min(found, key=lambda pair: pair[1].seconds)
+        found = [search_each(problems, budget, seed, seeds, further), *answers()]
+
+    def seconds(pair: tuple[int, Found]) -> float:
+        return further(pair[0], pair[1].schedule) if further else pair[1].seconds
+
+    at, best = min(found, key=seconds)
     return at, attrs.evolve(
         best,
         evaluations=sum(one.evaluations for _, one in found),

@@ -1,7 +1,8 @@
 """Several placements searched with one budget, in this process."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 
@@ -10,6 +11,8 @@ from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.run import Found, Search
 
+# What a step takes with a schedule of a problem, by its place, and what follows: no less than it.
+Further = Callable[[int, Schedule], float]
 _ALIKE = 0.35  # of the budget goes to all placements alike
 _BEHIND = 0.02  # of the best makespan: so far behind, one has a third of the best one's time
 
@@ -19,8 +22,10 @@ def search_each(
     budget: Budget,
     seed: int,
     seeds: Sequence[Sequence[Schedule]],
+    further: Further | None = None,
 ) -> tuple[int, Found]:
-    """The best of all problems, and which it is, within what is left of a budget.
+    """The best of all problems, and which it is, within what is left of a budget; by `further`,
+    where that is given, of what each search has found.
 
     A third of it goes to all of them alike. With the rest those searches go on that may still win,
     with all that they have learnt, the less the further they are behind; that is looked at twice.
@@ -42,7 +47,7 @@ def search_each(
         for search, part in _shares(list(searches.values())):
             search.run(max(1, int(part * work)))
     budget.interrupted = budget.interrupted or cut_short
-    return _best(searches)
+    return _best(searches, further)
 
 
 def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:
@@ -57,16 +62,34 @@ def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:
     return [(s, enough[s] / sum(enough.values())) for s in ordered]
 
 
-def _best(searches: dict[int, Search]) -> tuple[int, Found]:
+def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, Found]:
     """The shortest that the judge finds among the searches that found something."""
     best = min(search.best for search in searches.values())
     if math.isinf(best):
         next(iter(searches.values())).result()  # says why
-    near = [at for at, search in searches.items() if search.best <= best * 1.001]
-    found = {at: searches[at].result() for at in near}
-    at = min(found, key=lambda at: found[at].seconds)
+    if further is None:
+        near = [at for at, search in searches.items() if search.best <= best * 1.001]
+        found = {at: searches[at].result() for at in near}
+        at = min(found, key=lambda at: found[at].seconds)
+    else:
+        found = _judged_further(searches, further)
+        at = list(found)[-1]
     return at, attrs.evolve(
         found[at],
         bound=min(search.bound for search in searches.values()),
         evaluations=sum(search.evaluations for search in searches.values()),
     )
+
+
+def _judged_further(searches: dict[int, Search], further: Further) -> dict[int, Found]:
+    """What searches have found, each shorter with what follows than those before; those that are
+    longer alone are not asked."""
+    found: dict[int, Found] = {}
+    shortest = math.inf
+    for at, search in sorted(searches.items(), key=lambda pair: pair[1].best):
+        if search.best >= shortest:
+            break
+        one = search.result(partial(further, at))
+        if (seconds := further(at, one.schedule)) < shortest:
+            shortest, found[at] = seconds, one
+    return found

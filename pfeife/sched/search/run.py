@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import attrs
@@ -278,15 +278,20 @@ class Search:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def result(self) -> Found:
-        """The best by the judge, who runs a backward whole where that costs nothing."""
+    def result(self, further: Callable[[Schedule], float] | None = None) -> Found:
+        """The best by the judge, who runs a backward whole where that costs nothing; by what
+        `further` says of it, where more follows than the schedule."""
         judged = [self.given] if self.given else []
         judges = max(1, min(6, 20_000 // self.shop.operations))  # one takes long for large ones
-        for candidate in self.pool.of()[:judges]:
+        candidates = self.pool.of()[:judges]
+        if further:  # then another family may be the best
+            candidates += [one for one in self.pool.of(Origin.GIVEN) if one not in candidates]
+        for candidate in candidates[: 2 * judges]:
             judged.append(self._judged(candidate))
         if not judged:
             raise ValueError(self._too_small())
-        seconds, schedule = min(judged, key=lambda pair: pair[0])
+        shortest = min(judged, key=lambda pair: further(pair[1]) if further else pair[0])
+        seconds, schedule = shortest
         memory = peak_memory(self.problem, schedule)
         return Found(
             schedule, seconds, self.bound, memory, self.evaluations, self.budget.interrupted

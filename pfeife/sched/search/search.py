@@ -6,7 +6,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.parallel import search_side_by_side
-from pfeife.sched.search.placements import search_each
+from pfeife.sched.search.placements import Further, search_each
 from pfeife.sched.search.run import Found
 
 _SECONDS = 5.0
@@ -75,8 +75,10 @@ def search_within(
     seed: int = 0,
     seeds: Sequence[Iterable[Schedule]] | None = None,
     jobs: int = 1,
+    further: Further | None = None,
 ) -> tuple[int, Found]:
-    """`search_placements` with what is left of a budget."""
+    """`search_placements` with what is left of a budget; the last candidates are judged by
+    `further`, where more follows than their schedules."""
     if not problems:
         raise ValueError("problems: there is no placement to search on")
     if seeds is not None and len(seeds) != len(problems):
@@ -85,5 +87,5 @@ def search_within(
         raise ValueError(f"jobs={jobs!r}: searches side by side, at least one")
     given = [tuple(of_one) for of_one in seeds or [()] * len(problems)]
     if jobs > 1:
-        return search_side_by_side(problems, budget, seed, given, jobs)
-    return search_each(problems, budget, seed, given)
+        return search_side_by_side(problems, budget, seed, given, jobs, further)
+    return search_each(problems, budget, seed, given, further)
