@@ -24,7 +24,7 @@ from pfeife._torch.aot import (
     joint_graph,
     no_autocast,
 )
-from pfeife._torch.checkpoints import listed
+from pfeife._torch.checkpoints import listed, together
 from pfeife._torch.dynamo import (
     assumed_values,
     broken_guard,
@@ -190,6 +190,7 @@ __all__ = [
     "symbol_of",
     "symbolic_mode",
     "telling",
+    "together",
     "trace_artifact",
     "value_of",
     "who_compiles",

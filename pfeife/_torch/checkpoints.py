@@ -6,10 +6,12 @@ What a later release of torch or Python has written is read as well: see `_Prope
 """
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 _HELD = "torch.distributed.checkpoint."
@@ -64,3 +66,16 @@ def listed(path: Path) -> Any:
     if type(found).__name__ != "Metadata":
         raise ValueError(f"{path} is no list of a checkpoint: it has a {type(found).__name__}")
     return found
+
+
+def together(
+    found: Mapping[str, Any], whole: Mapping[str, str], paths: Mapping[str, tuple]
+) -> dict[str, Any]:
+    """What torch takes apart when it saves, put together again: `whole` has the key under which a
+    part belongs, `paths` what `Metadata.planner_data` has."""
+    made: dict[str, Any] = {}
+    for part, value in found.items():
+        path, key = paths.get(part, tuple(part.split("."))), whole[part]
+        starts = (at for at in range(len(path)) if ".".join(map(str, path[:at])) == key)
+        set_element(made, (key, *path[next(starts, len(path)) :]), value)
+    return made

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from pfeife.frontend.arguments import aliases
+from pfeife.frontend.checkpoint import shelve
+from pfeife.frontend.checkpoint_files import check_shapes
 from pfeife.frontend.checkpoint_folder import Folder
-from pfeife.frontend.deferred import materialize
-from pfeife.frontend.waiting import deferred_tensors
+from pfeife.frontend.waiting import deferred_tensors, is_waiting
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.shares import name_in, owner_of, reading
 from pfeife.runtime.distributed.world import World
@@ -31,27 +32,60 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def load_model(model: nn.Module, folder: Folder, world: World | None) -> None:
-    """Reads a model's state in place: on this rank what no other one trains alone. If the model was
-    made without values, they are read when they are needed. Raises ValueError for a name that only
-    one of the two has, and for another shape."""
-    if deferred_tensors(model):
-        materialize(model, checkpoint=folder.path, later=True)
-        return
-    state = reading(world, lambda: model.state_dict(keep_vars=True))
+    """Reads a model's state in place: on this rank what no other one trains alone. What was made
+    without values is read when it is needed. Raises ValueError for a name that only one of the two
+    has, and for another shape."""
+    waiting = deferred_tensors(model)
+    state = (
+        _state_without_values(model)
+        if waiting
+        else reading(world, lambda: model.state_dict(keep_vars=True))
+    )
     keys = {f"{MODEL}.{plain_name(name)}": one for name, one in state.items()}
     _check(keys, folder)
     own = aliases(model)
-    if not all(id(one) in own or key.endswith(_EXTRA) for key, one in keys.items()):
+    if not all(id(one) in own or _is_extra(key) for key, one in keys.items()):
         # A hook has made something else of the state: there is one that makes it again.
-        whole = folder.read(keys)
+        whole = folder.whole(keys)
         model.load_state_dict({name: whole[f"{MODEL}.{plain_name(name)}"] for name in state})
         return
-    mine = {key: one for key, one in keys.items() if not _is_missing(one, world)}
+    if waiting:
+        names = {one: [plain_name(name) for name in several] for one, several in own.items()}
+        others = [key.removeprefix(f"{MODEL}.") for key in folder.tensors if _is_extra(key)]
+        shelve(waiting, names, folder.path, others)
     with _loading(world):
-        folder.fill({key: one.detach() for key, one in mine.items() if key in folder.tensors})
-        for key, value in folder.read(key for key in mine if key in folder.objects).items():
-            path = key.removeprefix(f"{MODEL}.").rpartition(".")[0]
-            model.get_submodule(path).set_extra_state(value)
+        folder.fill(
+            {
+                key: one.detach()
+                for key, one in keys.items()
+                if not (_is_extra(key) or is_waiting(one) or _is_missing(one, world))
+            }
+        )
+        extra = folder.whole(key for key in keys if _is_extra(key))
+        for name in state:
+            key = f"{MODEL}.{plain_name(name)}"
+            if key in extra:
+                model.get_submodule(name.rpartition(".")[0]).set_extra_state(extra[key])
+
+
+def _state_without_values(model: nn.Module) -> dict[str, Any]:
+    """What `state_dict()` has, where hooks and `get_extra_state` may not read values: of extra
+    state only the names."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = module._buffers.items()
+        tensors = [*module._parameters.items()]
+        tensors += [pair for pair in buffers if pair[0] not in module._non_persistent_buffers_set]
+        own = {name: one for name, one in tensors if one is not None}
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            own[_EXTRA] = None
+        found |= {f"{path}.{name}" if path else name: one for name, one in own.items()}
+    return found
+
+
+def _is_extra(key: str) -> bool:
+    """Whether a key is that of extra state, or of a part of it: torch takes dicts apart."""
+    return f".{_EXTRA}." in f"{key}."
 
 
 @contextlib.contextmanager
@@ -68,18 +102,18 @@ def _loading(world: World | None) -> Iterator[None]:
 
 
 def _check(keys: Mapping[str, Any], folder: Folder) -> None:
-    there = folder.under(f"{MODEL}.")
-    for these, others, where in ((there, keys, "the model"), (keys, there, str(folder.path))):
-        known = set(others)
-        lost = [key.removeprefix(f"{MODEL}.") for key in these if key not in known]
-        if lost:
-            raise ValueError(f"{where} has no {lost[:3]} ({len(lost)} in all)")
-    for key, one in keys.items():
-        if key in folder.tensors and folder.tensors[key].shape != one.shape:
-            raise ValueError(
-                f"{key.removeprefix(f'{MODEL}.')} is {list(folder.tensors[key].shape)} in "
-                f"{folder.path} and {list(one.shape)} in the model"
-            )
+    """Extra state has no shape."""
+    there: dict[str, Sequence[int]] = {}
+    for key in folder.under(f"{MODEL}."):
+        name, *_ = f"{key}.".partition(f".{_EXTRA}.")
+        shape = () if _is_extra(key) or key in folder.objects else folder.tensors[key].shape
+        there[f"{name}.{_EXTRA}" if _is_extra(key) else key] = shape
+    wanted = {key: () if _is_extra(key) else one.shape for key, one in keys.items()}
+    plain = [
+        {key.removeprefix(f"{MODEL}."): shape for key, shape in one.items()}
+        for one in (wanted, there)
+    ]
+    check_shapes(*plain, folder.path)
 
 
 def _is_missing(value: Any, world: World | None) -> bool:

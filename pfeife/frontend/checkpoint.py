@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from pfeife.frontend.checkpoint_files import Stored, stored
+from pfeife.frontend.checkpoint_files import Stored, check_shapes, stored
 from pfeife.frontend.tape import Source, Storages, View
 
 Names = Mapping[int, Sequence[str]]
@@ -47,16 +47,20 @@ class Shelf:
         return found
 
 
-def shelve(wanted: Sequence[Any], names: Names, path: Path) -> None:
+def shelve(wanted: Sequence[Any], names: Names, path: Path, others: Collection[str] = ()) -> None:
     """From now on the values of deferred tensors are read from a checkpoint, by any of their names;
-    buffers that are not there are made, and so are tensors that have no names. Raises ValueError
-    for names that only one of the two has, and for other shapes, before anything is changed."""
+    buffers that are not there are made, and so are tensors that have no names. The checkpoint may
+    have `others`, which nobody reads here. Raises ValueError for names that only one of the two
+    has, and for other shapes, before anything is changed."""
     known = {name for several in names.values() for name in several}
     with stored(path, known) as file:
-        _check_names(wanted, names, file)
         there = {id(one): _name(one, names, file) for one in wanted}
-        for one in wanted:
-            _check_shape(one, there[id(one)], file)
+        shapes = {
+            there[id(one)] or names[id(one)][0]: one.recipe.view.shape
+            for one in wanted
+            if there[id(one)] or (isinstance(one, nn.Parameter) and id(one) in names)
+        }
+        check_shapes(shapes, file.shapes, path, {*known, *others})
     for source in {id(one.recipe.tape): one.recipe.tape for one in wanted}.values():
         theirs = [one for one in wanted if one.recipe.tape is source]
         tensors: dict[int, list[tuple[View, str]]] = {}
@@ -66,26 +70,6 @@ def shelve(wanted: Sequence[Any], names: Names, path: Path) -> None:
         shelf = Shelf(path, source, tensors, known)
         for one in theirs:
             one.recipe = attrs.evolve(one.recipe, tape=shelf)
-
-
-def _check_shape(one: Any, name: str, file: Stored) -> None:
-    if name and list(file.shapes[name]) != list(one.recipe.view.shape):
-        raise ValueError(
-            f"{name} is {list(file.shapes[name])} in {file.path} and "
-            f"{list(one.recipe.view.shape)} in the model"
-        )
-
-
-def _check_names(wanted: Sequence[Any], names: Names, file: Stored) -> None:
-    unknown = sorted(set(file.shapes) - {name for several in names.values() for name in several})
-    missing = [
-        names[id(one)][0]
-        for one in wanted
-        if isinstance(one, nn.Parameter) and not _name(one, names, file)
-    ]
-    for found, where in ((unknown, "the model"), (missing, str(file.path))):
-        if found:
-            raise ValueError(f"{where} has no {found[:3]} ({len(found)} in all)")
 
 
 def _name(one: Any, names: Names, file: Stored) -> str:

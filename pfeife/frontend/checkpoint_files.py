@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,29 @@ class Stored:
     others of these shapes."""
 
     path: Path
-    shapes: Mapping[str, Collection[int]]
+    shapes: Mapping[str, Sequence[int]]
     read: Reader
+
+
+def check_shapes(
+    wanted: Mapping[str, Sequence[int]],
+    there: Mapping[str, Sequence[int]],
+    path: Path,
+    known: Container[str] = (),
+) -> None:
+    """Raises ValueError for names of which only the model (`wanted`) or the checkpoint (`there`)
+    has a tensor, and for other shapes. The model has the `known` names too, of which none must be
+    there."""
+    unknown = [name for name in there if name not in wanted and name not in known]
+    missing = [name for name in wanted if name not in there]
+    for found, where in ((unknown, "the model"), (missing, str(path))):
+        if found:
+            raise ValueError(f"{where} has no {found[:3]} ({len(found)} in all)")
+    for name, shape in wanted.items():
+        if list(there[name]) != list(shape):
+            raise ValueError(
+                f"{name} is {list(there[name])} in {path} and {list(shape)} in the model"
+            )
 
 
 @contextmanager

@@ -64,6 +64,15 @@ class Folder:
         }
         return self._read(found)
 
+    def whole(self, keys: Iterable[str]) -> dict[str, Any]:
+        """As `read`, and what torch has taken apart: dicts, by strings, and lists with tensors."""
+        parts = {
+            part: key
+            for key in keys
+            for part in ([key] if key in self.places else self.under(f"{key}."))
+        }
+        return _torch.together(self.read(parts), parts, self.metadata.planner_data or {})
+
     def _read(self, found: dict[str, Any]) -> dict[str, Any]:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(found, self.metadata, True)

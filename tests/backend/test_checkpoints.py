@@ -1,5 +1,6 @@
 """Checkpoints in one process: what a folder has after all that may happen to it."""
 
+import contextlib
 import errno
 import io
 import os
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 import pfeife
 from pfeife import _torch
 from pfeife.frontend.checkpoint_folder import METADATA
+from pfeife.frontend.waiting import deferred_tensors
 from pfeife.runtime.distributed import writing
 
 
@@ -179,3 +181,51 @@ def test_several_optimizers_and_a_compiled_model(tmp_path):
     expected = halves[1].state_dict()["state"][0]["momentum_buffer"]
     assert list(both.state_dict()["state"]) == [2, 3] and both.param_groups[0]["lr"] == 0.1
     assert torch.equal(both.state_dict()["state"][2]["momentum_buffer"], expected)
+
+
+class Counted(nn.Linear):
+    """With a state of its own, which is no parameter."""
+
+    def __init__(self, extra):
+        super().__init__(3, 3)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, extra):
+        self.extra = extra
+
+
+EXTRA = {
+    "tensor": torch.arange(3),
+    "number": 7,
+    "dict": {"a.b": 1, "inner": {"more": torch.ones(2), "names": ["x", None]}},
+    "list": [torch.ones(2), {"x": 1}],
+}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kind", EXTRA)
+def test_all_of_a_model_is_read(tmp_path, kind, deferred):
+    """What is made without values, what has values beside it, buffers and extra state."""
+
+    def made(extra, seed):
+        torch.manual_seed(seed)
+        with pfeife.deferred_init() if seed and deferred else contextlib.nullcontext():
+            body = nn.Sequential(Counted(extra), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        if seed and deferred:
+            pfeife.materialize(body, keep=lambda name: name == "2.weight")
+        return nn.Sequential(body, nn.Linear(3, 3))
+
+    saved, found = made(EXTRA[kind], 0), made(None, 1)
+    saved(torch.randn(4, 3))
+    pfeife.Checkpoints(tmp_path, saved).save(1)
+    assert pfeife.Checkpoints(tmp_path, found).load() == 1
+    assert torch.equal(found[0][2].weight, saved[0][2].weight)
+    assert torch.equal(found[1].weight, saved[1].weight)
+    assert (len(deferred_tensors(found)) > 0) == deferred
+    pfeife.materialize(found)
+    assert repr(found.state_dict()) == repr(saved.state_dict())
+    with pytest.raises(ValueError, match=r"the model has no \['1.weight', '1.bias'\] \(2 in all\)"):
+        pfeife.Checkpoints(tmp_path, found[:1]).load()
