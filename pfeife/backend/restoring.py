@@ -109,11 +109,11 @@ def _check(keys: Mapping[str, Any], folder: Folder) -> None:
         shape = () if _is_extra(key) or key in folder.objects else folder.tensors[key].shape
         there[f"{name}.{_EXTRA}" if _is_extra(key) else key] = shape
     wanted = {key: () if _is_extra(key) else one.shape for key, one in keys.items()}
-    plain = [
-        {key.removeprefix(f"{MODEL}."): shape for key, shape in one.items()}
-        for one in (wanted, there)
-    ]
-    check_shapes(*plain, folder.path)
+    check_shapes(_without_prefix(wanted), _without_prefix(there), folder.path)
+
+
+def _without_prefix(keys: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    return {key.removeprefix(f"{MODEL}."): shape for key, shape in keys.items()}
 
 
 def _is_missing(value: Any, world: World | None) -> bool:

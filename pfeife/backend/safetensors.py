@@ -45,15 +45,13 @@ def save_safetensors(
     state = (
         all_state(model, world, "save_safetensors") if world else model.state_dict(keep_vars=True)
     )
+    _on_all_ranks(lambda: _check(folder, model, state, world), world)
     shards = _shards({plain_name(name): one for name, one in state.items()}, world, shard_bytes)
     count = len(shards)
     names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
     named = dict(zip(names if count > 1 else ["model.safetensors"], shards, strict=True))
-    _on_all_ranks(lambda: _check(folder, model, state, world), world)
     _on_all_ranks(lambda: _write(folder, named, world), world)
-    if world is None or world.rank == 0:
-        _write_index(folder, named)
-    _on_all_ranks(lambda: None, world)
+    _on_all_ranks(lambda: _write_index(folder, named, world), world)
 
 
 def _check(folder: Path, model: nn.Module, state: Mapping[str, Any], world: World | None) -> None:
@@ -73,18 +71,18 @@ def _shards(state: Mapping[str, Any], world: World | None, largest: int) -> list
     names: dict[int, str] = {}  # a tied tensor once
     for name, one in state.items():
         names.setdefault(id(one), name)
-    by_rank: dict[int, list[Shard]] = {}
-    room: dict[int, int] = {}
+    by_rank: dict[int, list[dict[str, torch.Tensor]]] = {}
+    room: dict[int, int] = {}  # in the last file of a rank
     for name in names.values():
-        owned = owner_of(state[name], world)
+        one, owned = state[name].detach(), owner_of(state[name], world)
         rank = owned.first if owned else 0
-        if room.get(rank, 0) < state[name].nbytes:
-            by_rank.setdefault(rank, []).append(Shard(rank, {}))
+        mine = by_rank.setdefault(rank, [])
+        if not mine or room[rank] < one.nbytes:
+            mine.append({})
             room[rank] = largest
-        *rest, last = by_rank[rank]
-        by_rank[rank] = [*rest, Shard(rank, {**last.tensors, name: state[name].detach()})]
-        room[rank] -= state[name].nbytes
-    return [shard for rank in sorted(by_rank) for shard in by_rank[rank]]
+        mine[-1][name] = one
+        room[rank] -= one.nbytes
+    return [Shard(rank, tensors) for rank in sorted(by_rank) for tensors in by_rank[rank]]
 
 
 def _write(folder: Path, shards: Mapping[str, Shard], world: World | None) -> None:
@@ -108,8 +106,9 @@ def _dense(one: torch.Tensor) -> torch.Tensor:
     return one if alone else one.clone(memory_format=torch.contiguous_format)
 
 
-def _write_index(folder: Path, shards: Mapping[str, Shard]) -> None:
-    if len(shards) > 1:
+def _write_index(folder: Path, shards: Mapping[str, Shard], world: World | None) -> None:
+    """On rank 0."""
+    if len(shards) > 1 and not (world and world.rank):
         tensors = [one for shard in shards.values() for one in shard.tensors.values()]
         where = {key: name for name, shard in shards.items() for key in shard.tensors}
         total = {"total_size": sum(one.nbytes for one in tensors)}
@@ -120,12 +119,22 @@ def _write_index(folder: Path, shards: Mapping[str, Shard]) -> None:
 def _on_all_ranks(do: Callable[[], None], world: World | None) -> None:
     """Does something; if that fails on any rank, all raise a ValueError."""
     if world is None:
-        do()
+        refused = _refusal(do)
+        if refused is not None:
+            raise refused
         return
     with world.busy(lambda: Doing("save_safetensors")):
-        refused: Exception | None = None
-        try:
-            do()
-        except (ValueError, OSError) as error:
-            refused = error
-        world.agreed("", "save_safetensors", refused=refused)
+        world.agreed("", "save_safetensors", refused=_refusal(do))
+
+
+def _refusal(do: Callable[[], None]) -> ValueError | None:
+    """Why something has failed; the errors of safetensors have no class in common."""
+    try:
+        do()
+    except ValueError as error:
+        return error
+    except Exception as error:
+        refused = ValueError(f"the model was not written: {type(error).__name__}: {error}")
+        refused.__cause__ = error
+        return refused
+    return None

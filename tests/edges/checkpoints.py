@@ -226,6 +226,10 @@ def files_of_safetensors():
     with one_folder() as folder:
         pfeife.save_safetensors(model, folder / "tied", shard_bytes=100)
         refused(lambda: pfeife.save_safetensors(model, folder / "tied"), f"{folder}/tied has model")
+        twice = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        twice[1].weight = nn.Parameter(twice[0].weight.data)  # which no file can say
+        words = ["", "rank 0: ValueError: "][RANK] + "the model was not written: RuntimeError: "
+        refused(lambda: pfeife.save_safetensors(twice, folder / "twice"), words)
         index = json.loads((folder / "tied" / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 2
         assert "first.weight" in index["weight_map"] and "last.weight" not in index["weight_map"]
