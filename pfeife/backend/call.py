@@ -55,8 +55,7 @@ class Call:
         self.figures: Figures | None = None  # of the step once all of it has run
         self.result: Result | None = None
         self.scale = compiled.loss_scale.value if compiled.loss_scale else 1.0
-        self.again: Again | None = None
-        # Those that autograd saves, of a step that may run again.
+        # What autograd saves of a step that may run again.
         self.kept = Gradients() if compiled.loss_scale else None
         self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
@@ -74,9 +73,10 @@ class Call:
         tangents = _later(self.program, self.count) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         microbatches, pipeline = self._microbatches(slots), self.compiled.pipeline
+        self.sent = None  # which has the whole batch
         scaled = {"scale": self.scale} if self.compiled.loss_scale else {}
-        if scaled:
-            self.again = self._kept(state, microbatches, slots)
+        if self.kept:
+            self.kept.given = self._kept(state, microbatches, slots)
         self.step = pipeline.start(state, microbatches, seed=self.seed, tangents=tangents, **scaled)
         self._run("first forward" if later else "first step", backward=not later)
         result = self.step.result()
@@ -159,7 +159,7 @@ class Call:
         """Those of the whole step; of which this process is not given, what it knows of them."""
         pipeline, sent = self.compiled.pipeline, self.sent
         if sent and isinstance(pipeline, DistributedPipeline):
-            sent.parts(pipeline.reads({p: slots[p.name] for p in self._sent(slots)}))
+            sent.parts(pipeline.reads({p: slots[p.name] for p in self._sent(sent, slots)}))
         changed = self.compiled.captured.changed  # before what is read later
         whole = {
             p.fqn: slots[p.name].detach().clone() if p.name in changed else slots[p.name].detach()
@@ -170,10 +170,10 @@ class Call:
             return _cut(whole, dims, self.count)
         return pipeline.known(_cut(whole, dims, len(pipeline.given)), sent is not None)
 
-    def _sent(self, slots: Slots) -> Iterator[Port]:
+    def _sent(self, sent: Sent, slots: Slots) -> Iterator[Port]:
         """The ports of what rank 0 alone was given."""
         ports = self.program.ports(Role.BATCH, Role.CONSTANT)
-        return (port for port in ports if self.sent and slots[port.name] in self.sent)
+        return (port for port in ports if slots[port.name] in sent)
 
     def _divided(self, port: Port, microbatches: Sequence[Any]) -> list[Divisor]:
         """What the microbatches of a result without rows are divided by."""
@@ -212,9 +212,9 @@ class Call:
     def run_again(self, scale: float) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
         """The leaves' gradients with another gradient of the loss, instead of those that autograd
         has saved, and whether some rank's are not finite (collective)."""
-        assert self.again is not None and self.kept is not None
+        assert self.kept is not None
         self.kept.drop()
-        result = self.again.result(scale)
+        result = self.kept.again.result(scale)
         return self.gradients(result), result.overflow
 
     def gradients(self, result: Result) -> list[torch.Tensor | None]:

@@ -82,16 +82,18 @@ class _LossInside(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         results = call.forward(slots)
         assert call.result is not None
-        ctx.save_for_backward(*call.gradients(call.result))
+        # The first one is there on every rank: with it goes what runs the step again.
+        ctx.save_for_backward(torch.empty(0), *call.gradients(call.result))
         ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
-        ctx.call, call.result = call if call.again else None, None
+        ctx.call, call.result = call if call.kept else None, None
         _wire(ctx, call.compiled.captured, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
-        gradients, at = ctx.saved_tensors, ctx.captured.results.index("loss")
+        _, *gradients = ctx.saved_tensors
+        at = ctx.captured.results.index("loss")
         others = [i for i, g in enumerate(given) if g is not None and i != at]
         if others:
             kept = ctx.captured.kept.get(ctx.captured.results[others[0]])

@@ -14,10 +14,11 @@ changes its scale every 2,000 steps, and after an overflow. The gradients of the
 the second: it needs no more memory than any, but for copies of buffers that a step updates.
 """
 
+import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -66,26 +67,39 @@ def loss_scale_of(program: Program) -> LossScale | None:
 
 @attrs.define(eq=False)
 class _Saved:
-    """One of the tensors that autograd saves, and its version."""
+    """One of the tensors that autograd saves, and its version; `again` goes with it."""
 
     tensor: torch.Tensor
     version: int
+    again: "Again | None"
 
 
 class Gradients:
-    """Those of a step among what autograd saves, while it is `saving`: they may be dropped, and are
-    freed by the backward as others are."""
+    """Those of a step among what autograd saves, while it is `saving`, with what runs it `again`:
+    they may be dropped, and all is freed by the backward as others are."""
 
     def __init__(self) -> None:
         self.parts: list[weakref.ref[_Saved]] = []
         self.dropped = False
+        self.given: Again | None = None  # until autograd has it
 
-    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """What is saved from now on belongs to these."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """What is saved meanwhile belongs to these."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self.given = None
+
+    @property
+    def again(self) -> "Again":
+        """What was given; only while autograd has it."""
+        parts = (one() for one in self.parts)
+        return next(part.again for part in parts if part and part.again)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        part = _Saved(tensor, version_of(tensor))
+        part = _Saved(tensor, version_of(tensor), self.given)
         self.parts.append(weakref.ref(part))
         return part
 

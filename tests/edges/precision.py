@@ -8,6 +8,7 @@ import torch
 from listening import said
 from rows import row
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pfeife
 from pfeife.cost import memory_curves
@@ -125,15 +126,21 @@ class Remembers(nn.Module):
 
 
 def run_again(**options):
-    """Each of three calls, whose gradients add up, runs again: nobody has said 1/3 before."""
+    """Each of three calls, whose gradients add up, runs again: nobody has said 1/3 before. A loss
+    that is kept keeps its batch as long as there is a graph."""
     model = Remembers()
     other = copy.deepcopy(model)
     step = pfeife.compile(lambda x: tiny(model, x), microbatches=2, **options)
     mine, theirs = scalers()
     for seed in range(3):
-        found = step(rows(seed))
+        batch = rows(seed)
+        memory = StorageWeakRef(batch.untyped_storage())
+        found = step(batch)
+        del batch
         mine.scale(found * (1 / 3)).backward(retain_graph=True)
+        assert not memory.expired()
         mine.scale(found * (1 / (4 + seed))).backward()
+        assert memory.expired() or not seed  # the first call is compared with eager
         before, calls = copy.deepcopy(other.state_dict()), other.calls
         for times in (1 / 3, 1 / (4 + seed)):  # the same microbatches, from the same state
             other.load_state_dict(before)
