@@ -174,6 +174,8 @@ def markdown(found: Found) -> str:
         the sentence below. `NaN`: what it reads of other ranks' parameters is NaN, and so is what
         it computes of them. On "1 ranks" two stages run in one process.
 
+        Parts may be of other days (`--kept`), and then of other code.
+
         **{len(found)} cells: {counts["right"]} right, {counts["refused"]} refused,
         {counts["NaN"]} NaN, {counts["WRONG"]} WRONG.**
         """

@@ -233,6 +233,8 @@ def main() -> None:
     told.add_argument("--lightning", action="store_true")
     told.add_argument("--ranks", default="1,2,4")
     options = told.parse_args()
+    if not (options.nanogpt or options.run_clm or options.lightning):
+        told.error("no script is named: --nanogpt FOLDER, --run-clm FILE or --lightning")
     torch.set_num_threads(1)
     ranks = [int(one) for one in options.ranks.split(",")]
     with tempfile.TemporaryDirectory() as name:

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import torch
-from scripts import WIDTH, Net, Script
+from scripts import ELSEWHERE, STATISTICS, WIDTH, Net, Script
 from torch import nn
 
 import pfeife
@@ -39,6 +39,12 @@ class Cell:
     def divides(self) -> bool:
         """Whether a rank lacks what others train."""
         return self.ranks > self.replicas
+
+    def refuses(self, words: str) -> bool:
+        """Whether a script may end with these words here: on ranks, and some where a rank lacks
+        what others train, or where two pipelines have statistics of their own."""
+        where = {ELSEWHERE: self.divides, STATISTICS: self.replicas > 1}
+        return self.ranks > 1 and where.get(words, True)
 
     def rounds(self, script: Script) -> bool:
         """Whether sums are re-associated."""
@@ -245,7 +251,7 @@ def judged(script: Script, cell: Cell, rank: int, steps: int = 20) -> Verdict:
     try:
         script.run(ours)
     except ValueError as error:
-        said = bool(script.refused) and script.refused in str(error)
+        said = script.refused and script.refused in str(error) and cell.refuses(script.refused)
         return Verdict("refused" if said else "WRONG", text=f"{type(error).__name__}: {error}")
     return compared(ours, plain)
 

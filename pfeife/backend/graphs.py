@@ -256,7 +256,7 @@ class BatchedGraph:
                 "input; a batch of one row is always specialised"
             )
         if count > 1:
-            self._check_rows(args, count)
+            self._check_rows(args, count, options.apart)
             self._check_pairs()
         loss = self.losses.asked(options)
         at = functools.partial(self._at, args, count, loss, cache=options.cache)
@@ -298,8 +298,9 @@ class BatchedGraph:
         dims = [i for i, size in enumerate(shape) if self._is_batch(size)]
         return dims[0] if len(dims) == 1 else None
 
-    def _check_rows(self, args: Sequence[Any], count: int) -> None:
-        """Raises ValueError unless all tensor arguments have as many rows, and these divide."""
+    def _check_rows(self, args: Sequence[Any], count: int, apart: int) -> None:
+        """Raises ValueError unless all tensor arguments have as many rows, and these divide;
+        `apart` replicas are given rows of their own."""
         rows: dict[str, int] = {}
         each: dict[Any, int] = {}
         inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
@@ -322,7 +323,8 @@ class BatchedGraph:
                 divides = next(n for n in range(count, 0, -1) if size % n == 0)
                 raise ValueError(
                     f"microbatch: input {name} with {size} rows does not divide into {count} "
-                    f"microbatches; pass microbatches={divides}, or drop_last=True in the loader"
+                    f"microbatches{' of each replica' if apart > 1 else ''}; pass "
+                    f"microbatches={divides * apart}, or drop_last=True in the loader"
                 )
         broken = _torch.broken_guard(self.sizes, each)
         if broken:

@@ -197,6 +197,19 @@ def another_batch_within_a_replica() -> None:
     step(**mine(two))
 
 
+@row(
+    "microbatch: input x with 3 rows does not divide into 2 microbatches of each replica; pass "
+    "microbatches=2",
+    ranks=(2,),
+)
+def rows_of_a_replica_that_do_not_divide() -> None:
+    model, given = nn.Linear(4, 4), {"microbatches": 4, "replicas": 2, "batch": "replica"}
+    step = torch.compile(lambda x: model(x).square().mean(), backend="pfeife", options=given)
+    x = torch.ones(3, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    step(x)
+
+
 @row(ranks=(2,))
 def a_loader_that_ends_fails_or_is_slow() -> None:
     """All ranks know of it; one that waits for the loader waits for as long as it takes."""
