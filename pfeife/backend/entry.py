@@ -103,6 +103,12 @@ class Backend:
                 f"({broken[0] or broken[1]}); use pfeife.compile(step, ...), or give every rank "
                 "the whole batch"
             )
+        for option in ("log_every", "on_step"):
+            if getattr(self.options, option) is not None:
+                raise ValueError(
+                    f"option {option}: {name} is broken into several graphs, each with figures of "
+                    f"its own ({broken[0] or broken[1]}); use pfeife.compile(step, ...)"
+                )
         if broken[0] or self.broken is None:
             self.broken = broken[0] or "it goes on after another graph", broken[1]
         return PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)

@@ -1,10 +1,11 @@
 """Where the ranks wait for one another in somebody else's loop."""
 
-import json
 from typing import Any
 
+from pfeife.runtime.distributed.announcing import Announced, Structure, structure_of
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.failure import Refusal
 
 
 def together(what: str) -> None:
@@ -17,15 +18,18 @@ def together(what: str) -> None:
 
 
 def from_main(value: Any, what: str) -> Any:
-    """What rank 0 has, on all: numbers, texts, lists and dicts of them. Raises as `together`, and
-    ValueError for anything else."""
+    """What rank 0 has, on all: plain data such as numbers, texts, lists, tuples and dicts. Raises
+    as `together`, and ValueError for tensors and anything else."""
     world = world_so_far()
     if world is None:
         return value
-    with world.busy(lambda: Doing(what)):
-        try:
-            text, refused = json.dumps(value) if world.rank == 0 else "", None
-        except TypeError as error:
-            text, refused = "", ValueError(f"{what} of {value!r}: {error}")
-        world.agreed("", what, refused=refused)
-        return json.loads(world.from_rank_zero(text))
+
+    def find() -> Structure:
+        structure, tensors = structure_of(value)
+        if tensors:
+            raise Refusal(f"{what} of a tensor {list(tensors[0].shape)}: give its numbers")
+        return structure
+
+    found = Announced(what)(world, find)
+    assert found is not None
+    return found.filled(())

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pfeife
-from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.integrations.together import from_main
+from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.testing import own_gradients
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -208,6 +209,15 @@ def rows_of_a_replica_that_do_not_divide() -> None:
     x = torch.ones(3, 4)
     torch._dynamo.mark_dynamic(x, 0)
     step(x)
+
+
+@row(ranks=(2,))
+def what_the_main_process_has() -> None:
+    join_world(torch.device("cpu"))
+    value = {1: (2, [None, "x"]), "y": 1.5}
+    assert from_main(value if RANK == 0 else None, "a value") == value
+    refused("a value of a tensor [2]: give its numbers", from_main, torch.ones(2), "a value")
+    refused("", from_main, object(), "a value")
 
 
 @row(ranks=(2,))

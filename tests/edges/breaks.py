@@ -380,3 +380,16 @@ def a_break_that_costs_most_of_the_time_is_named():
     assert len(warned) == (os.environ.get("RANK", "0") == "0"), warned
     for text in warned:
         assert f'Call to `torch._dynamo.graph_break()` (File "{__file__}", line' in text, text
+
+
+@row("option on_step: step is broken into several graphs, each with figures of its own")
+def figures_of_a_step_that_is_broken():
+    model, seen = layers(), []
+
+    def step(x):
+        h = model(x)
+        torch._dynamo.graph_break()
+        return h.square().mean()
+
+    given = {**OPTIONS, "on_step": seen.append}
+    torch.compile(step, backend="pfeife", options=given, dynamic=True)(rows(1))
