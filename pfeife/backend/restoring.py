@@ -98,7 +98,7 @@ def _loading(world: World | None) -> Iterator[None]:
     try:
         yield
     finally:
-        world.service.script.end("loads of state")
+        world.service.end_of("loads of state")
 
 
 def _check(keys: Mapping[str, Any], folder: Folder) -> None:

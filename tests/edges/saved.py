@@ -234,24 +234,122 @@ def what_one_rank_has_done_alone():
     pair.step(rows(0, 8))
 
 
-@row(ranks=(2,))
-def parameters_that_are_written_to_by_hand():
-    """By autograd's count, and past it: an error on all ranks at the next call, since what was
-    given may be too old."""
+def trained_pair():
+    """After a step, with this rank's number."""
     pair = Pair()
-    changes = (lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5))
-    for change in changes:
-        pair.train()
-        if dist.get_rank() == 0:
-            pair.model.state_dict()
-        dist.barrier()
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                change(pair.model[2][0].weight)
-        words = "2.0.weight was written to, outside" if dist.get_rank() else "rank 1: ValueError: 2"
-        refused(lambda: pair.step(rows(0, 8)), words)
+    pair.train()
+    return pair, dist.get_rank()
+
+
+def each(change, *models):
+    """Changes every parameter by hand."""
+    for model in models:
         with torch.no_grad():
-            change(pair.twin[2][0].weight)
+            for parameter in model.parameters():
+                change(parameter)
+
+
+@row(ranks=(2,))
+def what_is_written_by_hand_before_that():
+    """The other rank, which comes to it later, answers when it has written as often; what all write
+    after that is no matter."""
+    pair, rank = trained_pair()
+    for change in (lambda p: p.mul_(0.5), lambda p: p.copy_(p + 1).clamp_(-1, 1)):
+        each(change, pair.twin)
+        time.sleep(0.2 * rank)
+        each(lambda p, change=change: (time.sleep(0.01 * rank), change(p)), pair.model)
+        if rank == 0:
+            alike(pair.model.state_dict(), pair.twin.state_dict())
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def averages_that_are_swapped_in_and_out():
+    """Right while they are in on both ranks; refused where the other has put back what it had, or
+    never does it."""
+    pair, rank = trained_pair()
+    for stays, goes, right in ((0, 0.5, True), (0.5, 0, False)):
+        kept = [p.detach().clone() for p in pair.model.parameters()]
+        each(lambda p: p.mul_(0.5), pair.model, pair.twin)
+        if rank == 0:
+            time.sleep(stays)
+            if right:
+                alike(pair.model.state_dict(), pair.twin.state_dict())
+            else:
+                refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none")
+        else:
+            time.sleep(goes)
+        with torch.no_grad():
+            torch._foreach_copy_(list(pair.model.parameters()), kept)
+        each(lambda p: p.mul_(2), pair.twin)
+        pair.train()
+    if rank == 0:
+        each(lambda p: p.mul_(0.5), pair.model)
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none")
+        each(lambda p: p.mul_(2), pair.model)
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def what_one_rank_has_written_alone_after_that():
+    """An error on all ranks at the next call: nobody knows whether what was given is too old."""
+    pair, rank = trained_pair()
+    if rank == 0:
+        pair.model.state_dict()
+    dist.barrier()
+    if rank == 1:
+        with torch.no_grad():
+            pair.model[2][0].weight.mul_(0.5)
+    dist.barrier()
+    if rank == 0:
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of this")
+    dist.barrier()
+    words = "rank 0 has asked for state that rank 1 trains, and after that rank 1 has written to it"
+    refused(lambda: pair.step(rows(0, 8)), words)
+    with torch.no_grad():
+        pair.twin[2][0].weight.mul_(0.5)
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def what_is_written_by_data():
+    """Nobody counts that: the other rank answers when it has come to the next call, and what is
+    written so after an answer is an error there."""
+    pair, rank = trained_pair()
+    time.sleep(0.2 * rank)
+    each(lambda p: p.data.mul_(0.5), pair.model, pair.twin)
+    if rank == 0:
+        alike(pair.model.state_dict(), pair.twin.state_dict())
+    pair.train()
+    for late in (0, 1):  # the rank that asks, and the other one
+        if rank == 0 and not late:
+            each(lambda p: p.data.mul_(2), pair.model)
+        if rank == 0:
+            pair.model.state_dict()
+        if late:
+            dist.barrier()
+        if rank == late:
+            each(lambda p: p.data.mul_(0.5), pair.model)
+        words = f"rank {late}: ValueError: " if rank != late else f"{2 * late}.0.weight was written"
+        refused(lambda: pair.step(rows(0, 8)), words)
+    each(lambda p: p.data.mul_(0.5), pair.twin[2])
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def an_optimizers_state_that_is_written_to_after_that():
+    pair, rank = trained_pair()
+    if rank == 0:
+        pair.mine.state_dict()
+    dist.barrier()
+    if rank == 1:
+        pair.mine.state[pair.model[2][0].weight]["momentum_buffer"].zero_()
+    words = "the state of 2.0.weight was written to by" if rank else "rank 1: ValueError: the state"
+    refused(lambda: pair.step(rows(0, 8)), words)
 
 
 @row(ranks=(2,))
@@ -313,6 +411,7 @@ def many_times():
     pair.train()
 
     def resources():
+        time.sleep(0.5)  # a thread that has answered lets go of that
         gc.collect()
         tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
         return tensors, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -377,21 +476,3 @@ def what_is_loaded_before_the_first_step():
     again.train(2)
     assert len(again.mine.state) < len(again.theirs.state)
     again.check()
-
-
-@row(ranks=(2,))
-def parameters_that_are_written_to_between_two_questions():
-    """Nobody knows of which moment the first answer was: the second question is refused."""
-    pair = Pair()
-    pair.train()
-    if dist.get_rank() == 0:
-        pair.model.state_dict()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            pair.model[2][0].weight.mul_(0.5)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of this")
-    dist.barrier()
-    refused(lambda: pair.step(rows(0, 8)), "2.0.weight was" if dist.get_rank() else "rank 1: Value")

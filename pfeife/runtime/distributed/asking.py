@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pfeife.runtime.distributed.by_hand import ByHand
 from pfeife.runtime.distributed.foreign import Foreign
 from pfeife.runtime.distributed.kept import Kept
 from pfeife.runtime.distributed.questions import Named
@@ -20,13 +21,15 @@ class Asking:
     there is one.
 
     `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
-    the world, a new one after every failure; `kept` is what others may ask this one for.
+    the world, a new one after every failure; `kept` is what others may ask this one for, `by_hand`
+    what the script has written to it.
     """
 
     service: "Service"
 
     def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
         self.known, self.foreign, self.kept = known, foreign, Kept()
+        self.by_hand = ByHand(known, foreign)
 
     def number(self, tensor: torch.Tensor) -> int:
         """That of a tensor that ranks train."""
@@ -40,8 +43,8 @@ class Asking:
         """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
         found: dict[int, torch.Tensor] = {}
         with self._asking():
-            for rank, numbers in self._by_rank(missing).items():
-                found |= self.service.tensors(rank, numbers)
+            for rank, wanted in self._by_rank(missing).items():
+                found |= self.service.tensors(rank, wanted)
         return found
 
     def values(self, missing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,8 +56,8 @@ class Asking:
         """An optimizer's state for absent tensors by their numbers. Raises as `Service.states`."""
         found: dict[int, Any] = {}
         with self._asking():
-            for rank, numbers in self._by_rank(missing).items():
-                found |= self.service.states(rank, named, numbers)
+            for rank, wanted in self._by_rank(missing).items():
+                found |= self.service.states(rank, named, tuple(wanted))
         return found
 
     @contextlib.contextmanager
@@ -64,9 +67,10 @@ class Asking:
         finally:
             self.service.script.note_asked()
 
-    def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[int]]:
-        found: dict[int, dict[int, None]] = {}  # a tied tensor once
-        for owned in (self.known[one] for one in tensors):
+    def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
+        found: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once
+        for one in tensors:
+            owned = self.known[one]
             rank = owned.nearest(self.service.world.rank)
-            found.setdefault(rank, {})[owned.number] = None
-        return {rank: tuple(found[rank]) for rank in sorted(found)}
+            found.setdefault(rank, {})[owned.number] = one
+        return {rank: found[rank] for rank in sorted(found)}

@@ -1,4 +1,4 @@
-"""What other ranks were given of this one's state: it should not be written to by hand then."""
+"""What other ranks were given of this one's state, and whether it was written to unseen since."""
 
 import threading
 import weakref
@@ -9,25 +9,29 @@ import torch
 
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.gradients import some_values
+from pfeife.runtime.distributed.questions import as_bytes
 from pfeife.runtime.failure import Refusal
 
 
 @attrs.frozen(eq=False)
 class _Given:
     """A tensor as it was when it was given: its version, and some of its values, since what is
-    written by `.data` leaves no trace in the version."""
+    written by `.data` leaves no trace in the version. Where writes are `counted`, those that the
+    version tells of are no matter of ours."""
 
     name: str
     tensor: weakref.ref[torch.Tensor]
     version: int
     values: torch.Tensor
+    counted: bool
 
     def changed(self) -> bool:
         tensor = self.tensor()
         if tensor is None:
             return False
-        same = torch.equal(_bytes(self.values), _bytes(some_values(tensor)))
-        return version_of(tensor) != self.version or not same
+        if version_of(tensor) != self.version:
+            return not self.counted
+        return not torch.equal(as_bytes(self.values), as_bytes(some_values(tensor)))
 
 
 class Givens:
@@ -37,13 +41,14 @@ class Givens:
         self.lock = threading.Lock()
         self.given: dict[int, _Given] = {}
 
-    def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def note(self, tensors: Iterable[tuple[str, torch.Tensor]], counted: bool) -> None:
         """Notes some, with their names, as they are when they are first given."""
         with self.lock:
             for name, one in tensors:
                 known = self.given.get(id(one))
-                if known is None or known.tensor() is not one:
-                    found = _Given(name, weakref.ref(one), version_of(one), some_values(one))
+                if known is None or known.tensor() is not one or known.version != version_of(one):
+                    values = some_values(one)
+                    found = _Given(name, weakref.ref(one), version_of(one), values, counted)
                     self.given[id(one)] = found
 
     def check(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -59,7 +64,3 @@ class Givens:
         with self.lock:
             given, self.given = self.given, {}
         return next((one.name for one in given.values() if one.changed()), "")
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
 )
 
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.questions import Named, Question, told
+from pfeife.runtime.distributed.questions import Named, Question, Value, told
 from pfeife.runtime.distributed.serving import Found
 from pfeife.runtime.failure import Refusal
 
@@ -68,6 +68,9 @@ class Optimizers:
         """Whether it has anything that ranks train."""
         return any(one in self.asking.known for one in _parameters(optimizer))
 
+    def _known(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        return (one for one in _parameters(optimizer) if one in self.asking.known)
+
     def _listed(self) -> list[torch.optim.Optimizer]:
         found = [one() for one in self.known]
         return [one for one in found if one is not None]
@@ -91,7 +94,7 @@ class Optimizers:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._ours(optimizer):
             self._let_go(optimizer)  # what it makes where there is no gradient
-            self.asking.service.script.end("steps of optimizers")
+            self.asking.service.end_of("steps of optimizers", self._known(optimizer))
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Of the state for what other ranks train."""
@@ -103,7 +106,7 @@ class Optimizers:
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         self.loaded = True
-        self.asking.service.script.end("loads of state")
+        self.asking.service.end_of("loads of state", ())
 
     def saved(
         self, optimizer: torch.optim.Optimizer, found: dict[str, Any]
@@ -161,8 +164,12 @@ class Optimizers:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
         parts: list[torch.Tensor] = []
-        states = [told(state[one], parts) if one in state else None for _, one in wanted]
-        return Found(tuple(parts), tuple(states))
+        states, names = list[Value | None](), list[tuple[str, torch.Tensor]]()
+        for owned, one in wanted:
+            before = len(parts)
+            states.append(told(state[one], parts) if one in state else None)
+            names += [(f"the state of {owned.name}", part) for part in parts[before:]]
+        return Found(tuple(parts), tuple(states), tuple(names))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -28,13 +28,19 @@ class Named:
 class Question:
     """What a rank asks for at a place of its script: the values of tensors, by their numbers, or
     an `optimizer`'s state for these; or to be told when the other has asked `asked` times as well,
-    or has gone on. `tag` is that of the answer's messages."""
+    or has gone on. `tag` is that of the answer's messages.
+
+    The script has written to the tensors by hand as often as `written` says, and `by_data` to some
+    by their `data`, since its last change.
+    """
 
     tag: int
     place: Place
     tensors: tuple[int, ...] = ()
     optimizer: Named | None = None
     asked: int = 0
+    written: tuple[int, ...] = ()
+    by_data: bool = False
 
 
 class Kind(enum.Enum):

@@ -102,7 +102,9 @@ class Saving:
 
     def after_load(self, module: nn.Module, *args: Any) -> None:
         if self._trains(module):
-            self.asking.service.script.end("loads of state")
+            own = _torch.saved_state(module).values()
+            mine = [one for one in own if one in self.asking.known]
+            self.asking.service.end_of("loads of state", mine)
 
     def __deepcopy__(self, memo: dict) -> "Saving":
         return self  # copies have tensors of their own, which are not absent

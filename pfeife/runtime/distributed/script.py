@@ -18,6 +18,7 @@ CHANGES: tuple[Change, ...] = (
     "loads of state",
 )
 _TICK = 0.5  # seconds after which who waits looks whether a rank has failed
+_SOON = 0.01  # and whether the script has written what it is waited for
 
 
 @attrs.frozen
@@ -36,6 +37,11 @@ class Place:
             return (call, over) > (its_call, its_over)
         pairs = zip(more + ended, its_more + its_ended, strict=True)
         return any(one > before for one, before in pairs)
+
+    @property
+    def moment(self) -> str:
+        """What tells it from the others since the last call."""
+        return "-".join(map(str, self.begun[1:]))
 
     def begins(self, change: Change) -> "Place":
         """The place after a change has begun."""
@@ -91,14 +97,6 @@ class Script:
             self.place = self.place.ends(change)
             self.changed.notify_all()
 
-    @contextlib.contextmanager
-    def during(self, change: Change) -> Iterator[None]:
-        self.begin(change)
-        try:
-            yield
-        finally:
-            self.end(change)
-
     def note_asked(self) -> None:
         """This rank has got what it has asked others for, or has been refused it."""
         with self.changed:
@@ -121,16 +119,23 @@ class Script:
             self.changed.notify_all()
 
     @contextlib.contextmanager
-    def reading(self, reader: int, place: Place, check: Callable[[], object]) -> Iterator[None]:
+    def reading(
+        self,
+        reader: int,
+        place: Place,
+        check: Callable[[], object],
+        here: Callable[[], bool] = lambda: True,
+    ) -> Iterator[None]:
         """While another rank reads the state that this one has at a place, on another thread than
-        the script's; waits until it is there. Raises Refusal if it does not come there, and what
-        `check`, called from time to time, does."""
+        the script's; waits until it is there, and `here` says so too. Raises Refusal if it does not
+        come there, and what `check`, called from time to time, and `here` do."""
         with self.changed:
-            while self.place != place:
-                if self.rests or self.place.beyond(place):
+            while self.place != place or not here():
+                away = self.place != place
+                if away and (self.rests or self.place.beyond(place)):
                     raise Refusal(self._elsewhere(place, reader))
                 check()
-                self.changed.wait(_TICK)
+                self.changed.wait(_TICK if away else _SOON)
             self.readers.append(reader)
         try:
             yield

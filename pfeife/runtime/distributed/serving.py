@@ -2,16 +2,19 @@
 
 import contextlib
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from pfeife.data import plain
+from pfeife.runtime.distributed.by_hand import ByHand
 from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.exchanges import Exchanges
 from pfeife.runtime.distributed.givens import Givens
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.kept import Kept
@@ -25,12 +28,12 @@ if TYPE_CHECKING:
 
 _QUESTION = 1  # the tag of questions; answers have those that the questions say
 _TAGS = 2**29
+_PATIENCE = 60.0  # seconds for a script that has not yet written what the one that asks has
 
 
 @attrs.frozen
 class Found:
-    """What answers a question: tensors, states that are made of them, and the names of those
-    that are a model's."""
+    """What answers a question: tensors, states that are made of them, and all with names."""
 
     tensors: tuple[torch.Tensor, ...]
     states: tuple[Value | None, ...] = ()
@@ -42,12 +45,13 @@ class Service:
 
     An answer is of the same point of the script as the question. A rank that has not come there
     yet answers later; one that has gone on refuses, with words. What tells the point is how often
-    compiled steps were called, optimizers stepped and state was loaded: what the script writes to
-    parameters by hand is not seen. If it does so after it has given an answer, `check_given`
-    raises, for the answer may have come too early.
+    compiled steps were called, optimizers stepped and state was loaded, and since then how often
+    the script has written to what is asked for. What it writes to `.data` or to an optimizer's
+    state is not counted: where that is noticed after an answer, `check_given` raises, for the
+    answer may have come too early.
 
     `connection` is one of all ranks, on the CPU, that nothing else uses; `find` gives what answers
-    a question, `kept` what that is found in.
+    a question, `kept` what that is found in, `by_hand` what the script has written to it.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class Service:
         connection: Connection,
         find: Callable[[Question], Found],
         kept: Kept,
+        by_hand: ByHand,
     ) -> None:
         self.world, self.connection, self.find, self.kept = world, connection, find, kept
         self.post, self.givens = Post(connection), Givens()
+        self.by_hand, self.exchanges = by_hand, Exchanges(by_hand)
+        by_hand.note()
         self.script = Script(lambda reader: world.busy(_Waits("a change of state", reader)))
         self.uneven = ""  # why the ranks' places do not tell the point
         self.tags = itertools.count()
@@ -84,11 +91,18 @@ class Service:
                 thread.join(1.0)
         self.connection.close()
 
-    def tensors(self, rank: int, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+    def tensors(self, rank: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises Refusal if it is not at the same point of the script, PipelineError if it is gone."""
-        question = Question(self._tag(), self.script.place, tuple(numbers))
-        return dict(zip(numbers, self._ask(rank, question)[1], strict=True))
+        written, by_data = self.by_hand.counts(wanted.values()), bool(self.by_hand.by_data())
+        question = Question(
+            self._tag(), self.script.place, tuple(wanted), written=written, by_data=by_data
+        )
+        if by_data:  # once more would tell that the answer may have come too late
+            self.givens.note(self.by_hand.here(), counted=True)
+        values = self._ask(rank, question)[1]
+        self.exchanges.note(self.world.rank, rank, wanted, written)
+        return dict(zip(wanted, values, strict=True))
 
     def states(self, rank: int, named: Named, numbers: Sequence[int]) -> dict[int, Any]:
         """The state that a rank's optimizer has for tensors, by their numbers; without those for
@@ -106,25 +120,45 @@ class Service:
         if asked and not self.uneven and self.world.failure is None:
             for rank in self.others:
                 self._ask(rank, Question(self._tag(), place, asked=asked))
-        self.script.begin(change)
+        self._begin(change)
         self.check_given()
+
+    def _begin(self, change: Change) -> None:
+        moment = self.script.place.moment
+        self.script.begin(change)
+        self.exchanges.close(moment)
+
+    def end_of(self, change: Change, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """After a change of some tensors, all unless given."""
+        self.by_hand.note(tensors)
+        self.script.end(change)
 
     @contextlib.contextmanager
     def called(self) -> Iterator[None]:
         """A call of a compiled step that all ranks have agreed on."""
-        with self.script.during("calls of compiled steps"):
+        self._begin("calls of compiled steps")
+        try:
             self.kept.renew()
             yield
+        finally:
+            self.end_of("calls of compiled steps")
+
+    def news(self) -> list[str]:
+        """What other ranks must know of what was written after state was asked for, a line each."""
+        self.exchanges.close(self.script.place.moment)
+        return self.exchanges.told()
 
     def check_given(self) -> None:
-        """Raises ValueError if state was written to by hand since others were given it."""
+        """Raises ValueError if state was written to, unseen, since others were given it."""
         name = self.givens.changed()
         if name:
             raise ValueError(
-                f"{name} was written to, outside of optimizer.step() and load_state_dict(), after "
-                "another rank had asked for its state_dict(): what it was given may be too old. "
-                "Call pfeife.full_state_dict(model) on every rank instead (and to load with "
-                "torch.distributed.checkpoint.load, which writes in place, pfeife.Checkpoints.load)"
+                f"{name} was written to by its .data, or is an optimizer's and was written to "
+                "outside of step() and load_state_dict(), after a rank had asked for a "
+                "state_dict(): what it was given may be of another moment. Write to parameters "
+                "under torch.no_grad(), which is counted, or call pfeife.full_state_dict(model) "
+                "on every rank instead (and to load with torch.distributed.checkpoint.load, which "
+                "writes in place, pfeife.Checkpoints.load)"
             )
 
     def _tag(self) -> int:
@@ -141,6 +175,9 @@ class Service:
                 for one in answer.tensors:
                     waits.again()
                     tensors.append(self.post.tensor(rank, question.tag, one))
+                if tensors:  # what was sent may have changed meanwhile
+                    last = plain.from_json(Answer, self.post.text(rank, question.tag))
+                    answer = attrs.evolve(answer, refused=last.refused)
             except RuntimeError as error:
                 raise self.world.lost(rank, error) from None
         if answer.refused:
@@ -158,6 +195,12 @@ class Service:
         with contextlib.ExitStack() as stack:
             answer, found = self._answer(reader, question, stack)
             self.post.send(reader, question.tag, plain.to_json(answer), found.tensors)
+            if found.tensors:
+                last = Answer(self._torn(question, found))
+                self.post.send(reader, question.tag, plain.to_json(last))
+                if question.optimizer is None and not last.refused:
+                    wanted = dict(zip(question.tensors, found.tensors, strict=True))
+                    self.exchanges.note(reader, self.world.rank, wanted, question.written)
 
     def _answer(
         self, reader: int, question: Question, stack: contextlib.ExitStack
@@ -169,12 +212,13 @@ class Service:
                 patience = self.world.timeout
                 script.wait_until_asked(question.place, question.asked, patience, self._check)
                 return Answer(), nothing
-            stack.enter_context(script.reading(reader, question.place, self._check))
+            here = self._here(reader, question)
+            stack.enter_context(script.reading(reader, question.place, self._check, here))
             found = self.find(question)
             self.givens.check(found.named)
             with script.changed:  # from then on the script writes nothing by hand
                 if not script.rests:
-                    self.givens.note(found.named)
+                    self.givens.note(found.named, counted=question.optimizer is None)
             return Answer("", tuple(map(shaped, found.tensors)), found.states), found
         except PipelineError:
             raise
@@ -182,6 +226,49 @@ class Service:
             return Answer(str(error)), nothing
         except Exception as error:  # of the state: the one that asks is told
             return Answer(f"{type(error).__name__}: {error}"), nothing
+
+    def _here(self, reader: int, question: Question) -> Callable[[], bool]:
+        """Whether the script, which is at the place of a question, has written to what is asked for
+        as that of the reader has; if it has by `.data`, it may do so until it rests. Raises Refusal
+        when it will not, or has not for a minute."""
+        late = math.inf
+
+        def here() -> bool:
+            nonlocal late
+            if question.optimizer is not None:
+                return True
+            late = min(late, time.monotonic() + min(_PATIENCE, self.world.timeout / 2))
+            found = self.find(question)
+            name = self.by_hand.by_data(found.tensors)
+            if name and not question.by_data:
+                raise Refusal(f"{name} was written to by its .data, which nobody counts")
+            counts = self.by_hand.counts(found.tensors)
+            if counts == question.written and (not question.by_data or self.script.rests):
+                return True
+            names = [name for name, _ in found.named]
+            for name, mine, theirs in zip(names, counts, question.written, strict=True):
+                waits = mine < theirs and not self.script.rests and time.monotonic() < late
+                if mine != theirs and not waits:
+                    raise Refusal(
+                        f"{name} was written to by hand {mine} times since the last change that "
+                        f"all make, and on rank {reader}, which asks, {theirs} times"
+                    )
+            if time.monotonic() > late:
+                raise Refusal(f"rank {reader} has written to parameters by their .data")
+            return False
+
+        return here
+
+    def _torn(self, question: Question, found: Found) -> str:
+        """Why what was sent is not what was there when it was asked for, "" if it is."""
+        try:
+            self.givens.check(found.named)
+        except Refusal as error:
+            return str(error)
+        counted = question.optimizer is None
+        if counted and self.by_hand.counts(found.tensors) != question.written:
+            return "it was written to by hand while it was sent"
+        return ""
 
     def _check(self) -> None:
         """Raises PipelineError after a failure, of which the script has yet to hear."""

@@ -85,7 +85,9 @@ class World:
                 self.connection = self.connection_of(range(self.size))
                 asked = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
                 find, asking = self.ownership.optimizers.find, self.ownership.asking
-                self.service = asking.service = Service(self, asked, find, asking.kept)
+                self.service = asking.service = Service(
+                    self, asked, find, asking.kept, asking.by_hand
+                )
         except BaseException:
             self._end_threads()
             raise

@@ -61,8 +61,9 @@ def test_who_reads_waits_for_the_place():
             seen.append(one.place)
 
     thread = later(read)
-    with one.during(STEP):
-        assert not seen
+    one.begin(STEP)
+    assert not seen
+    one.end(STEP)
     thread.join(10)
     assert seen == [wanted]
 
