@@ -622,6 +622,34 @@ def a_teacher_that_follows_by_a_moving_average():
     assert step(rows(1)).isfinite()
 
 
+class Following(nn.Module):
+    """Two parts that both read `kept`, the second `shift` as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers(6, 6, 6), layers(6, 6, 6)
+        self.kept = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x):
+        return self.second(self.first(x * self.kept)) * self.kept + self.shift
+
+
+@row(ranks=(2,))
+def frozen_state_and_a_buffer_that_follow_a_parameter():
+    """Whatever else has become NaN there, the frozen parameter is."""
+    model = Following()
+    step = pfeife.compile(
+        lambda x: model(x).square().mean(), microbatches=2, split_at={"second": "begin"}
+    )
+    step(rows(0)).backward()
+    stepped(sgd(model))
+    with torch.no_grad():
+        for follower in (model.kept, model.shift):
+            follower.copy_(model.first[0][0].bias)
+    refused(lambda: step(rows(1)), ("kept has become NaN", "rank 1: ValueError: kept"))
+
+
 @row(ranks=(2,))
 def what_is_frozen_is_kept_where_it_is_read():
     """Its values are elsewhere alone, saved from there, trained there once it is no longer frozen,
