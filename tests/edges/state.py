@@ -840,6 +840,9 @@ def what_else_is_read_of_gradients_of_other_ranks():
         *(lambda g: g.normal_(), lambda g: torch.stack([g, g])),
     ]
     refused(lambda: torch.save(kept, io.BytesIO()), "the gradient of ")
+    if any(part[0].weight.isnan().any() for part in model):  # there torch would look for memory
+        refused(model.share_memory, "share_memory_ reads the gradient of ")
+    kept = copy.deepcopy([parameter.grad for parameter in model.parameters()])
     for read in reads:
         for grads in (kept, [parameter.grad for parameter in model.parameters()]):
             refused(lambda g=grads, r=read: [r(one) for one in g], "aten.")

@@ -109,6 +109,13 @@ class Elsewhere(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(f"{self!r}: it can be saved there")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def share_memory_(self) -> Any:
+        """Raises ValueError: torch would look for the memory, and crash."""
+        raise _refused("share_memory_", (self,), {})
+
     def change(self) -> None:
         """It has been changed in place, on every rank, and so may be what it is a view of."""
         self.norms.forget(self.owned.number)
