@@ -62,7 +62,7 @@ from pfeife._torch.hollow import (
     written,
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
-from pfeife._torch.modules import graph_module, is_unwritten, saved_state
+from pfeife._torch.modules import graph_module, is_unwritten, saved_state, write
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -198,5 +198,6 @@ __all__ = [
     "willing",
     "without_memory",
     "without_symbols",
+    "write",
     "written",
 ]

@@ -22,6 +22,14 @@ def is_unwritten(module: fx.GraphModule) -> bool:
     return isinstance(module, _LazyGraphModule) and module._needs_recompile()
 
 
+def write(module: torch.nn.Module) -> None:
+    """Writes the code of all graphs in a module, before several threads run them: torch gives nodes
+    other names while it writes, and two that write at once mix theirs up."""
+    for one in module.modules():
+        if isinstance(one, _LazyGraphModule):
+            one.real_recompile()
+
+
 def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's own parameters and buffers that its `state_dict()` has, by name. If the set of
     the others moves: `state_dict(keep_vars=True)` without those of its children."""

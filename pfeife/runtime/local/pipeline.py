@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife import _torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, averaged, mean, with_statistics
 from pfeife.ir.program import Program, Reduction, Role
@@ -150,6 +151,8 @@ class LocalPipeline(Pipeline["LocalStep"]):
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         super().__init__(program, schedule)
+        if program.replicas > 1:  # they share bodies
+            _torch.write(program.module)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
         known = acknowledged(schedule)
         self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
