@@ -29,7 +29,8 @@ log = logging.getLogger("pfeife")
 @attrs.frozen(eq=False)
 class Builder:
     """Builds steps with some options. `home` is the rank where state goes that no rank trains yet,
-    None where the cuts decide that; `layouts` has the mesh once one was chosen."""
+    None where the cuts decide that; `layouts`, one list for the builders of all of a backend's
+    options, has the mesh once one was chosen."""
 
     options: Options
     machine: Machine | None
@@ -89,7 +90,6 @@ class Builder:
         """Whether a step must be built anew, since another one has been the first to train state
         that it reads, elsewhere."""
         slots = dict(zip(compiled.captured.arguments, args, strict=True))
-        self._follow(world, args)
         mesh, pipeline = self.mesh(world), compiled.pipeline
         if isinstance(pipeline, DistributedPipeline) and pipeline.mesh.order != mesh.order:
             return True
@@ -107,7 +107,7 @@ class Builder:
         """Chooses the mesh of the ranks where none was given (collective): that of the state which
         is trained already; else the one on whose links a step that trains is estimated to take
         less."""
-        self._follow(world, args)
+        self.follow(world, args)
         options, network, mesh = self.options, self.network, self.mesh(world)
         free = options.mesh is None and options.batch != "replica" and not self.layouts
         several = mesh.ranks > 1 and mesh.replicas > 1 and mesh.size == world.size
@@ -116,7 +116,7 @@ class Builder:
             found = laid_out(options, clusters, order, world, machine, network, mesh, passes)
             self.layouts.append(found)
 
-    def _follow(self, world: World, args: Sequence[Any]) -> None:
+    def follow(self, world: World, args: Sequence[Any]) -> None:
         """Takes the mesh of a call's state, if one of so many ranks trains it."""
         meshes = world.ownership.meshes(args)
         mesh = self.mesh(world)

@@ -70,15 +70,15 @@ class Steps:
             builder = attrs.evolve(builder, options=options)
         key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
         compiled = self.known.get(key)
-        if world and compiled and builder.outdated(compiled, args, world):
-            compiled = None
+        if world and compiled:
+            compiled = _unless_outdated(compiled, builder, args, world)
         seed = _seed(compiled)
         if world is None:
             return self._run(builder, key, compiled, args, world, seed, sent)
         with world.service.script.resting("its next call of a compiled step"):
             seed = self._agreed(world, args, compiled, options, seed)
-        if compiled and builder.outdated(compiled, args, world):  # copies have found their owners
-            compiled = None
+        if compiled:  # copies have found their owners
+            compiled = _unless_outdated(compiled, builder, args, world)
         with world.service.called():
             return self._run(builder, key, compiled, args, world, seed, sent)
 
@@ -253,6 +253,14 @@ def is_trained(argument: Argument, value: Any) -> bool:
     """Whether the step trains an argument: no input that the caller wants a gradient of."""
     tensor = isinstance(value, torch.Tensor) and not argument.given
     return tensor and value.requires_grad and value.is_leaf
+
+
+def _unless_outdated(
+    compiled: Compiled, builder: Builder, args: Sequence[Any], world: World
+) -> Compiled | None:
+    """What was built, if it may run on the mesh that the state has by now."""
+    builder.follow(world, args)
+    return None if builder.outdated(compiled, args, world) else compiled
 
 
 def _draws(compiled: Compiled | None) -> bool:
