@@ -726,6 +726,36 @@ def a_head_in_the_place_of_another(run):
 
 
 @script()
+def a_wider_head(run):
+    """Which begins as the other one: as a vocabulary grows."""
+    model = run.model()
+    step, optimizer = run.compile(loss_of(model)), sgd(model)
+    for at, (x, t) in enumerate(run.batches()):
+        if at == 7:
+            torch.manual_seed(7)
+            before, model.last = model.last, nn.Linear(WIDTH, WIDTH + 2).to(run.dtype)
+            model.last.weight.data[:WIDTH] = before.weight.data
+            optimizer = sgd(model)
+        run.turn(step(x, torch.cat([t, t[:, :2]], 1) if at > 6 else t), model, optimizer)
+    run.end(model, optimizer)
+
+
+@script(ELSEWHERE)
+def exported(run):
+    model = run.model()
+    train(run, model, sgd(model))
+    made = torch.export.export(model.eval(), (torch.ones(2, WIDTH, dtype=run.dtype),))
+    run.note(*made.state_dict.values())
+
+
+@script("where one rank trains all of these parameters: pfeife.clip_grad_norm_")
+def clip_grad_norm_of_a_part(run):
+    model = run.model()
+    clip = lambda at, loss: run.note(utils.clip_grad_norm_(model.last.parameters(), 0.1))  # noqa: E731
+    train(run, model, sgd(model), clip)
+
+
+@script()
 def folds(run):
     """All weights made anew for each."""
     model = run.model()

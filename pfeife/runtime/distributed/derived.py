@@ -3,6 +3,7 @@
                       rank 0     rank 1
 blocks.0              trained    NaN
 average.blocks.0      values     NaN        made of it outside of a step: it is rank 0's, too
+wider                 values     partly     it has rows of it
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pfeife.data.machine import Mesh
-from pfeife.runtime.distributed.foreign import is_nothing
+from pfeife.runtime.distributed.foreign import lacks_values
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 def holders_of(
     tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: "World"
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks of a pipeline that have values of tensors which the others have as NaN: of those
-    where these are the same ranks in each pipeline (collective)."""
-    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if is_nothing(one))
+    """The ranks of a pipeline that have values of tensors which the others have as NaN, if only in
+    part: of those where these are the same ranks in each pipeline (collective)."""
+    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if lacks_values(one))
     told = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
     found = {}
     for at, name in enumerate(tensors):

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
 
 aten = torch.ops.aten
-_PLACE = "a norm of gradients (torch.nn.utils.clip_grad_norm_)"
+_PLACE = (
+    "a norm of gradients (torch.nn.utils.clip_grad_norm_; where one rank trains all of these "
+    "parameters: pfeife.clip_grad_norm_)"
+)
 
 
 class Norms:

@@ -107,6 +107,10 @@ class Foreign:
             self._settle(one)
         return one is not None and version_of(tensor) == one.version
 
+    def first(self) -> _Absent | None:
+        """One that is absent, if any."""
+        return next((one for one in self.listed if one.tensor() is not None), None)
+
     def stale(self, module: nn.Module) -> _Absent | None:
         """The first of a module's own tensors that is absent here; None if there is none, or
         values have been loaded since."""
@@ -141,8 +145,11 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
     one.version, one.place = version_of(tensor), tensor.data_ptr()
 
 
-def is_nothing(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values but those of what other ranks train, or of a copy of that."""
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether some values of a tensor, or all that it has, are those of what other ranks train, or
+    made of them."""
+    if tensor.is_floating_point() and tensor.layout == torch.strided:
+        return bool(tensor.detach().isnan().any())
     probe = _probe(tensor.detach())
     return probe is not None and _is_nothing(probe) and _is_nothing(tensor.detach())
 
@@ -213,6 +220,13 @@ class Guard:
                 module.register_forward_pre_hook(self.running)
 
     def running(self, module: nn.Module, args: Any) -> None:
+        absent = self.foreign.first() if torch.compiler.is_exporting() else None
+        if absent is not None:
+            raise ValueError(
+                f"{where_trained(absent)}, so the model cannot be exported here: "
+                "export a model of one device that has been given pfeife.full_state_dict(model), "
+                "which every rank calls"
+            )
         if torch.compiler.is_compiling():
             return
         one = self.foreign.stale(module)
