@@ -216,9 +216,7 @@ class Service:
             stack.enter_context(script.reading(reader, question.place, self._check, here))
             found = self.find(question)
             self.givens.check(found.named)
-            with script.changed:  # from then on the script writes nothing by hand
-                if not script.rests:
-                    self.givens.note(found.named, counted=question.optimizer is None)
+            self.givens.note(found.named, counted=question.optimizer is None)
             return Answer("", tuple(map(shaped, found.tensors)), found.states), found
         except PipelineError:
             raise
