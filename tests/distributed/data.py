@@ -245,6 +245,15 @@ def a_loader_that_ends_fails_or_is_slow() -> None:
     assert len(pfeife.from_rank0([1, 2, 3] if RANK == 0 else None)) == 3
     names = pfeife.from_rank0(["a", {"b": (None, 0.5)}] if RANK == 0 else None)
     assert list(names) == ["a", {"b": (None, 0.5)}] == list(names)
+    endless = pfeife.from_rank0((n for n in range(3)) if RANK == 0 else None)
+    assert list(endless) == [0, 1, 2]
+    try:
+        len(endless)
+    except TypeError as error:
+        assert "no length" in str(error)
+    else:
+        raise AssertionError("a generator has a length")
+    refused("wants a loader on rank 0", len, pfeife.from_rank0(None))
     one = next(batches(1))
     calls = [lambda: step(**one), lambda: next(iter(pfeife.from_rank0([1])))]
     refused("rank 1 is at the next batch of from_rank0", calls[RANK])

@@ -176,6 +176,29 @@ def of_tied_weights():
     )
 
 
+@row(ranks=(2,))
+def with_buffers_that_no_step_reads():
+    """Neither of these can be NaN, nor be looked into by strides."""
+    model = norms()
+    buffers = {
+        "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+    for name, value in buffers.items():
+        model[0].register_buffer(name, value)
+    pfeife.compile(lambda x: model(x).square().mean(), **PAIR)(rows(0)).backward()
+    found = pfeife.full_state_dict(model)
+    for name, value in buffers.items():
+        one, other = (
+            each.unbind() if name == "nested" else [each.to_dense() if each.is_sparse else each]
+            for each in (found[f"0.{name}"], value)
+        )
+        pairs = zip(one, other, strict=True)
+        assert all(str(mine) == str(theirs) for mine, theirs in pairs), name
+
+
 @row(ranks=(2,), whole=(2,))
 def of_two_optimizers():
     """They are alike but for their parameters, and one is of a model that no rank shares."""

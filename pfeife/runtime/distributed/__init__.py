@@ -13,7 +13,7 @@ checkpoint, by `writing`. `staying`, `heartbeat`, `patience`, `diagnosis` and `e
 a rank is late or gone; `connection`, `sending`, `reducing`, `buffers` and `arriving` are parts of
 the transport, `meshes` reads which ranks are its pipelines. `loading` gives ranks their data:
 `announcing` tells all what rank 0 has, `rank_zero` does so with a call's arguments. `batch_norms`
-joins what those of replicas have found.
+joins what those of replicas have found. Tensors that travel together are a message by `packing`.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

@@ -13,12 +13,12 @@ import torch
 
 from pfeife.data import plain
 from pfeife.frontend.absent import Absent
-from pfeife.runtime.distributed.questions import Shaped, Value, as_bytes, heard, shaped, told
+from pfeife.runtime.distributed.packing import empty, pack, unpack
+from pfeife.runtime.distributed.questions import Shaped, Value, heard, shaped, told
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 
 _MOST = 256  # structures that ranks keep
-_ALIGNED = 16  # bytes: where a tensor starts in a message
 _END = -1
 
 
@@ -118,37 +118,8 @@ class Announced:
 def share(world: World, tensors: Sequence[torch.Tensor]) -> None:
     """Writes rank 0's values of some tensors to those that the other ranks have in their places
     (collective)."""
-    packed = pack(tensors) if world.rank == 0 else torch.empty(room(tensors), dtype=torch.uint8)
+    packed = pack(tensors) if world.rank == 0 else empty(tensors)
     shared = packed.to(world.device)
     world.broadcast(shared, 0)
     if world.rank:
         unpack(shared.cpu(), tensors)
-
-
-def room(tensors: Sequence[torch.Tensor]) -> int:
-    """The bytes of a message of tensors."""
-    return sum(_rounded(one.nbytes) for one in tensors)
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The values of tensors as one message, on the CPU."""
-    found = torch.empty(room(tensors), dtype=torch.uint8)
-    at = 0
-    for one in tensors:
-        found[at : at + one.nbytes] = as_bytes(one.detach().cpu().contiguous())
-        at += _rounded(one.nbytes)
-    return found
-
-
-def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Writes the values of a message to tensors."""
-    at = 0
-    with torch.no_grad():
-        for one in tensors:
-            dense = message[at : at + one.nbytes].view(one.dtype).reshape(one.shape)
-            one.copy_(dense)
-            at += _rounded(one.nbytes)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -8,6 +8,7 @@ from pfeife.data.machine import Mesh
 from pfeife.ir.evaluate import Result
 from pfeife.ir.program import Program, Role
 from pfeife.ir.statistics import tracked_names
+from pfeife.runtime.distributed.packing import pack, room, unpack
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.results import owner
 
@@ -23,23 +24,15 @@ def statistics_of_all(
     ports = [port for port in program.ports(Role.BUFFER_UPDATE) if port.fqn in once]
     sizes = Counter[int]()
     for port in ports:
-        sizes[owner(program, port)] += port.bytes
+        sizes[owner(program, port)] += room([port.bytes])
     own = [port for port in ports if owner(program, port) == rank]
-    given = [_bytes(one[port.fqn]) for one in mine.statistics for port in own]
-    missing = max(sizes.values()) * len(mine.statistics) - sum(map(len, given))
-    padding = torch.zeros(missing, dtype=torch.uint8, device=world.device)
-    gathered = world.gather(torch.cat([*given, padding]))
+    given = pack([one[port.fqn] for one in mine.statistics for port in own], world.device)
+    missing = max(sizes.values()) * len(mine.statistics) - len(given)
+    gathered = world.gather(torch.cat([given, given.new_zeros(missing)]))
     found: list[dict[str, torch.Tensor]] = []
     for replica in range(mesh.replicas):
-        theirs, at = gathered[mesh.in_world(replica, rank)], 0
-        for _ in mine.statistics:
-            found.append({})
-            for port in own:
-                value = theirs[at : at + port.bytes].clone().view(port.dtype)
-                found[-1][port.fqn] = value.reshape(port.shape)
-                at += port.bytes
+        theirs = [{p.fqn: torch.empty_like(one[p.fqn]) for p in own} for one in mine.statistics]
+        values = [value for one in theirs for value in one.values()]
+        unpack(gathered[mesh.in_world(replica, rank)], values)
+        found += theirs
     return tuple(found)
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pfeife import _torch
 
+FOREVER = timedelta(days=1)  # of a wait that a thread ends, by cutting the connection
 _CUT = 2**30  # the tag of the receives that nobody ever answers
 
 
@@ -45,7 +46,7 @@ class Connection:
             place = self.index(dist.get_rank())
             self.group = _torch.gloo_group(own, place, len(self.ranks), limit, gloo)
         if self.mine:  # how long to wait is decided where it is waited
-            self.group.set_timeout(timedelta(days=1))
+            self.group.set_timeout(FOREVER)
         self.lock = threading.Lock()
         self.never: list[dist.Work] = []
         if self.mine and device.type != "cuda":

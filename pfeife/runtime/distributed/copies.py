@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.runtime.distributed.foreign import Foreign, version_of
 from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.packing import empty, pack, unpack
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.owned import Owned
@@ -97,17 +98,17 @@ class Copies:
             _pieces([one for one in here if self.known[one].replica == owner])
             for owner in range(mesh.replicas)
         ]
-        with torch.no_grad():
-            for together in zip_longest(*pieces):  # one of each owner at a time
-                sent = [
-                    _Piece(tensors, owner != replica, connection.index(mesh.in_world(owner, rank)))
-                    for owner, tensors in enumerate(together)
-                    if tensors
-                ]
-                works = [connection.group.broadcast(one.flat, one.root) for one in sent]
-                for one, work in zip(sent, works, strict=True):
-                    world.wait(work)
-                    one.unpack()
+        for together in zip_longest(*pieces):  # one of each owner at a time
+            under_way = []
+            for owner, piece in enumerate(together):
+                if piece:
+                    message = (pack if owner == replica else empty)(piece, world.device)
+                    root = connection.index(mesh.in_world(owner, rank))
+                    work = connection.group.broadcast(message, root)
+                    under_way.append((work, message, () if owner == replica else piece))
+            for work, message, copies in under_way:
+                world.wait(work)
+                unpack(message, copies)
         self.versions.update(
             {n: version_of(one) for n, one in copied.items() if n in self.versions}
         )
@@ -115,41 +116,15 @@ class Copies:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype that travel together."""
+    """Tensors that travel together."""
     open_: list[torch.Tensor] = []
-    for one in sorted(tensors, key=lambda one: str(one.dtype)):
-        size = sum(other.nbytes for other in open_) + one.nbytes
-        if open_ and (size > BUCKET_BYTES or open_[0].dtype != one.dtype):
+    for one in tensors:
+        if open_ and sum(other.nbytes for other in open_) + one.nbytes > BUCKET_BYTES:
             yield open_
             open_ = []
         open_.append(one)
     if open_:
         yield open_
-
-
-class _Piece:
-    """Tensors that one replica sends to all; `root` is its place in the connection."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], arrives: bool, root: int):
-        self.tensors, self.arrives, self.root = tensors, arrives, root
-        self.values = tensors[0].new_empty(sum(one.numel() for one in tensors))
-        if not arrives:
-            for part, one in self._parts():
-                part.copy_(one)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        return self.values.view(torch.uint8)
-
-    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        parts = self.values.split([one.numel() for one in self.tensors])
-        for part, one in zip(parts, self.tensors, strict=True):
-            yield part.view(one.shape), one
-
-    def unpack(self) -> None:
-        """Into the tensors, if they are copies."""
-        for part, one in self._parts() if self.arrives else ():
-            one.copy_(part)
 
 
 @attrs.frozen

@@ -155,7 +155,8 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
-    known = tensor.numel() and tensor.dtype.is_signed
+    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    known = dense and tensor.numel() and tensor.dtype.is_signed
     return tensor.data.as_strided((1,), (1,)) if known else None
 
 

@@ -102,13 +102,21 @@ class RankZeroLoader:
             yield structure.filled(self._tensors(world, structure, sent))
 
     def __len__(self) -> int:
-        """That of rank 0's loader (collective). Raises TypeError if it has none."""
+        """That of rank 0's loader (collective). Raises TypeError if it has none, on every rank:
+        `list` asks for it, and goes on without one."""
         world = join_world(self.device)
         if world is None:
             return len(self._given())  # type: ignore[arg-type]
-        length = Announced("the length of from_rank0")
-        found = _announced(length, world, lambda: structure_of(len(self._given()))[0])  # type: ignore[arg-type]
-        assert found is not None
+
+        def find() -> Structure | None:
+            try:
+                return structure_of(len(self._given()))[0]  # type: ignore[arg-type]
+            except TypeError:
+                return None
+
+        found = _announced(Announced("the length of from_rank0"), world, find)
+        if found is None:
+            raise TypeError("the loader that rank 0 has given to from_rank0 has no length")
         return int(found.filled(()))
 
     def _given(self) -> Iterable[Any]:

@@ -97,11 +97,10 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
     @property
     def given(self) -> range:
         """The microbatches that a rank is given."""
-        each = self.schedule.microbatches
-        replica = self.mesh.place(self._world().rank)[0] if self.apart else 0
-        return (
-            range(replica * each, (replica + 1) * each) if self.apart else range(self.microbatches)
-        )
+        if not self.apart:
+            return range(self.microbatches)
+        each, (replica, _) = self.schedule.microbatches, self.mesh.place(self._world().rank)
+        return range(replica * each, (replica + 1) * each)
 
     def known(self, mine: Sequence[Any], of_rank_zero: bool = False) -> list[Any]:
         """All microbatches, as far as they are known here, of those that this rank is `given`
@@ -218,8 +217,8 @@ class DistributedStep(PipelineStep):
 
     def result(self, *, outputs: bool = True) -> Result:
         """Loss and outputs of the whole step, gradients and buffers of this rank; without
-        `outputs` those that every rank has got already are left out. Raises PipelineError if any
-        rank has failed, RuntimeError for a step that has not run."""
+        `outputs` there are neither outputs nor buffers, for which ranks have been asked already.
+        Raises PipelineError if any rank has failed, RuntimeError for a step that has not run."""
         begun = time.monotonic()
         with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
             self.phases.check()
@@ -230,12 +229,12 @@ class DistributedStep(PipelineStep):
                 self._shared(mine.batch_gradients, Role.BATCH_GRADIENT) if finished else ()
             )
             batch_gradients = averaged(self.pipeline.program, shared_gradients)
-            mine = self._with_statistics(mine)
+            buffers = self._with_statistics(mine).buffers if outputs else {}
             # Last, since every rank waits here for all: either all have a result, or none has.
             loss, overflow, figures = self._loss(mine)
             self.spent += time.monotonic() - begun
             self._note(figures)
-            return Result(loss, shared, mine.gradients, mine.buffers, batch_gradients, overflow)
+            return Result(loss, shared, mine.gradients, buffers, batch_gradients, overflow)
 
     def _with_statistics(self, mine: Result) -> Result:
         program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh

@@ -2,15 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
 from pfeife.data import plain
-from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.questions import Shaped, as_bytes
-
-_FOREVER = timedelta(days=1)  # of a wait that ends when the connection is cut
 
 
 class Post:
@@ -26,23 +23,23 @@ class Post:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         dense = (as_bytes(one.detach().cpu().contiguous()) for one in tensors if one.numel())
         for piece in itertools.chain((torch.tensor([len(data)]), data), dense):
-            self._group().send([piece], rank, tag).wait(_FOREVER)
+            self._group().send([piece], rank, tag).wait(FOREVER)
 
     def text(self, rank: int, tag: int) -> str:
         """The next text of a rank."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._group().recv([length], rank, tag).wait(_FOREVER)
+        self._group().recv([length], rank, tag).wait(FOREVER)
         if not 0 < int(length) <= plain.LARGEST_FILE:
             raise RuntimeError(f"rank {rank} sends a text of {int(length)} bytes")
         data = torch.empty(int(length), dtype=torch.uint8)
-        self._group().recv([data], rank, tag).wait(_FOREVER)
+        self._group().recv([data], rank, tag).wait(FOREVER)
         return bytes(data.numpy()).decode()
 
     def tensor(self, rank: int, tag: int, told: Shaped) -> torch.Tensor:
         """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""
         found = told.empty()
         if found.numel():
-            self._group().recv([as_bytes(found)], rank, tag).wait(_FOREVER)
+            self._group().recv([as_bytes(found)], rank, tag).wait(FOREVER)
         return told.laid_out(found)
 
     def _group(self) -> "torch.distributed.ProcessGroup":

@@ -6,18 +6,11 @@ from typing import Any
 
 import torch
 
-from pfeife.runtime.distributed.announcing import (
-    Announced,
-    Structure,
-    pack,
-    room,
-    share,
-    structure_of,
-    unpack,
-)
-from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.announcing import Announced, Structure, share, structure_of
+from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.world import FOREVER, World
+from pfeife.runtime.distributed.packing import empty, pack, unpack
+from pfeife.runtime.distributed.world import World
 
 _PLACE = "the values of the batch of rank 0"
 
@@ -64,7 +57,7 @@ class Sent:
             work.wait(FOREVER)
 
     def _receive(self, connection: Connection, views: Sequence[torch.Tensor]) -> None:
-        message = torch.empty(room(views), dtype=torch.uint8)
+        message = empty(views)
         connection.group.recv([message], 0, 0).wait(FOREVER)
         unpack(message, views)
 

@@ -20,10 +20,8 @@ import torch
 from pfeife import _torch
 from pfeife.data.machine import Mesh
 from pfeife.lowering.buckets import Bucket
-from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.local.threads import flushes_denormals
-
-_FOREVER = timedelta(days=1)  # of a wait that ends when the connection is cut
 
 
 class Reducer:
@@ -50,22 +48,23 @@ class Reducer:
         self.thread.shutdown(wait=False)
 
 
-def _alone(job: Callable[[], object], flushes: bool) -> None:
+def _alone(job: Callable[[], object], flushes: bool) -> float:
+    """Does a job; returns when that was done, as time.perf_counter tells it."""
     torch.set_flush_denormal(flushes)
     with torch.no_grad():
         job()
+    return time.perf_counter()
 
 
 class _Job:
     """One that the thread does."""
 
-    def __init__(self, done: Future[None]):
+    def __init__(self, done: Future[float]):
         self.done = done
-        self.ended = 0.0
-        done.add_done_callback(self._note)
 
-    def _note(self, done: Future[None]) -> None:
-        self.ended = time.perf_counter()
+    @property
+    def ended(self) -> float:
+        return self.done.result()
 
     def is_completed(self) -> bool:
         return self.done.done()
@@ -183,7 +182,7 @@ def _view(flat: torch.Tensor, at: int, bucket: Bucket, place: int) -> torch.Tens
 
 def _done(work: Any, like: torch.Tensor) -> None:
     """Waits for a collective; on CUDA the stream does, and NCCL's watchdog looks after it."""
-    work.wait() if like.is_cuda else work.wait(_FOREVER)
+    work.wait() if like.is_cuda else work.wait(FOREVER)
 
 
 class Reducing:
@@ -201,8 +200,7 @@ class Reducing:
 
     @property
     def ended(self) -> float:
-        ended: float = self.begun.ended
-        return ended
+        return self.begun.ended
 
     def wait(self) -> Mapping[str, torch.Tensor]:
         self.waiting(self.begun)

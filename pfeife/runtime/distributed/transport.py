@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -48,6 +47,8 @@ class DistributedTransport(Buffered):
         self.replica, self.rank = mesh.place(world.rank)
         self.patience = world.patience
         self.routes = self._routes(program)
+        scratch = (one.bucket.scratch_bytes(self.replica) for one in self.routes.values())
+        self.scratch_bytes = max(scratch, default=0)  # of the largest bucket
         self.out: dict[int, End] = {}
         self.into: dict[int, End] = {}
         self._connect(program)
@@ -167,9 +168,3 @@ class DistributedTransport(Buffered):
         mine = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
         begun = reducer.begin(lambda: route.run(flat, scratch, mine))
         return Reducing(begun, wait, route.sums(flat if mine is None else mine), flat)
-
-    @cached_property
-    def scratch_bytes(self) -> int:
-        """What the largest bucket needs to be added up."""
-        sizes = (one.bucket.scratch_bytes(self.replica) for one in self.routes.values())
-        return max(sizes, default=0)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, disagreement
-from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.ending import end_process
 from pfeife.runtime.distributed.heartbeat import (
     ALL,
@@ -41,9 +42,11 @@ log = logging.getLogger("pfeife")
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _ASKED = "asked"  # what the connection of the service is for
 _SHORT = 96  # bytes of a note from which on it has a message of its own
+# What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
+# bytes of its note (_SHORT: it goes apart), the note, the digest of its own text.
+_ADDED = struct.Struct(f"<32sqB{_SHORT}s16s")
 _TICK = 0.05  # seconds
 SLICE = timedelta(seconds=INTERVAL)
-FOREVER = timedelta(days=1)  # of a wait that a thread ends
 
 
 class World:
@@ -298,29 +301,24 @@ class World:
         go on: with its own words there, and on the others with the rank in front.
         """
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
-        #
-        #     0 ... 31 | 32 ... 39 | 40             | 41 ... 136                  | 137 ... 152
-        #     digest   | number    | bytes of note  | note                        | digest of own
-        #     zeros: this rank cannot go on           96 bytes: the note goes apart
         text = f"{what}\0{text}"
-        digest = b"" if refused else hashlib.sha256(_encoded(text)).digest()
-        mine = digest.ljust(32, b"\0") + number.to_bytes(8, "little", signed=True)
+        digest, own_digest = (hashlib.sha256(_encoded(one)).digest() for one in (text, own))
         noted = _encoded(note)
-        short = noted.ljust(_SHORT, b"\0") if len(noted) < _SHORT else bytes(_SHORT)
-        owned = hashlib.sha256(_encoded(own)).digest()[:16]
-        data = bytearray(mine + bytes([min(len(noted), _SHORT)]) + short + owned)
-        found = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(self.device))
-        every = [bytes(one.tolist()) for one in found]
-        alike = not any(one[:32] != every[0][:32] or not any(one[:32]) for one in every)
-        if not (alike and all(len({every[one][137:] for one in group}) == 1 for group in groups)):
+        short = noted if len(noted) < _SHORT else b""
+        size = min(len(noted), _SHORT)
+        data = _ADDED.pack(b"" if refused else digest, number, size, short, own_digest[:16])
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        every = (_ADDED.unpack(bytes(one.tolist())) for one in self.gather(mine))
+        digests, numbers, sizes, shorts, owned = zip(*every, strict=True)
+        alike = len(set(digests)) == 1 and any(digests[0])
+        if not (alike and all(len({owned[one] for one in group}) == 1 for group in groups)):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
             told = self.from_all_ranks(f"{cause}\0{text}\0{own}")
             raise Refusal(str(refused) if refused else disagreement(told, groups)) from refused
-        notes = [one[41 : 41 + one[40]].decode() for one in every if one[40] < _SHORT]
-        if len(notes) < self.size:
-            notes = self.from_all_ranks(note)
-        numbers = [int.from_bytes(one[32:40], "little", signed=True) for one in every]
-        return Agreed(tuple(numbers), tuple(notes))
+        if max(sizes) == _SHORT:
+            return Agreed(numbers, tuple(self.from_all_ranks(note)))
+        notes = (one[:size].decode() for one, size in zip(shorts, sizes, strict=True))
+        return Agreed(numbers, tuple(notes))
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors that are not the same on all ranks, by checksums (collective)."""

@@ -42,7 +42,7 @@ class LocalWorld:
         self.changed = threading.Condition()
         self.channels: dict[tuple[int, int], deque[tuple[Tensors, Any]]] = {}
         self.parts: dict[str, dict[int, torch.Tensor]] = {}
-        self.reduced: dict[str, torch.Tensor] = {}
+        self.reduced: dict[str, tuple[torch.Tensor, float]] = {}  # and when that was done
         self.failed = False
 
     def fail(self) -> None:
@@ -89,7 +89,8 @@ class LocalTransport:
                 brought = self.world.parts.setdefault(self.key(one), {})
                 brought[self.offset + self.rank] = part
                 if len(brought) == bucket.members:
-                    self.world.reduced[self.key(one)] = _combined(brought, one)
+                    total = _combined(brought, one)
+                    self.world.reduced[self.key(one)] = total, time.perf_counter()
             self.world.changed.notify_all()
         return LocalReducing(self, bucket)
 
@@ -120,8 +121,8 @@ class LocalReducing:
         with world.changed:
             keys = self.names.values()
             self.transport.wait_until(lambda: all(key in world.reduced for key in keys))
-            found = {name: world.reduced[key] for name, key in self.names.items()}
-        self.ended = time.perf_counter()
+            found = {name: world.reduced[key][0] for name, key in self.names.items()}
+            self.ended = max(world.reduced[key][1] for key in keys)
         return found if device is None else {n: one.to(device) for n, one in found.items()}
 
 

@@ -1,0 +1,43 @@
+"""Tensors of any shapes and dtypes as one message of bytes, each where its dtype may start."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from pfeife.runtime.distributed.questions import as_bytes
+
+_ALIGNED = 16  # bytes: where a tensor starts in a message
+
+
+def room(sizes: Iterable[int]) -> int:
+    """The bytes of a message of tensors of so many bytes."""
+    return sum(_rounded(size) for size in sizes)
+
+
+def empty(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Room for the message of such tensors, on a device."""
+    return torch.empty(room(one.nbytes for one in tensors), dtype=torch.uint8, device=device)
+
+
+def pack(tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The values of tensors as one message, on a device."""
+    found = empty(tensors, device)
+    at = 0
+    for one in tensors:
+        found[at : at + one.nbytes] = as_bytes(one.detach().to(device).contiguous())
+        at += _rounded(one.nbytes)
+    return found
+
+
+def unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes the values of a message to tensors."""
+    at = 0
+    with torch.no_grad():
+        for one in tensors:
+            dense = message[at : at + one.nbytes].view(one.dtype).reshape(one.shape)
+            one.copy_(dense)
+            at += _rounded(one.nbytes)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
