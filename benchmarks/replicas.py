@@ -94,7 +94,8 @@ def sides(
     order = made(stages, count, made.placement(stages, ranks))
     plan = pfeife.Plan(tuple(range(stages)), order)
     mesh = pfeife.Mesh(ranks, dist.get_world_size() // ranks)
-    passes = [pfeife.partition(plan), pfeife.insert_send_recv(), pfeife.dp_wrap(mesh, how)]
+    replicas = pfeife.dp_wrap(mesh, pfeife.Replicas(mesh.replicas, how))
+    passes = [pfeife.partition(plan), pfeife.insert_send_recv(), replicas]
     program = pfeife.compose(*passes)(clusters)
     program = pfeife.annotate(sleeping(program))(program)
     found = {}
@@ -160,7 +161,7 @@ def held() -> Iterator[tuple[str, ...]]:
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(clusters)
     mesh = pfeife.Mesh(ranks, 2)
     for how in ("average", "shard"):
-        program = pfeife.dp_wrap(mesh, how)(sent)
+        program = pfeife.dp_wrap(mesh, pfeife.Replicas(2, how))(sent)
         schedule = sched.verify_schedule(sched.lower(plan.schedule, program))
         pipeline = DistributedPipeline(program, schedule, mesh=mesh)
         state = pfeife.state_of(program, case.model)

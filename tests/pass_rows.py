@@ -57,7 +57,7 @@ def in_replicas(program: pfeife.Program, microbatches: int) -> st.SearchStrategy
     options = st.tuples(counts, st.sampled_from(["average", "shard"]), st.sampled_from([1, 200]))
     return options.map(
         lambda drawn: (
-            pfeife.dp_wrap(pfeife.Mesh(ranks, drawn[0]), drawn[1], bucket_bytes=drawn[2]),
+            pfeife.dp_wrap(pfeife.Mesh(ranks, drawn[0]), pfeife.Replicas(*drawn)),
             None if drawn[0] > 1 else (),
         )
     )

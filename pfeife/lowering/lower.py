@@ -182,24 +182,43 @@ def _with_receives(
     return result + before.get(len(actions), [])[::-1]
 
 
+@attrs.frozen
+class _Due:
+    """A rank's reductions of one action: named after their `first` stage, from `end` on there are
+    all that it adds up, and `shared` with other ranks of the pipeline."""
+
+    first: int
+    end: int
+    shared: bool
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """A rank's own as they come due; then those of several, in one order on all of them."""
+        return self.shared, 0 if self.shared else self.end, -self.first
+
+
 def _with_reductions(
     rank: int, actions: list[Action], together: Mapping[int, Sequence[Reduction]], overlap: bool
 ) -> tuple[Action, ...]:
     """`together` are the reductions by their first stages, which their actions are named after."""
+    # Stage 2 shares a weight with a stage of another rank, stage 0 has one of its own:
+    #
+    #     actions   2B1 2SEND_B1          0RECV_B1 0B1
+    #     due                   2 shared              0 own
+    #     result    2B1 2SEND_B1          0RECV_B1 0B1  0REDUCE_GRAD  2REDUCE_GRAD
     due = []
     for first, reductions in together.items():
         if any(rank in one.ranks for one in reductions):
             stages = {stage for one in reductions for stage in one.stages}
             end = _last_gradient(actions, stages if overlap else None)
-            shared = any(len(one.ranks) > 1 for one in reductions)
-            due.append((shared, -first if shared else end, -first, end))
+            due.append(_Due(first, end, any(len(one.ranks) > 1 for one in reductions)))
     before: dict[int, list[Action]] = {}
     position = 0
-    for _, _, first, end in sorted(due):
-        position = max(position, end)
+    for one in sorted(due, key=lambda one: one.order):
+        position = max(position, one.end)
         while position < len(actions) and actions[position].do in SENDS:
             position += 1  # others wait for what is sent
-        before.setdefault(position, []).append(Action(-first, Do.REDUCE_GRAD))
+        before.setdefault(position, []).append(Action(one.first, Do.REDUCE_GRAD))
     result: list[Action] = []
     for index, action in enumerate(actions):
         result += [*before.get(index, ()), action]

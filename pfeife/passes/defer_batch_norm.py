@@ -54,7 +54,8 @@ def defer_batch_norm() -> Pass:
             if node.op != "output":
                 here[node] = graph.node_copy(node, here.__getitem__)
                 if node in norms:
-                    here[node].args = _with_momentum(here[node], 1.0)
+                    given = {**_given(here[node]), "momentum": 1.0}
+                    here[node].args, here[node].kwargs = tuple(map(given.get, _names(node))), {}
         graph.output({name: here[node] for name, node in returned(program.module).items()})
         graph.eliminate_dead_code()
         module = _torch.graph_module(program.module, graph)
@@ -64,20 +65,15 @@ def defer_batch_norm() -> Pass:
     return run
 
 
+def _names(norm: fx.Node) -> list[str]:
+    """Those of all arguments, none of which has a default."""
+    target: Any = norm.target
+    return [argument.name for argument in target._schema.arguments]
+
+
 def _given(norm: fx.Node) -> dict[str, Any]:
     """What a norm is given, by the names of its arguments."""
-    target: Any = norm.target
-    names = [argument.name for argument in target._schema.arguments]
-    return {"training": True, **dict(zip(names, norm.args, strict=False)), **norm.kwargs}
-
-
-def _with_momentum(norm: fx.Node, momentum: float) -> tuple[Any, ...]:
-    target: Any = norm.target
-    names = [argument.name for argument in target._schema.arguments]
-    return tuple(
-        momentum if name == "momentum" else value
-        for name, value in zip(names, norm.args, strict=False)
-    )
+    return {"training": True, **dict(zip(_names(norm), norm.args, strict=False)), **norm.kwargs}
 
 
 def _tracked(program: Program, norm: fx.Node) -> Tracked:
@@ -108,15 +104,13 @@ def _tracked(program: Program, norm: fx.Node) -> Tracked:
     return Tracked(
         mean,
         variance,
-        _count(program, mean, momentum, updates, norm),
+        _count(mean, momentum, updates, norm),
         elements=value.numel() // value.shape[1],
         momentum=None if isinstance(momentum, fx.Node) else float(momentum),
     )
 
 
-def _count(
-    program: Program, mean: str, momentum: Any, updates: dict[fx.Node, Port], norm: fx.Node
-) -> str | None:
+def _count(mean: str, momentum: Any, updates: dict[fx.Node, Port], norm: fx.Node) -> str | None:
     """The buffer that counts the batches of a norm."""
     name = f"{mean.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
     counted = any(port.fqn == name for port in updates.values())

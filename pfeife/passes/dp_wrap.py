@@ -1,37 +1,34 @@
 """Data parallelism: several pipelines that share the microbatches and reduce their gradients."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
 
 from pfeife.data.machine import Mesh
-from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
+from pfeife.data.replicas import Replicas
 from pfeife.ir.program import Program, Reduction, Role, returned
 from pfeife.ir.travel import holders
 from pfeife.passes.send_recv import reduction_of
 
 
-def dp_wrap(
-    mesh: Mesh,
-    how: DataParallel = "average",
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    owners: Mapping[str, int | None] | None = None,
-) -> Callable[[Program], Program]:
+def dp_wrap(mesh: Mesh, replicas: Replicas | None = None) -> Callable[[Program], Program]:
     """A pass that spreads a step's microbatches over the mesh's replicas.
 
     Every gradient gets a `Reduction` over all ranks of all replicas that hold it, which the
-    schedule runs after the last weight gradient; `how`, `bucket_bytes` and `owners` are those of
-    `Replicas`. This re-associates the sum over microbatches. To "shard", every gradient gets an
-    owner, so that on every rank the replicas own about equally many bytes; sparse ones get none.
-    Where the loss is a sum or outside the step, gradients are added rather than averaged.
+    schedule runs after the last weight gradient, as `replicas` say (they average, unless given).
+    This re-associates the sum over microbatches. To "shard", every gradient gets an owner, so that
+    on every rank the replicas own about equally many bytes; sparse ones get none. Where the loss is
+    a sum or outside the step, gradients are added rather than averaged.
 
-    Raises ValueError if the pipeline uses more ranks than the mesh has, or is replicated already,
-    and for trained parameters that the step changes in place.
+    Raises ValueError for replicas that are not as many as the mesh's, if the pipeline uses more
+    ranks than the mesh has, or is replicated already, and for trained parameters that the step
+    changes in place.
     """
-    replicas = Replicas(mesh.replicas, how, bucket_bytes, owners or {})
+    replicas = replicas or Replicas(mesh.replicas)
+    if replicas.count != mesh.replicas:
+        raise ValueError(f"Replicas.count={replicas.count}: the mesh has {mesh.replicas} replicas")
 
     def run(program: Program) -> Program:
         _check(program, mesh)

@@ -1,7 +1,7 @@
 """What a real step took, in the same data as what was predicted of it: seconds and bytes."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -46,9 +46,9 @@ class Stopwatch:
 
         return observe
 
-    def with_reductions(self, steps: Sequence[Step]) -> list[Event]:
-        """The events, when `steps`, those of ranks from the first on, are over: what was reduced
-        beside others ends when that was done."""
+    def with_reductions(self, steps: Mapping[int, Step]) -> list[Event]:
+        """The events, when the steps of ranks are over: what was reduced beside others ends when
+        that was done."""
         return [
             attrs.evolve(event, end=max(event.end, ended - self.start))
             if (ended := steps[event.rank].reduced.get(event.action)) is not None
@@ -73,12 +73,12 @@ def profile(
     if isinstance(pipeline, LocalPipeline):
         watch = Stopwatch([device for device in pipeline.devices if device])
         step.run(watch=watch)
-        return _ordered(watch.with_reductions(step.steps))
+        return _ordered(watch.with_reductions(dict(enumerate(step.steps))))
     world = pipeline.transport.world
     world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
     step.run(watch=watch)
-    events = watch.with_reductions(step.steps * pipeline.mesh.ranks)
+    events = watch.with_reductions({pipeline.transport.rank: step.steps[0]})
     texts = world.from_all_ranks(plain.to_json(Timeline(tuple(events))))
     first = [texts[pipeline.mesh.in_world(0, rank)] for rank in range(pipeline.mesh.ranks)]
     return _ordered([event for text in first for event in plain.from_json(Timeline, text).events])

@@ -1,5 +1,7 @@
 """What comes out of a step: who makes it, and what one rank has of it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -24,11 +26,9 @@ def trained_on(program: Program, rank: int, replica: int | None = None) -> froze
     """The names of the parameters whose gradients a rank has after a step; None: one that runs all
     replicas."""
     made = {p.fqn for p in program.ports(Role.GRADIENT) if owner(program, p) == rank}
-    reduced = {one.name: one.owner for one in program.reductions if rank in one.ranks}
-    theirs = {
-        n for n, owner in reduced.items() if None not in (owner, replica) and owner != replica
-    }
-    return frozenset((made | reduced.keys()) - theirs)
+    reduced = [one for one in program.reductions if rank in one.ranks]
+    kept = {one.name for one in reduced if replica is None or one.owner in (None, replica)}
+    return frozenset((made - {one.name for one in reduced}) | kept)
 
 
 def updated_buffers(program: Program) -> dict[str, str]:
@@ -75,24 +75,18 @@ def result_of(program: Program, rank: int, step: Step) -> Result:
         for name in dict.fromkeys(port.fqn for port in program.ports(Role.GRADIENT))
         if (found := _gradient(program, name, step)) is not None
     }
-    mine = {p.fqn for p in program.ports(Role.BUFFER_UPDATE) if owner(program, p) == rank}
+    updates, once = program.ports(Role.BUFFER_UPDATE), tracked_names(program)
+    mine = {p.fqn for p in updates if owner(program, p) == rank}
     return Result(
         loss=combined(losses, step.part.divided) if losses else None,
-        outputs=_by_name(program, step, Role.OUTPUT),
+        outputs=_by_name(step, program.ports(Role.OUTPUT)),
         gradients=gradients,
         buffers={n: step.buffers[s] for s, n in updated_buffers(program).items() if n in mine},
-        batch_gradients=_by_name(program, step, Role.BATCH_GRADIENT),
-        statistics=_statistics(program, step),
+        batch_gradients=_by_name(step, program.ports(Role.BATCH_GRADIENT)),
+        statistics=_by_name(step, [port for port in updates if port.fqn in once]),
     )
 
 
-def _statistics(program: Program, step: Step) -> tuple[dict[str, torch.Tensor], ...]:
-    """What the batch norms of this rank have found in each microbatch."""
-    once = tracked_names(program)
-    ports = [port for port in program.ports(Role.BUFFER_UPDATE) if port.fqn in once]
-    return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)
-
-
-def _by_name(program: Program, step: Step, role: Role) -> tuple[dict[str, torch.Tensor], ...]:
-    ports = program.ports(role)
+def _by_name(step: Step, ports: Sequence[Port]) -> tuple[dict[str, torch.Tensor], ...]:
+    """What each microbatch has of some ports on a rank."""
     return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)

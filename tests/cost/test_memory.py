@@ -95,7 +95,7 @@ def test_what_a_replica_does_not_own():
     """It sends its part of the gradient and keeps nothing, nor optimizer state; its buffer is for
     what it adds up. The account is that of the replica that owns most."""
     plan = pfeife.Plan((0, 1), sched.families.gpipe(2, 1))
-    wrap = pfeife.dp_wrap(pfeife.Mesh(2, 2), "shard")
+    wrap = pfeife.dp_wrap(pfeife.Mesh(2, 2), pfeife.Replicas(2, "shard"))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv(), wrap)(two_matrices())
     schedule = sched.lower(plan.schedule, sent)
     owns, not_ = (memory_curves(sent, schedule, optimizer=8, replica=k)[0] for k in range(2))

@@ -48,7 +48,8 @@ def memory_is_as_said(
         )
         for passes, how in (([], "average"), ([pfeife.split_backward()], "shard")):
             sent = pfeife.compose(pfeife.partition(plan), *passes, pfeife.insert_send_recv())(fused)
-            sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas), how, bucket_bytes=3000)(sent)
+            given = pfeife.Replicas(replicas, how, bucket_bytes=3000)
+            sent = pfeife.dp_wrap(pfeife.Mesh(ranks, replicas), given)(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, sent))
             optimizer = stepped(one.model, sent, int(os.environ["RANK"]) % ranks)
             apart = how == "shard" and replicas > 1  # each is given its own half of the batch

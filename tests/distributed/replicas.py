@@ -136,7 +136,7 @@ def the_same_bits_whatever_is_reduced_together() -> None:
         sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
         kept: dict[str, torch.Tensor] = {}
         for size, overlap in ((1, True), (3000, True), (3000, False), (2**20, True)):
-            whole = pfeife.dp_wrap(mesh, how, bucket_bytes=size)(sent)
+            whole = pfeife.dp_wrap(mesh, pfeife.Replicas(mesh.replicas, how, size))(sent)
             schedule = sched.verify_schedule(sched.lower(plan.schedule, whole, overlap=overlap))
             pipeline = DistributedPipeline(whole, schedule, mesh=mesh)
             found = pipeline(state, microbatches)

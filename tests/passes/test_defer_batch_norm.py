@@ -39,6 +39,18 @@ def test_later_passes_keep_the_statistics(replicas):
     assert_same(found, expected, rounding=() if replicas == 1 else None)
 
 
+def test_a_norm_that_is_given_its_momentum_by_name():
+    """As another pass may write it; captures have all arguments in their places."""
+    one = case("BatchNormNet")
+    plain = pfeife.capture(one.step, *one.batch(2))
+    expected = str(pfeife.defer_batch_norm()(plain))
+    norms = [n for n in plain.module.graph.nodes if "batch_norm_legit_func" in str(n.target)]
+    for norm in norms:
+        norm.kwargs = dict(zip(("momentum", "eps"), norm.args[-2:], strict=True))
+        norm.args = norm.args[:-2]
+    assert norms and str(pfeife.defer_batch_norm()(plain)) == expected
+
+
 def test_a_pass_of_flat_programs():
     one = case("BatchNormNet")
     fused = pfeife.fuse()(pfeife.capture(one.step, *one.batch(2)))

@@ -26,7 +26,8 @@ def test_buckets_and_shares(data):
     names = sorted({port.fqn for port in sent.ports(Role.GRADIENT)})
     owners = st.none() | st.integers(0, mesh.replicas - 1)
     known = data.draw(st.dictionaries(st.sampled_from(names), owners, max_size=3))
-    wrapped = pfeife.dp_wrap(mesh, how, bucket_bytes=size, owners=known)(sent)
+    replicas = pfeife.Replicas(mesh.replicas, how, size, known)
+    wrapped = pfeife.dp_wrap(mesh, replicas)(sent)
     buckets = buckets_of(wrapped)
     assert sorted(one.name for b in buckets for one in b.reductions) == names
     for bucket in buckets:
@@ -52,7 +53,9 @@ def test_buckets_and_shares(data):
 
 def test_other_words_are_refused():
     with pytest.raises(ValueError, match=r"Replicas.how='zero': must be 'average' or 'shard'"):
-        pfeife.dp_wrap(pfeife.Mesh(1, 2), "zero")
+        pfeife.Replicas(2, "zero")
+    with pytest.raises(ValueError, match=r"Replicas.count=3: the mesh has 2 replicas"):
+        pfeife.dp_wrap(pfeife.Mesh(1, 2), pfeife.Replicas(3))
     with pytest.raises(ValueError, match="option data_parallel='zero': must be 'average' or 'sha"):
         pfeife.compile(lambda x: x, data_parallel="zero")
 
@@ -64,7 +67,7 @@ def test_a_parameter_larger_than_a_share():
     fused = pfeife.fuse()(pfeife.capture(lambda x: net(x).square().mean(), tokens))
     plan = pfeife.Plan((0,) * fused.units, pfeife.sched.families.gpipe(1, 2))
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
-    wrapped = pfeife.dp_wrap(pfeife.Mesh(1, 4), "shard")(sent)
+    wrapped = pfeife.dp_wrap(pfeife.Mesh(1, 4), pfeife.Replicas(4, "shard"))(sent)
     assert list(owned_bytes(wrapped, 0).values()) == [2240, 256, 0, 0]
     assert largest_share(wrapped, 1) == 4 * 2240 / 2496
     assert largest_share(pfeife.dp_wrap(pfeife.Mesh(1, 4))(sent), 1) == 1

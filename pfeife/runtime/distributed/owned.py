@@ -1,6 +1,7 @@
 """A tensor that ranks train, and what a program says of that."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -10,6 +11,8 @@ from pfeife.ir.program import Port, Program, Role
 from pfeife.ir.travel import holders
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.memory_spans import overlapping
+
+Slots = Mapping[str | None, Any]  # tensors by the names of ports
 
 
 @attrs.frozen
@@ -78,6 +81,26 @@ def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
                 f"ranks {list(first.everywhere)} and {list(second.everywhere)}: tie them by being "
                 "one parameter (b.weight = a.weight)"
             )
+
+
+def owners_of(
+    program: Program, ports: Iterable[Port], slots: Slots, mesh: Mesh, number: int
+) -> list[tuple[torch.Tensor, Owned]]:
+    """The tensors at some ports that shall have owners, with these, numbered from `number` on: what
+    the program trains, and what is frozen if there is any of that."""
+    ranks = ranks_of(program)
+    trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
+    used = [port for port in ports if port.fqn in ranks]
+    chosen = [port for port in used if port.fqn in trained]
+    if chosen:
+        chosen += [port for port in used if is_frozen(port, slots[port.name])]
+    replica_of = {one.name: one.owner for one in program.reductions}
+    found = []
+    for at, port in enumerate(chosen, number):
+        alike = mesh.replicas == 1 or port.role == Role.PARAMETER
+        places, replica = tuple(sorted(ranks[port.fqn])), replica_of.get(port.fqn)
+        found.append((slots[port.name], Owned(at, port.fqn, places, mesh, alike, replica)))
+    return found
 
 
 def trained_by(program: Program) -> list[Port]:

@@ -27,8 +27,9 @@ from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
 from pfeife.runtime.distributed.owned import (
     Owned,
+    Slots,
     check_memory,
-    is_frozen,
+    owners_of,
     ranks_of,
     trained_by,
 )
@@ -38,8 +39,6 @@ from pfeife.runtime.failure import Refusal
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
-
-Slots = Mapping[str | None, Any]  # tensors by the names of ports
 
 
 class Ownership:
@@ -137,42 +136,31 @@ class Ownership:
         known = self.of(program, slots, mesh)
         new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
         alike = [port for port in new if port.role != Role.BATCH or not apart]
-        wrong = world.differing({port.fqn: standing_for(slots[port.name]) for port in alike})
-        if wrong:
-            raise Refusal(
-                f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
-                "given the whole batch, and seeded alike before the model is made; a copy of "
-                "trained parameters is made from pfeife.full_state_dict(model)"
-            )
-        ranks = ranks_of(program)
-        trained = {port.fqn for port in trained_by(program) if slots[port.name].is_leaf}
-        wanted = [port for port in new if port.fqn in ranks and port.name not in carried]
-        frozen = [port for port in wanted if is_frozen(port, slots[port.name])]
-        wanted = [port for port in wanted if port.fqn in trained]
-        wanted += frozen if wanted else []
-        replica_of = {one.name: one.owner for one in program.reductions}
-        pairs = [
-            (value, Owned(number, name, tuple(sorted(ranks[name])), mesh, alike, replica))
-            for number, port in enumerate(wanted, len(self.owned))
-            for name, value in [(port.fqn, slots[port.name])]
-            for replica in [replica_of.get(name)]
-            for alike in [mesh.replicas == 1 or port.role == Role.PARAMETER]
-        ]
+        _check_alike({port.fqn: standing_for(slots[port.name]) for port in alike}, world)
+
+        left = [port for port in new if port.name not in carried]
+        pairs = owners_of(program, left, slots, mesh, len(self.owned))
         check_memory([*self.known.items(), *pairs])
+
         foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
         _make_own([slots[port.name] for port in new], foreign)
         for tensor, owned in pairs:
             self._note(tensor, owned, world.rank)
+
         self._watch([slots[port.name] for port in trained_by(program)], world.rank)
         modules = tuple(modules)
         self.guard.watch(modules)
         self.saving.watch(modules)
         if pairs:
-            self.stepping.install()  # first, so that the others see what the optimizer sees
-            self.copies.install()  # before others take the step for done
-            self.gradients.install()
-            self.optimizers.install()  # last, since the other refuses what this one lets go of
+            self._install()
             give_back()
+
+    def _install(self) -> None:
+        """From now on optimizers' steps are seen."""
+        self.stepping.install()  # first, so that the others see what the optimizer sees
+        self.copies.install()  # before others take the step for done
+        self.gradients.install()
+        self.optimizers.install()  # last, since the other refuses what this one lets go of
 
     def _watch(self, trained: Iterable[Any], rank: int) -> None:
         """Notes the gradients of parameters from now on; they may have been frozen so far."""
@@ -248,6 +236,16 @@ class Ownership:
         found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
         numbered = {self.known[one].number: one for one in found}
         return {number: numbered[number] for number in sorted(numbered)}
+
+
+def _check_alike(state: Mapping[str, Any], world: "World") -> None:
+    wrong = world.differing(state)
+    if wrong:
+        raise Refusal(
+            f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
+            "given the whole batch, and seeded alike before the model is made; a copy of "
+            "trained parameters is made from pfeife.full_state_dict(model)"
+        )
 
 
 def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:

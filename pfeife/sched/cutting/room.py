@@ -46,9 +46,8 @@ def rank_passes(
         cut = (join_backward(), partition(plan), split_backward())
     given = replicas_of(replicas)
     mesh = Mesh(len(plan.schedule.ranks), given.count)
-    wrapped = dp_wrap(mesh, given.how, bucket_bytes=given.bucket_bytes, owners=given.owners)
     stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
-    return (*cut, *stages, insert_send_recv(owners=owners), wrapped, *ranks)
+    return (*cut, *stages, insert_send_recv(owners=owners), dp_wrap(mesh, given), *ranks)
 
 
 def curves_of(

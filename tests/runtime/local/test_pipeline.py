@@ -1,5 +1,7 @@
 """Ranks that are threads of one process."""
 
+import time
+
 import pytest
 import torch
 from programs import CPU_CORE, clusters, for_ranks
@@ -7,7 +9,10 @@ from torch import nn
 
 import pfeife
 from pfeife.compilers import compile_bodies
+from pfeife.ir.program import Reduction
+from pfeife.lowering.buckets import Bucket
 from pfeife.runtime import LocalPipeline
+from pfeife.runtime.local.pipeline import LocalTransport, LocalWorld
 from pfeife.testing import assert_same
 
 
@@ -36,3 +41,14 @@ def test_a_pipeline_of_one_rank():
     plan = pfeife.sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=1)
     found = LocalPipeline(*for_ranks(fused, plan))(state, microbatches)
     assert_same(pfeife.evaluate(program, state, microbatches), found)
+
+
+def test_a_reduction_ends_when_the_last_rank_has_come():
+    """Not when somebody waits for it."""
+    bucket = Bucket((Reduction("w", (0, 1), (0, 1)),), ((2,),), torch.float32)
+    world = LocalWorld()
+    ranks = [LocalTransport(world, rank, 0, None) for rank in range(2)]
+    begun = [one.reduce(bucket, [torch.ones(2)]) for one in ranks]
+    done = time.perf_counter()
+    assert all(torch.equal(one.wait()["w"], torch.full((2,), 2.0)) for one in begun)
+    assert 0 < begun[0].ended == begun[1].ended <= done
