@@ -62,7 +62,7 @@ from pfeife._torch.hollow import (
     written,
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
-from pfeife._torch.modules import graph_module, is_unwritten, saved_state, write
+from pfeife._torch.modules import graph_module, is_unwritten, running_ddp, saved_state, write
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -180,6 +180,7 @@ __all__ = [
     "placeholder_source",
     "plainly",
     "result_paths",
+    "running_ddp",
     "said_to_compile",
     "saved_state",
     "sets_data",

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.nn.parallel import DistributedDataParallel
 
 
 def graph_module(
@@ -37,3 +38,10 @@ def saved_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     left = module._non_persistent_buffers_set
     return own | {name: one for name, one in buffers if name not in left}
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel in whose forward this is called. If the note moves: the modules
+    alone, by which wrappers around a step's own module are not seen."""
+    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return found

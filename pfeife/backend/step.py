@@ -21,6 +21,7 @@ from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, w
 from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
 from pfeife.backend.values import with_values
+from pfeife.backend.wrapped import check_alone
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Inputs, describe
@@ -130,6 +131,8 @@ class Step:
             self.presented.look(self.step, call.others, _device_of(call))
             if self.has_values:
                 return self._checked(call, self._result(call)), None
+            if world:
+                check_alone([*modules_of(self.step), *call.others.values()])
             at_once = self.runs and world is None
             with with_values(self.step, call.others, at_once) as self.waits:
                 result = self._checked(call, self._result(call))

@@ -19,6 +19,7 @@ from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.backend.residence import may_move
+from pfeife.backend.wrapped import check_alone
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
@@ -184,6 +185,7 @@ class Steps:
             text, batch, news, refused = "", "", "", None
             try:
                 world.service.check_given()
+                check_alone(() if compiled else self.graph.inputs.modules, args)
                 text, batch = self._said(args, compiled, options)
                 news = news_of(world.ownership, borrowed, args)
             except (PipelineError, Refusal):

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from listening import said
 from rows import row
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import pfeife
 from pfeife.testing import eager_accumulation
@@ -62,6 +65,39 @@ def a_batch_that_one_rank_left_out():
         if seed == 2 and RANK == 1:
             continue  # its loader raised, and somebody caught that
         step(rows(seed=seed))
+
+
+@row(ranks=(2,))
+def models_that_something_else_distributes():
+    """Around the compiled model, inside of the step, by its parameters; then plainly, as nothing
+    has happened."""
+    join_world(torch.device("cpu"))
+    inside, outside, sharded, x = Wrapped(net()), Wrapped(net()), Wrapped(net()), rows(count=8)
+    inside.compile(backend="pfeife", options={"microbatches": 2}, dynamic=True)
+    around, within = DistributedDataParallel(inside), DistributedDataParallel(outside)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for step, words in (
+        (around, "DistributedDataParallel wraps Wrapped, and"),
+        (compiled(within), "DistributedDataParallel wraps Wrapped, and"),
+        (compiled(sharded), "fully_shard (FSDP) shards FSDPWrapped, and"),
+    ):
+        try:
+            step(x)
+        except ValueError as error:
+            assert str(error).startswith(words), error
+            assert "pipelined(Trainer, ...) of pfeife.integrations.transformers" in str(error)
+        else:
+            raise AssertionError(f"{words} was not refused")
+    assert torch.equal(compiled(outside)(x), expected(net(), x))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
 
 
 @row(ranks=(2,))

@@ -35,7 +35,8 @@ def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> s
             return (
                 f"{places[0]}: ranks {others} have another one than rank {first}: rank {others[0]} "
                 f"has {there!r} where rank {first} has {here!r}; every rank must run the same "
-                f"script with the same options and versions, and is given {given}"
+                f"script with the same options and versions, and is given {given} (loaders that "
+                "deal rows out to processes, as Accelerate's do, do not: see pfeife.integrations)"
             )
     raise AssertionError("all ranks agree")
 

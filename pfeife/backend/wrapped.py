@@ -1,0 +1,46 @@
+"""Models that something else distributes over the same ranks."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pfeife import _torch
+
+
+def check_alone(roots: Iterable[Any], tensors: Iterable[Any] = ()) -> None:
+    """Raises ValueError if DDP or FSDP wraps one of these modules, or runs this call, or if one of
+    the tensors is a DTensor: they need all parameters on every rank, or have parts of each."""
+    found = next(_wrappers(roots, tensors), None)
+    if found is not None:
+        raise ValueError(
+            f"{found}, and a rank of a pipeline has the parameters of its own stages alone: leave "
+            "that out (replicas= and data_parallel= do it for pipelines). Whose loop does it by "
+            "itself takes pipelined(Trainer, ...) of pfeife.integrations.transformers, Accelerator "
+            "of pfeife.integrations.accelerate, or PipelineStrategy of "
+            "pfeife.integrations.lightning"
+        )
+
+
+def _wrappers(roots: Iterable[Any], tensors: Iterable[Any]) -> Iterator[str]:
+    """What was found, in words."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if (running := _torch.running_ddp()) is not None:
+        yield _in_words(running, "", type(running.module))
+    for root in roots:
+        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                yield _in_words(module, name, type(module.module))
+            if isinstance(module, FSDPModule):
+                yield f"fully_shard (FSDP) shards {name or type(module).__name__}"
+    for one in tensors:
+        if isinstance(one, DTensor):
+            yield f"a DTensor of shape {list(one.shape)} is among the step's tensors"
+
+
+def _in_words(wrapper: nn.Module, name: str, inner: type) -> str:
+    where = f" ({name})" if name else ""
+    return f"{type(wrapper).__name__} wraps {inner.__name__}{where}"
