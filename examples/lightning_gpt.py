@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gpt import GPT
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from pfeife.integrations.lightning import PipelineStrategy  # one
 
@@ -22,14 +22,15 @@ class Language(LightningModule):
         super().__init__()
         self.gpt, self.lines = GPT(context=16, words=64, width=32, depth=2), []
 
-    def training_step(self, batch, index):
-        found = self.gpt(batch[0])
-        loss = F.cross_entropy(found.flatten(0, 1), batch[1].flatten())
-        self.log_dict({"loss": loss, "hits": (found.argmax(-1) == batch[1]).float().mean()})
+    def training_step(self, text, index):
+        found = self.gpt(text[:, :-1])
+        loss = F.cross_entropy(found.flatten(0, 1), text[:, 1:].flatten())
+        self.log_dict({"loss": loss, "hits": (found.argmax(-1) == text[:, 1:]).float().mean()})
         return loss
 
-    def validation_step(self, batch, index):
-        self.log("eval", F.cross_entropy(self.gpt(batch[0]).flatten(0, 1), batch[1].flatten()))
+    def validation_step(self, text, index):
+        found = self.gpt(text[:, :-1])
+        self.log("eval", F.cross_entropy(found.flatten(0, 1), text[:, 1:].flatten()))
 
     def on_train_batch_end(self, *_):
         self.lines.append({name: one.item() for name, one in self.trainer.logged_metrics.items()})
@@ -39,7 +40,7 @@ class Language(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def main() -> None:
+if __name__ == "__main__":
     told = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     told.add_argument("--one-device", action="store_true", help="accumulates what is cut otherwise")
     told.add_argument("--save", help="a folder for checkpoints")
@@ -48,18 +49,11 @@ def main() -> None:
     torch.set_num_threads(1)  # the same kernels, and so the same bits
     torch.manual_seed(0)
     module, text, cut = Language(), torch.randint(64, (32, 17)), 4 if options.one_device else 1
-    data = TensorDataset(text[:, :-1], text[:, 1:])
-    pipelined = PipelineStrategy(microbatches=4, stages=2)
     trainer = Trainer(
-        strategy="auto" if options.one_device else pipelined,  # two
+        strategy="auto" if cut > 1 else PipelineStrategy(microbatches=4, stages=2),  # two
         accelerator="cpu", devices=1, max_epochs=3, gradient_clip_val=0.5, log_every_n_steps=1,
         accumulate_grad_batches=cut, enable_progress_bar=False, logger=False,
-        callbacks=[ModelCheckpoint(options.save, save_top_k=-1)] if options.save else None,
-        enable_checkpointing=bool(options.save),
+        callbacks=[ModelCheckpoint(options.save, save_top_k=-1 if options.save else 0)],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, 8 // cut), DataLoader(data, 8), ckpt_path=options.resume)
+    trainer.fit(module, DataLoader(text, 8 // cut), DataLoader(text, 8), ckpt_path=options.resume)
     print(f"rank {trainer.global_rank} has logged {json.dumps(module.lines)}")
-
-
-if __name__ == "__main__":
-    main()

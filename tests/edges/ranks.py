@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pfeife
+from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import eager_accumulation
 
 OTHER_BATCH = "the arguments of this call: ranks [1] have another one than rank 0: rank 1 has 'x"
