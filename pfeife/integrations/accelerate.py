@@ -26,8 +26,9 @@ class Accelerator(accelerate.Accelerator):
 
     Each process keeps its number and device, so that the main one alone logs and writes, but none
     knows of others: batches, gradients and metrics are neither shared out nor gathered. What needs
-    the state of all ranks (`clip_grad_norm_`, `get_state_dict`, `save_state`) all ranks must call.
-    Raises ValueError where another plugin (FSDP, DeepSpeed, ...) distributes the model.
+    the state of all ranks (`clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`) all
+    ranks must call. Raises ValueError where another plugin (FSDP, DeepSpeed, ...) distributes the
+    model.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -56,6 +57,11 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """`pfeife.full_state_dict` of a model."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Accelerate's own; returns on all ranks when it is written."""
+        super().save_model(*args, **kwargs)
+        together("Accelerator.save_model")
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Accelerate's own; returns on all ranks when it is written."""
