@@ -21,7 +21,6 @@ from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, w
 from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
 from pfeife.backend.values import with_values
-from pfeife.backend.wrapped import check_alone
 from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Inputs, describe
@@ -35,6 +34,7 @@ from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal
 
 log = logging.getLogger("pfeife")

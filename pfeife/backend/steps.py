@@ -19,7 +19,6 @@ from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.backend.residence import may_move
-from pfeife.backend.wrapped import check_alone
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
@@ -29,6 +28,7 @@ from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.telling import agree_on, news_of
 from pfeife.runtime.distributed.world import World, checksum
+from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal
 
 if TYPE_CHECKING:
