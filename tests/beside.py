@@ -19,6 +19,7 @@ from pfeife.testing import own_gradients
 
 MICROBATCHES = 4
 ROWS = 16
+TOO_SMALL = "clusters to cut between"  # for the stages of a cell
 
 
 @attrs.frozen
@@ -42,9 +43,14 @@ class Cell:
 
     def refuses(self, words: str) -> bool:
         """Whether a script may end with these words here: on ranks, and some where a rank lacks
-        what others train, or where two pipelines have statistics of their own."""
-        where = {ELSEWHERE: self.divides, STATISTICS: self.replicas > 1}
-        return self.ranks > 1 and where.get(words, True)
+        what others train, where two pipelines have statistics of their own, or where a model is
+        small for the number of stages."""
+        where = {
+            ELSEWHERE: self.divides,
+            STATISTICS: self.ranks > 1 and self.replicas > 1,
+            TOO_SMALL: self.stages > 2,
+        }
+        return where.get(words, self.ranks > 1)
 
     def rounds(self, script: Script) -> bool:
         """Whether sums are re-associated."""
@@ -251,7 +257,8 @@ def judged(script: Script, cell: Cell, rank: int, steps: int = 20) -> Verdict:
     try:
         script.run(ours)
     except ValueError as error:
-        said = script.refused and script.refused in str(error) and cell.refuses(script.refused)
+        told = [one for one in (script.refused, TOO_SMALL) if one and one in str(error)]
+        said = any(map(cell.refuses, told))
         return Verdict("refused" if said else "WRONG", text=f"{type(error).__name__}: {error}")
     return compared(ours, plain)
 
