@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import torch
-from scripts import ELSEWHERE, STATISTICS, WIDTH, Net, Script
+from scripts import ELSEWHERE, STATISTICS, TOO_SMALL, WIDTH, Net, Script
 from torch import nn
 
 import pfeife
@@ -19,7 +19,6 @@ from pfeife.testing import own_gradients
 
 MICROBATCHES = 4
 ROWS = 16
-TOO_SMALL = "clusters to cut between"  # for the stages of a cell
 
 
 @attrs.frozen
@@ -78,7 +77,7 @@ class Run:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return self.known(Net(self.script.tied).to(self.dtype))
+        return self.known(Net(self.script.tied, max(4, self.cell.stages - 2)).to(self.dtype))
 
     def known(self, model: nn.Module) -> nn.Module:
         """Another one, that the script has made itself."""
@@ -257,8 +256,7 @@ def judged(script: Script, cell: Cell, rank: int, steps: int = 20) -> Verdict:
     try:
         script.run(ours)
     except ValueError as error:
-        told = [one for one in (script.refused, TOO_SMALL) if one and one in str(error)]
-        said = any(map(cell.refuses, told))
+        said = script.refused and script.refused in str(error) and cell.refuses(script.refused)
         return Verdict("refused" if said else "WRONG", text=f"{type(error).__name__}: {error}")
     return compared(ours, plain)
 

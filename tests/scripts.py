@@ -23,6 +23,7 @@ import pfeife
 
 ELSEWHERE = "state of other ranks: "
 ON_ONE = "has been written to"
+TOO_SMALL = "clusters to cut between"  # for the stages of a cell
 STATISTICS = "a copy of trained parameters is made from pfeife.full_state_dict"  # of two replicas
 LIMIT = 1e-9  # in units of the largest value of a tensor
 
@@ -60,10 +61,10 @@ WIDTH = 6
 class Net(nn.Module):
     """Layers with statistics between them; if `tied`, the last one has the weight of the first."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, depth: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.last = nn.Linear(WIDTH, WIDTH)
         if tied:
             self.last.weight = self.first.weight
@@ -837,7 +838,7 @@ def trained_in_evaluation_mode(run):
     run.end(model, optimizer)
 
 
-@script()
+@script(TOO_SMALL)
 def several_steps_of_a_model(run):
     """A pretext task over a part of it, in turn with the whole."""
     model = run.model()
@@ -1125,7 +1126,7 @@ def two_players(run):
     run.end(maker, slow)
 
 
-@script()
+@script(TOO_SMALL)
 def actor_and_critic(run):
     """Several steps for what one forward has said."""
     actor, critic = layers(run, WIDTH, 8, 8, 3), layers(run, WIDTH, 8, 1)
@@ -1155,7 +1156,7 @@ def actor_and_critic(run):
     run.end(actor, optimizer)
 
 
-@script()
+@script(TOO_SMALL)
 def a_target_that_follows(run):
     """As in reinforcement learning: a moving average by `data`, in a step of its own."""
     model, target = layers(run, WIDTH, 8, 8, WIDTH), layers(run, WIDTH, 8, 8, WIDTH)
