@@ -66,6 +66,13 @@ def said_to_compile() -> Iterator[None]:
         compiler._is_compiling_flag = before
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work: `torch.compiler.is_exporting()`, which Dynamo takes for true
+    in everything that it compiles up to torch 2.11. If the flag moves: that function."""
+    found: bool = torch.compiler._is_exporting_flag
+    return found
+
+
 def eager_stance() -> contextlib.AbstractContextManager[None]:
     """While functions that are compiled run as they are. The setter is public; that it is a
     context as well is not in its type."""
@@ -125,6 +132,28 @@ def draws_by_numpy(target: Any) -> bool:
     return getattr(getattr(target, "f", None), "__module__", "") == "torch._numpy.random"
 
 
+# With this torch takes a tensor for what it was as long as the dict of its module is: up to 2.11
+# also if `requires_grad`, its dtype or its strides have changed.
+_FULL_GUARDS = {"skip_tensor_guards_with_matching_dict_tags": False}
+
+
+def guard_tensors() -> None:
+    """Has torch guard the tensors of modules themselves in the frame that Dynamo compiles right
+    now, and then puts the setting back. A backend is called before guards are made, by a caller
+    that nobody but torch tells of the end. If the callbacks move: the setting may stay as it is
+    here, which costs others microseconds a call."""
+    if all(getattr(torch._dynamo.config, name) == value for name, value in _FULL_GUARDS.items()):
+        return
+    settings, handler = torch._dynamo.config.patch(_FULL_GUARDS), torch._dynamo.callback_handler
+
+    def ended(_: Any) -> None:
+        handler.end_callbacks = [one for one in handler.end_callbacks if one is not ended]
+        settings.__exit__(None, None, None)
+
+    settings.__enter__()
+    handler.register_end_callback(ended)
+
+
 @contextlib.contextmanager
 def willing(programs: int | None = None) -> Iterator[None]:
     """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
@@ -134,6 +163,7 @@ def willing(programs: int | None = None) -> Iterator[None]:
     form; if one moves, leave it out."""
     config = torch._dynamo.config
     wanted: dict[str, Any] = {
+        **_FULL_GUARDS,
         "allow_rnn": True,
         "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
     }

@@ -65,6 +65,7 @@ class Backend:
         What is wrong is raised at that call, since torch may be told to suppress what a backend
         raises, and to go on with eager.
         """
+        _torch.guard_tensors()
         try:
             if _torch.is_last_compilation():
                 raise compiled_too_often()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife._torch import is_shared
+from pfeife._torch import is_exporting, is_shared
 from pfeife.runtime.distributed.nan_memory import nan_like
 
 NOT_PICKLED = (
@@ -148,7 +148,8 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether some values of a tensor, or all that it has, are those of what other ranks train, or
     made of them."""
-    if tensor.is_floating_point() and tensor.layout == torch.strided:
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    if tensor.is_floating_point() and dense:
         return bool(tensor.detach().isnan().any())
     probe = _probe(tensor.detach())
     return probe is not None and _is_nothing(probe) and _is_nothing(tensor.detach())
@@ -221,7 +222,7 @@ class Guard:
                 module.register_forward_pre_hook(self.running)
 
     def running(self, module: nn.Module, args: Any) -> None:
-        absent = self.foreign.first() if torch.compiler.is_exporting() else None
+        absent = self.foreign.first() if is_exporting() else None
         if absent is not None:
             raise ValueError(
                 f"{where_trained(absent)}, so the model cannot be exported here: "

@@ -131,12 +131,13 @@ class Gradients:
             first, *rest = digests
             others = [rank for rank in rest if digests[rank] != digests[first]]
             if others:
-                mine = " and ".join(dict.fromkeys(self.settings.get(int(number), ())))
+                made = self.settings.get(int(number), ())
+                mine = " and ".join(f"{one} {made.count(one)} times" for one in dict.fromkeys(made))
                 raise Refusal(
                     f"an optimizer has stepped on ranks {others} with other settings than on rank "
-                    f"{first} (here as {mine or 'nothing'}): what changes its param_groups, as a "
-                    "scheduler's step(), is called on every rank, and begin again from the last "
-                    "checkpoint, for the optimizer has made that step"
+                    f"{first}, or not as often (here as {mine or 'nothing'}): what changes its "
+                    "param_groups, as a scheduler's step(), is called on every rank, and begin "
+                    "again from the last checkpoint, for the optimizer has made that step"
                 )
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -149,7 +150,7 @@ class Gradients:
             text = _described(optimizer, group)
             self.stepped.add(text)
             shared = self._shared(group["params"])
-            if shared is not None:
+            if shared is not None and any(p.grad is not None for p in group["params"]):
                 self.settings.setdefault(shared.number, []).append(text)
         found = self._factor(parameters)
         if found is not None:
