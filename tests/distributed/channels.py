@@ -230,6 +230,7 @@ def an_operation_of_all_that_is_lost() -> None:
     world = interleaved()[0].transport.world
     connection, other = world.connection, 1 - world.rank
     work = connection.group.recv([torch.empty(1)], connection.index(other), 7)  # nobody sends it
+    dist.barrier()
     connection.cut()
     try:
         world.wait(work)

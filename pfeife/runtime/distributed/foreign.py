@@ -148,17 +148,19 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether some values of a tensor, or all that it has, are those of what other ranks train, or
     made of them."""
-    dense = tensor.layout == torch.strided and not tensor.is_nested
-    if tensor.is_floating_point() and dense:
+    if tensor.is_floating_point() and _is_dense(tensor):
         return bool(tensor.detach().isnan().any())
     probe = _probe(tensor.detach())
     return probe is not None and _is_nothing(probe) and _is_nothing(tensor.detach())
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor | None:
-    dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
-    known = dense and tensor.numel() and tensor.dtype.is_signed
+    known = _is_dense(tensor) and tensor.numel() and tensor.dtype.is_signed
     return tensor.data.as_strided((1,), (1,)) if known else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def begins_with_nan(tensors: Iterable[Any]) -> bool:
