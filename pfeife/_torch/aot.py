@@ -16,6 +16,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 # in between leaves autocast switched on.
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.node import has_side_effect
 
 from pfeife._torch.recurrent import FLOPS
 from pfeife._torch.sizes import with_assertions
@@ -84,6 +85,7 @@ def joint_graph(module: torch.nn.Module, args: tuple) -> torch.fx.GraphModule:
     The forward is traced under the autocast of the caller, the backward outside of it, as eager
     runs it. If `backward_pass_autocast` moves: the backward of float32 islands is cast.
     """
+    has_side_effect(_CHECK)  # which torch 2.11 drops, as it is not told so
     outside = torch._functorch.config.patch(backward_pass_autocast="off")
     with contextlib.ExitStack() as stack, as_eager(), outside:
         joint = aot_export_joint_with_descriptors(stack, module, args).graph_module
