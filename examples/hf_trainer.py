@@ -28,7 +28,7 @@ def sentences(count: int, length: int = 24, words: int = 64) -> list[dict[str, t
 def main() -> None:
     told = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     told.add_argument("--one-device", action="store_true")
-    told.add_argument("--steps", type=int, default=12)
+    told.add_argument("--stages", type=int, default=2)
     told.add_argument("--save", help="a folder for checkpoints and the model")
     told.add_argument("--resume", action="store_true")
     told.add_argument("--bf16", action="store_true")
@@ -43,12 +43,13 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=options.save or "unused", use_cpu=True, bf16=options.bf16, disable_tqdm=True,
         per_device_train_batch_size=ROWS // cut, gradient_accumulation_steps=cut,
-        learning_rate=3e-3, max_steps=options.steps, logging_steps=1, report_to="none",
+        learning_rate=3e-3, max_steps=12, logging_steps=1, report_to="none",
         eval_strategy="steps", eval_steps=6, per_device_eval_batch_size=ROWS,
         save_strategy="steps" if options.save else "no", save_steps=6,
         include_num_input_tokens_seen="all", load_best_model_at_end=bool(options.save),
     )  # fmt: skip
-    kind = Trainer if options.one_device else pipelined(Trainer, microbatches=4, stages=2)  # two
+    cuts = {"microbatches": MICROBATCHES, "stages": options.stages}
+    kind = Trainer if options.one_device else pipelined(Trainer, **cuts)  # two
     trainer = kind(GPT2LMHeadModel(config), args, None, sentences(64), sentences(20))
     trainer.train(resume_from_checkpoint=options.resume)
     if options.save:

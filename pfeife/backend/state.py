@@ -100,4 +100,8 @@ def _norms(
         (found[owned.first if owned else 0][at], parameter)
         for at, (parameter, owned) in enumerate(zip(parameters, known, strict=True))
     ]
-    return [norm.to(parameter.device, parameter.dtype) for norm, parameter in counted if norm >= 0]
+    return [
+        norm.to(parameter.device, parameter.dtype)
+        for norm, parameter in counted
+        if not norm < 0  # NaN is a norm
+    ]

@@ -8,7 +8,8 @@
 `prepare` wraps no model in DDP and shards no loader: every rank is given every batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -19,6 +20,7 @@ from torch import nn
 
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.integrations.together import together
+from pfeife.runtime.distributed.process_group import join_world
 
 
 class Accelerator(accelerate.Accelerator):
@@ -57,6 +59,29 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """`pfeife.full_state_dict` of a model."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+    def wait_for_everyone(self) -> None:
+        """Returns when all ranks are here. Raises ValueError if one calls something else,
+        PipelineError if one does not come."""
+        join_world(self.device)
+        together("Accelerator.wait_for_everyone")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The others wait until the main process has done what is inside."""
+        yield from self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The others wait until the main process of each node has done what is inside."""
+        yield from self._first(self.is_local_main_process)
+
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self.wait_for_everyone()
+        yield
+        if mine:
+            self.wait_for_everyone()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Accelerate's own; returns on all ranks when it is written."""

@@ -79,6 +79,20 @@ def a_sum_over_a_count_that_is_an_input():
 
 
 @row(ranks=(1, 2))
+def a_sum_with_noise_on_the_way():
+    """As NEFTune adds to embeddings, and as large in all microbatches; here none of it is left."""
+    model, batch = lm(), (*text(), torch.tensor(24))
+
+    def step(tokens, targets, count):
+        found = scores(model, tokens)
+        noise = torch.zeros_like(found).uniform_(-0.5, 0.5) + torch.empty_like(found).normal_()
+        return F.cross_entropy(found + 0 * noise, targets.flatten(), reduction="sum") / count
+
+    expected = plainly(model, step, parts(batch, 2))
+    check(model, pfeife.compile(step, microbatches=2)(*batch), expected)
+
+
+@row(ranks=(1, 2))
 def a_sum_over_a_number_that_may_count_rows():
     """24 is 12 times the rows of a microbatch; in a larger one it would be the same."""
     model, batch = lm(), text()

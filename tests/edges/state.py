@@ -741,7 +741,9 @@ def gradients_are_clipped_by_the_norm_of_all():
 @row("The total norm of order 2.0 for", ranks=(1, 2))
 def gradients_that_are_not_finite_are_not_clipped():
     model, step, *_ = trained()
-    (step(rows(0)) * float("inf")).backward()
+    for factor in (float("inf"), float("nan")):
+        (step(rows(0)) * factor).backward()
+        assert not pfeife.clip_grad_norm_(model.parameters(), 1.0).isfinite(), factor
     pfeife.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 

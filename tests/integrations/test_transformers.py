@@ -40,19 +40,31 @@ def same(mine, theirs):
         assert torch.equal(value, theirs[name]), name
 
 
-def test_two_ranks_log_and_save_what_one_device_does(one_device, tmp_path):
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The folder and the logs of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, logged(SCRIPT, "--save", folder, ranks=2)
+
+
+def test_two_ranks_log_and_save_what_one_device_does(one_device, two_ranks):
     """Losses, norms, evaluations and tokens on every rank."""
     folder, log = one_device
-    assert logged(SCRIPT, "--save", tmp_path, ranks=2) == [log, log]
-    same_files(folder, tmp_path)
+    other, logs = two_ranks
+    assert logs == [log, log]
+    same_files(folder, other)
 
 
 @pytest.mark.whole
-def test_two_ranks_go_on_from_a_checkpoint_of_one_device(one_device, tmp_path):
-    """As if they had not been interrupted."""
+@pytest.mark.parametrize(
+    ("before", "ranks"), [("one_device", 2), ("two_ranks", 1), ("two_ranks", 3)]
+)
+def test_a_checkpoint_goes_on_elsewhere(request, one_device, tmp_path, before, ranks):
+    """On as many ranks and stages as one likes, as if nobody had interrupted it."""
     folder, log = one_device
-    shutil.copytree(folder / "checkpoint-6", tmp_path / "checkpoint-6")
-    for again in logged(SCRIPT, "--save", tmp_path, "--resume", ranks=2):
+    saved, _ = request.getfixturevalue(before)
+    shutil.copytree(saved / "checkpoint-6", tmp_path / "checkpoint-6")
+    for again in logged(SCRIPT, "--save", tmp_path, "--resume", "--stages", ranks, ranks=ranks):
         assert again[:-1] == log[:-1]  # the last line has the mean loss since the start
     same_files(folder, tmp_path)
 

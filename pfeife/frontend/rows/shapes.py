@@ -203,6 +203,15 @@ def like(one: Operation) -> Rows:
     return attrs.evolve(rows, power=0, maybe=frozenset())
 
 
+def drawn(one: Operation) -> Rows:
+    """Random numbers, as many as a tensor has, of a distribution with the same figures in every
+    microbatch."""
+    figures = [one.number(name) for name in ("from", "to", "mean", "std") if name in one.arguments]
+    if any(moves(figure) for figure in figures):
+        raise Stuck
+    return attrs.evolve(like(one), maybe=frozenset().union(*(one.maybe for one in figures)))
+
+
 def looked_up(one: Operation) -> Rows:
     """embedding: a table, and indices that have rows."""
     table, indices = one.of("weight"), one.of("indices")

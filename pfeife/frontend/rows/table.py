@@ -87,6 +87,7 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     **_table("new_zeros new_ones new_full new_empty", elements.made),
     **_table("zeros_like ones_like full_like empty_like rand_like randn_like fill", shapes.like),
     **_table("native_dropout bernoulli dropout", elements.pointwise),
+    **_table("uniform normal_functional", shapes.drawn),
     **_table("embedding", shapes.looked_up),
     **_table("gather scatter scatter_add", shapes.gathered),
     **_table("index", shapes.indexed),
