@@ -62,10 +62,8 @@ class Asking:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        try:
+        with self.service.script.asking():
             yield
-        finally:
-            self.service.script.note_asked()
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         found: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once

@@ -93,7 +93,8 @@ class Elsewhere(torch.Tensor):
         """One with the shape and dtype of another tensor, which is NaN: torch assigns a tensor to
         the `data` of a parameter without asking its class, and then looks at its memory. `owned` is
         the same on every rank."""
-        made: Any = torch.Tensor._make_subclass(cls, behind)
+        own = behind.data  # with a version of its own
+        made: Any = torch.Tensor._make_subclass(cls, own)
         made.owned, made.norms, made.computed, made.overflow = owned, norms, computed, False
         return made
 

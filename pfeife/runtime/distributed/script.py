@@ -72,6 +72,7 @@ class Script:
         self.place = Place()
         self.waiting = waiting
         self.asked = 0  # how often this rank has asked for state of others at its place
+        self.asks = False  # whether it does so now
         self.rests = ""  # where it stays at its place until others come: "its end"
         self.readers: list[int] = []
         self.changed = threading.Condition()
@@ -97,11 +98,24 @@ class Script:
             self.place = self.place.ends(change)
             self.changed.notify_all()
 
-    def note_asked(self) -> None:
-        """This rank has got what it has asked others for, or has been refused it."""
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """While this rank asks others for state, until it has got that, or has been refused it."""
+        self._ask(True, self.asked)
+        try:
+            yield
+        finally:
+            self._ask(False, self.asked + 1)
+
+    def _ask(self, asks: bool, asked: int) -> None:
         with self.changed:
-            self.asked += 1
+            self.asks, self.asked = asks, asked
             self.changed.notify_all()
+
+    def stays(self, turn: int) -> bool:
+        """Whether this rank writes nothing by hand just now: it rests, or asks for state itself
+        after so many times, as the one that asks it."""
+        return bool(self.rests) or (self.asks and self.asked == turn)
 
     @contextlib.contextmanager
     def resting(self, where: str) -> Iterator[None]:

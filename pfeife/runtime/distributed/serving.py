@@ -95,9 +95,8 @@ class Service:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises Refusal if it is not at the same point of the script, PipelineError if it is gone."""
         written, by_data = self.by_hand.counts(wanted.values()), bool(self.by_hand.by_data())
-        question = Question(
-            self._tag(), self.script.place, tuple(wanted), written=written, by_data=by_data
-        )
+        here = Question(self._tag(), self.script.place, tuple(wanted), turn=self.script.asked)
+        question = attrs.evolve(here, written=written, by_data=by_data)
         if by_data:  # once more would tell that the answer may have come too late
             self.givens.note(self.by_hand.here(), counted=True)
         values = self._ask(rank, question)[1]
@@ -241,7 +240,8 @@ class Service:
             if name and not question.by_data:
                 raise Refusal(f"{name} was written to by its .data, which nobody counts")
             counts = self.by_hand.counts(found.tensors)
-            if counts == question.written and (not question.by_data or self.script.rests):
+            stays = not question.by_data or self.script.stays(question.turn)
+            if counts == question.written and stays:
                 return True
             names = [name for name, _ in found.named]
             for name, mine, theirs in zip(names, counts, question.written, strict=True):
