@@ -1001,7 +1001,8 @@ def a_moving_average(run):
         if at % 7 == 0:
             with torch.no_grad():
                 run.note(validate(x, t))
-    run.note(*run.full(average.module).values())
+    whole = run.full(average.module)  # with the statistics of the first replica
+    run.note(*(whole[name] for name, _ in average.module.named_parameters()))
     run.end(model, optimizer)
 
 
