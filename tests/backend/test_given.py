@@ -434,9 +434,9 @@ def test_a_pass_that_fails_is_named():
 def test_the_option_jobs_is_that_of_the_search(monkeypatch):
     asked = []
 
-    def alone(problems, budget, seed, seeds, jobs):
+    def alone(problems, budget, seed, seeds, jobs, further):
         asked.append(jobs)
-        return search_side_by_side(problems, budget, seed, seeds, 1)
+        return search_side_by_side(problems, budget, seed, seeds, 1, further)
 
     monkeypatch.setattr("pfeife.sched.search.search.search_side_by_side", alone)
     compiled(jobs=2, devices=["cpu", "cpu"], schedule="search", search_work=500)

@@ -31,7 +31,7 @@ class Question:
     or has gone on. `tag` is that of the answer's messages.
 
     The script has written to the tensors by hand as often as `written` says, and `by_data` to some
-    by their `data`, since its last change, and has asked for state `turn` times before.
+    by their `data`, since its last change.
     """
 
     tag: int
@@ -41,7 +41,6 @@ class Question:
     asked: int = 0
     written: tuple[int, ...] = ()
     by_data: bool = False
-    turn: int = 0
 
 
 class Kind(enum.Enum):

@@ -112,10 +112,10 @@ class Script:
             self.asks, self.asked = asks, asked
             self.changed.notify_all()
 
-    def stays(self, turn: int) -> bool:
-        """Whether this rank writes nothing by hand just now: it rests, or asks for state itself
-        after so many times, as the one that asks it."""
-        return bool(self.rests) or (self.asks and self.asked == turn)
+    @property
+    def stays(self) -> bool:
+        """Whether this rank writes nothing by hand just now: it rests, or asks for state itself."""
+        return bool(self.rests) or self.asks
 
     @contextlib.contextmanager
     def resting(self, where: str) -> Iterator[None]:

@@ -95,8 +95,9 @@ class Service:
         """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
         Raises Refusal if it is not at the same point of the script, PipelineError if it is gone."""
         written, by_data = self.by_hand.counts(wanted.values()), bool(self.by_hand.by_data())
-        here = Question(self._tag(), self.script.place, tuple(wanted), turn=self.script.asked)
-        question = attrs.evolve(here, written=written, by_data=by_data)
+        question = Question(
+            self._tag(), self.script.place, tuple(wanted), written=written, by_data=by_data
+        )
         if by_data:  # once more would tell that the answer may have come too late
             self.givens.note(self.by_hand.here(), counted=True)
         values = self._ask(rank, question)[1]
@@ -226,8 +227,8 @@ class Service:
 
     def _here(self, reader: int, question: Question) -> Callable[[], bool]:
         """Whether the script, which is at the place of a question, has written to what is asked for
-        as that of the reader has; if it has by `.data`, it may do so until it rests. Raises Refusal
-        when it will not, or has not for a minute."""
+        as that of the reader has: as often, and, if that one has by `.data`, so too, or it writes
+        nothing now. Raises Refusal when it will not, or has not for a minute."""
         late = math.inf
 
         def here() -> bool:
@@ -240,7 +241,7 @@ class Service:
             if name and not question.by_data:
                 raise Refusal(f"{name} was written to by its .data, which nobody counts")
             counts = self.by_hand.counts(found.tensors)
-            stays = not question.by_data or self.script.stays(question.turn)
+            stays = not question.by_data or bool(name) or self.script.stays
             if counts == question.written and stays:
                 return True
             names = [name for name, _ in found.named]
