@@ -42,12 +42,10 @@ class Cell:
 
     def refuses(self, words: str) -> bool:
         """Whether a script may end with these words here: on ranks, and some where a rank lacks
-        what others train, where two pipelines have statistics of their own, or where a model is
-        small for the number of stages."""
+        what others train, or where two pipelines have statistics of their own."""
         where = {
             ELSEWHERE: self.divides,
             STATISTICS: self.ranks > 1 and self.replicas > 1,
-            TOO_SMALL: self.stages > 2,
         }
         return where.get(words, self.ranks > 1)
 
@@ -257,6 +255,7 @@ def judged(script: Script, cell: Cell, rank: int, steps: int = 20) -> Verdict:
         script.run(ours)
     except ValueError as error:
         said = script.refused and script.refused in str(error) and cell.refuses(script.refused)
+        said = said or (script.small and TOO_SMALL in str(error) and cell.stages > 2)
         return Verdict("refused" if said else "WRONG", text=f"{type(error).__name__}: {error}")
     return compared(ours, plain)
 

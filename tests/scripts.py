@@ -31,8 +31,9 @@ LIMIT = 1e-9  # in units of the largest value of a tensor
 @attrs.frozen
 class Script:
     """One of them. On ranks it may end with `refused`, words that are in the error; `nan` says that
-    what it reads of others' parameters is NaN there. Where a sum is re-associated (`tied`: that of
-    the model's weights, too), differences in float64 are at most `limit`."""
+    what it reads of others' parameters is NaN there, `small` that a model of its own may be too
+    small for more than two stages. Where a sum is re-associated (`tied`: that of the model's
+    weights, too), differences in float64 are at most `limit`."""
 
     name: str
     run: Callable[[Any], None]
@@ -40,6 +41,7 @@ class Script:
     nan: bool = False
     tied: bool = False
     limit: float = LIMIT
+    small: bool = False
 
 
 SCRIPTS: dict[str, Script] = {}
@@ -838,7 +840,7 @@ def trained_in_evaluation_mode(run):
     run.end(model, optimizer)
 
 
-@script(TOO_SMALL)
+@script(small=True)
 def several_steps_of_a_model(run):
     """A pretext task over a part of it, in turn with the whole."""
     model = run.model()
@@ -1108,7 +1110,7 @@ def low_rank_adapters(run):
     run.note(*get_peft_model_state_dict(model).values())
 
 
-@script(tied=True)
+@script(tied=True, small=True)
 def two_players(run):
     """A generator and a critic, whose weights are clamped and which is frozen in turn."""
     maker, critic = layers(run, WIDTH, 8, 8, WIDTH), layers(run, WIDTH, 8, 1)
@@ -1127,7 +1129,7 @@ def two_players(run):
     run.end(maker, slow)
 
 
-@script(TOO_SMALL)
+@script(small=True)
 def actor_and_critic(run):
     """Several steps for what one forward has said."""
     actor, critic = layers(run, WIDTH, 8, 8, 3), layers(run, WIDTH, 8, 1)
@@ -1157,7 +1159,7 @@ def actor_and_critic(run):
     run.end(actor, optimizer)
 
 
-@script(TOO_SMALL)
+@script(small=True)
 def a_target_that_follows(run):
     """As in reinforcement learning: a moving average by `data`, in a step of its own."""
     model, target = layers(run, WIDTH, 8, 8, WIDTH), layers(run, WIDTH, 8, 8, WIDTH)
@@ -1174,7 +1176,7 @@ def a_target_that_follows(run):
     run.whole(target)
 
 
-@script("has become NaN on rank")
+@script("has become NaN on rank", small=True)
 def keys_that_follow(run):
     """The same within a step that trains (momentum contrast)."""
     model, keys = layers(run, WIDTH, 8, WIDTH), layers(run, WIDTH, 8, WIDTH).requires_grad_(False)

@@ -39,12 +39,16 @@ class Asking:
         """Whether a tensor is absent here, and nothing has been loaded into it since."""
         return self.foreign.lacks(tensor)
 
-    def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
+    def tensors(
+        self, missing: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The values of absent tensors by their numbers; `beside` are those that they are a model's
+        with, all that ranks train unless given. Raises as `Service.tensors`."""
+        by_data = bool(self.by_hand.by_data(beside))
         found: dict[int, torch.Tensor] = {}
         with self._asking():
             for rank, wanted in self._by_rank(missing).items():
-                found |= self.service.tensors(rank, wanted)
+                found |= self.service.tensors(rank, wanted, by_data)
         return found
 
     def values(self, missing: Sequence[torch.Tensor]) -> list[torch.Tensor]:

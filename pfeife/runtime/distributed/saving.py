@@ -71,7 +71,9 @@ class Saving:
         batch, numbers = self.batch, {self.asking.number(one) for one in missing}
         if batch.by == (module, prefix) or not numbers <= batch.values.keys():
             batch.by, batch.values = (module, prefix), {}
-            batch.values = self.asking.tensors(missing)
+            own = (one for m in module.modules() for one in _torch.saved_state(m).values())
+            known = [one for one in own if one in self.asking.known]
+            batch.values = self.asking.tensors(missing, known)
 
     def after(
         self, module: nn.Module, found: MutableMapping[str, Any], prefix: str, metadata: Any

@@ -91,10 +91,13 @@ class Service:
                 thread.join(1.0)
         self.connection.close()
 
-    def tensors(self, rank: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The values that a rank has of tensors which it trains, by their numbers, on the CPU.
-        Raises Refusal if it is not at the same point of the script, PipelineError if it is gone."""
-        written, by_data = self.by_hand.counts(wanted.values()), bool(self.by_hand.by_data())
+    def tensors(
+        self, rank: int, wanted: Mapping[int, torch.Tensor], by_data: bool
+    ) -> dict[int, torch.Tensor]:
+        """The values that a rank has of tensors which it trains, by their numbers, on the CPU; what
+        they are a model's with may have been written to `by_data` here. Raises Refusal if it is not
+        at the same point of the script, PipelineError if it is gone."""
+        written = self.by_hand.counts(wanted.values())
         question = Question(
             self._tag(), self.script.place, tuple(wanted), written=written, by_data=by_data
         )
