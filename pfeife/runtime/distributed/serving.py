@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _QUESTION = 1  # the tag of questions; answers have those that the questions say
 _TAGS = 2**29
+_COUNTED = 5.0  # seconds in which what is being written to must have been counted
 _PATIENCE = 60.0  # seconds for a script that has not yet written what the one that asks has
 
 
@@ -232,17 +233,22 @@ class Service:
         """Whether the script, which is at the place of a question, has written to what is asked for
         as that of the reader has: as often, and, if that one has by `.data`, so too, or it writes
         nothing now. Raises Refusal when it will not, or has not for a minute."""
-        late = math.inf
+        late = noticed = math.inf
 
         def here() -> bool:
-            nonlocal late
+            nonlocal late, noticed
             if question.optimizer is not None:
                 return True
-            late = min(late, time.monotonic() + min(_PATIENCE, self.world.timeout / 2))
+            now = time.monotonic()
+            late = min(late, now + min(_PATIENCE, self.world.timeout / 2))
             found = self.find(question)
             name = self.by_hand.by_data(found.tensors)
             if name and not question.by_data:
+                noticed = min(noticed, now)
+                if now < noticed + _COUNTED:
+                    return False
                 raise Refusal(f"{name} was written to by its .data, which nobody counts")
+            noticed = math.inf
             counts = self.by_hand.counts(found.tensors)
             stays = not question.by_data or bool(name) or self.script.stays
             if counts == question.written and stays:

@@ -106,7 +106,12 @@ def test_who_waits_looks_for_failures():
 
 def test_a_change_after_all_have_asked():
     """As often as the one that wants to go on; or they have gone on themselves."""
-    for done in (lambda one: one.note_asked(), lambda one: one.begin(LOAD)):
+
+    def asks(one):
+        with one.asking():
+            assert one.stays
+
+    for done in (asks, lambda one: one.begin(LOAD)):
         one, _ = script()
         thread = later(lambda one=one: one.wait_until_asked(Place(), 1, 60.0, lambda: None))
         assert thread.is_alive()
