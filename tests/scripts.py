@@ -6,7 +6,7 @@ device, given what compiles a step, the batches, and somebody to look at its num
 
 import copy
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -339,24 +339,32 @@ def a_compiled_optimizer(run):
     run.end(model, optimizer)
 
 
-class Signs(torch.optim.Optimizer):
+class Own(torch.optim.Optimizer):
     """An optimizer that somebody has written."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.01):
         super().__init__(parameters, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
+    def trained(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """What has gradients, with its rate."""
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["average"], state["norm"] = torch.zeros_like(p), torch.zeros(())
-                state["average"].lerp_(p.grad, 0.1)
-                state["norm"] = p.norm() / p.grad.norm().add(1e-3)
-                p.add_(state["average"].tanh() * state["norm"], alpha=-group["lr"])
+                if p.grad is not None:
+                    yield p, group["lr"]
+
+
+class Signs(Own):
+    """One with state of its own, and a norm of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, lr in self.trained():
+            state = self.state[p]
+            if not state:
+                state["average"], state["norm"] = torch.zeros_like(p), torch.zeros(())
+            state["average"].lerp_(p.grad, 0.1)
+            state["norm"] = p.norm() / p.grad.norm().add(1e-3)
+            p.add_(state["average"].tanh() * state["norm"], alpha=-lr)
 
 
 @script()
@@ -365,19 +373,14 @@ def an_optimizer_of_ones_own(run):
     train(run, model, Signs(model.parameters()))
 
 
-class Normed(torch.optim.Optimizer):
+class Normed(Own):
     """One that divides by the norm of all gradients, as Lamb does."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            own = [p for p in group["params"] if p.grad is not None]
-            total = sum(p.grad.pow(2).sum() for p in own) ** 0.5
-            for p in own:
-                p.sub_(p.grad / (total + 1e-6), alpha=group["lr"])
+        total = sum(p.grad.pow(2).sum() for p, _ in self.trained()) ** 0.5
+        for p, lr in self.trained():
+            p.sub_(p.grad / (total + 1e-6), alpha=lr)
 
 
 @script("Normed.step() computes something of several parameters")
@@ -386,18 +389,13 @@ def an_optimizer_with_a_norm_of_all(run):
     train(run, model, Normed(model.parameters()))
 
 
-class Noisy(torch.optim.Optimizer):
+class Noisy(Own):
     """One that adds noise, as in Langevin dynamics."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+        for p, lr in self.trained():
+            p.sub_(p.grad + torch.randn_like(p), alpha=lr)
 
 
 @script("Noisy.step() draws random numbers")
@@ -406,11 +404,11 @@ def an_optimizer_that_draws(run):
     train(run, model, Noisy(model.parameters()))
 
 
-class Filled(torch.optim.Optimizer):
+class Filled(Own):
     """One that takes zeros where there is no gradient, and keeps a count of its own."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        super().__init__(parameters, {"lr": 0.01})
+        super().__init__(parameters)
         self.state["all"] = {"steps": 0}
 
     @torch.no_grad()

@@ -99,6 +99,7 @@ from pfeife._torch.tensors import (
     is_shared,
     leaf_dims,
     marked_dims,
+    memory_of,
     no_dispatch,
 )
 from pfeife._torch.trace import compilation, trace_artifact
@@ -175,6 +176,7 @@ __all__ = [
     "listed",
     "makes_view",
     "marked_dims",
+    "memory_of",
     "named_graphs",
     "no_autocast",
     "no_dispatch",

@@ -88,6 +88,7 @@ class Call:
             for port in self.program.ports(Role.BUFFER):
                 if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
                     slots[port.name].copy_(result.buffers[port.fqn])
+        self._tell_of_buffers(slots)
         outputs = self.program.ports(Role.OUTPUT)
         self.divided = {port.name: self._divided(port, microbatches) for port in outputs}
         joined = {
@@ -128,6 +129,14 @@ class Call:
         ports = tuple(one for one in ports if not {one.fqn, one.name} & copied)
         pipeline = self.compiled.pipeline
         return Again.of(pipeline, before, microbatches, self.seed, ports, slots)
+
+    def _tell_of_buffers(self, slots: Slots) -> None:
+        """What the ranks have updated, of which the script may keep copies."""
+        world = world_so_far()
+        if world:
+            updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
+            ports = self.program.ports(Role.BUFFER) if updated else ()
+            world.ownership.asking.changed([slots[p.name] for p in ports if p.fqn in updated])
 
     def _check_answers(self, result: Result) -> None:
         """Raises WrongAnswer, on all ranks, before anything is written."""

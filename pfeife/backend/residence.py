@@ -1,7 +1,7 @@
 """Where the state of a process that has several devices lives: with the stage that uses it."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -57,13 +57,10 @@ class Residence:
         """What an optimizer keeps, perhaps since before the first call, is where its parameters
         are."""
         for group in optimizer.param_groups:
-            counts = group.get("capturable") or group.get("fused")  # steps there, too
+            counts = bool(group.get("capturable") or group.get("fused"))  # steps there, too
             for parameter in group["params"]:
                 if parameter in self.known:
-                    kept = optimizer.state.get(parameter, {})
-                    for name, value in kept.items():
-                        if isinstance(value, torch.Tensor) and (name != "step" or counts):
-                            kept[name] = value.to(parameter.device)
+                    _bring(optimizer.state.get(parameter, {}), parameter.device, counts)
 
 
 @functools.cache
@@ -94,6 +91,14 @@ def _move(one: torch.Tensor, device: torch.device) -> None:
     one.data = one.data.to(device)
     if gradient is not None:
         one.grad = gradient.to(device)
+
+
+def _bring(kept: MutableMapping[str, Any], device: torch.device, counts: bool) -> None:
+    """Brings what an optimizer keeps for a parameter to a device, the count of steps only if its
+    kernels want it there."""
+    for name, value in kept.items():
+        if isinstance(value, torch.Tensor) and (name != "step" or counts):
+            kept[name] = value.to(device)
 
 
 def _check_memory(

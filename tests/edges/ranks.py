@@ -5,6 +5,7 @@ import os
 import torch
 import torch.nn.functional as F
 from listening import said
+from models import Wrapped
 from rows import row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,15 +91,6 @@ def models_that_something_else_distributes():
         else:
             raise AssertionError(f"{words} was not refused")
     assert torch.equal(compiled(outside)(x), expected(net(), x))
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 @row(ranks=(2,))

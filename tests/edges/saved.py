@@ -11,9 +11,11 @@ import torch.distributed as dist
 from rows import row
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.utils import _pytree as pytree
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
+from pfeife.runtime.distributed.foreign import lacks_values
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import Failure
 
@@ -373,6 +375,34 @@ def an_optimizers_state_that_is_written_to_after_that():
         pair.mine.state[pair.model[2][0].weight]["momentum_buffer"].zero_()
     words = "the state of 2.0.weight was written to by" if rank else "rank 1: ValueError: the state"
     refused(lambda: pair.step(rows(0, 8)), words)
+
+
+@row(ranks=(2,))
+def what_is_kept_and_not_copied():
+    """On one device it goes on with the model. Here what other ranks train is NaN as soon as that
+    has changed, or as it was loaded; what evaluates changes nothing."""
+    pair = Pair(optimizer="adamw")
+    pair.train()
+    model, twin = pair.model, pair.twin
+    kept = model.state_dict(), {k: v.detach() for k, v in model.state_dict().items()}
+    states, copied = pair.mine.state_dict(), copy.deepcopy(model.state_dict())
+    before = copy.deepcopy((twin.state_dict(), pair.theirs.state_dict()))
+    with torch.no_grad():
+        model.eval()
+        pair.step(rows(0, 8))
+        model.train()
+    alike([*kept, states], [before[0], dict(before[0]), before[1]])
+    pair.train()
+    alike(copied, before[0])
+    for found in (*kept, states["state"]):
+        expected = twin.state_dict() if "0.0.weight" in found else pair.theirs.state_dict()["state"]
+        pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+        right = [torch.equal(one, other) or (lacks_values(one) and "NaN") for one, other in pairs]
+        assert {True, "NaN"} == set(right), right
+    kept = model.state_dict()
+    for one in (model, twin):
+        one.load_state_dict(before[0])
+    alike(kept, twin.state_dict())
 
 
 @row(ranks=(2,))

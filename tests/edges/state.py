@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from listening import said
+from models import Wrapped
 from rows import Row, add, row
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -985,17 +986,6 @@ def owners_outlive_a_failure():
     go_on(model, again, mine, other, theirs)
 
 
-class Within(nn.Module):
-    """Dynamo compiles no `forward` of torch's own modules."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 @row(ranks=(2,))
 def the_model_alone_is_compiled_again_after_training():
     """Dynamo traces the hooks that guard its state, and makes the same graph on all ranks."""
@@ -1008,7 +998,7 @@ def the_model_alone_is_compiled_again_after_training():
             or model
         ),
     ):
-        model = Within(layers(6, 6, 6, 6))
+        model = Wrapped(layers(6, 6, 6, 6))
         other = copy.deepcopy(model)
         run = compiled(model)
         mine, theirs = sgd(model), sgd(other)

@@ -8,6 +8,7 @@ import torch
 
 from pfeife.runtime.distributed.by_hand import ByHand
 from pfeife.runtime.distributed.foreign import Foreign
+from pfeife.runtime.distributed.handed import Handed
 from pfeife.runtime.distributed.kept import Kept
 from pfeife.runtime.distributed.questions import Named
 
@@ -22,14 +23,14 @@ class Asking:
 
     `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
     the world, a new one after every failure; `kept` is what others may ask this one for, `by_hand`
-    what the script has written to it.
+    what the script has written to it; `handed` are copies that it was given of what is absent.
     """
 
     service: "Service"
 
     def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
         self.known, self.foreign, self.kept = known, foreign, Kept()
-        self.by_hand = ByHand(known, foreign)
+        self.by_hand, self.handed = ByHand(known, foreign), Handed()
 
     def number(self, tensor: torch.Tensor) -> int:
         """That of a tensor that ranks train."""
@@ -63,6 +64,10 @@ class Asking:
             for rank, wanted in self._by_rank(missing).items():
                 found |= self.service.states(rank, named, tuple(wanted))
         return found
+
+    def changed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """After a step of all ranks has changed some."""
+        self.handed.follow(self.number(one) for one in tensors if one in self.known)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

@@ -136,13 +136,21 @@ def _fill(tensor: torch.Tensor, one: _Absent) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         nothing = nan_like(tensor)
         if nothing is None or is_shared(tensor):  # by p.data that a script has kept, say
-            tensor.data.fill_(float("nan"))
+            blank(tensor.data)
         if nothing is not None:
             tensor.data = nothing
-    elif tensor.dtype.is_signed:  # a count of batches
-        tensor.data.fill_(torch.iinfo(tensor.dtype).min)
+    else:  # a count of batches
+        blank(tensor.data)
     one.probe = _probe(tensor)
     one.version, one.place = version_of(tensor), tensor.data_ptr()
+
+
+def blank(tensor: torch.Tensor) -> None:
+    """NaN, or the least integer, instead of values, in their own memory."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype.is_signed:
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:

@@ -9,10 +9,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils import _pytree as pytree
 
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.questions import Named, Question, Value, told
-from pfeife.runtime.distributed.serving import Found
+from pfeife.runtime.distributed.questions import Found, Named, Question, Value, told
 from pfeife.runtime.failure import Refusal
 
 
@@ -94,7 +94,9 @@ class Optimizers:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._ours(optimizer):
             self._let_go(optimizer)  # what it makes where there is no gradient
-            self.asking.service.end_of("steps of optimizers", self._known(optimizer))
+            known = list(self._known(optimizer))
+            self.asking.service.end_of("steps of optimizers", known)
+            self.asking.handed.stepped(map(self.asking.number, known))
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Of the state for what other ranks train."""
@@ -121,14 +123,17 @@ class Optimizers:
             for mine, packed in groups
             for pair in zip(mine["params"], packed["params"], strict=True)
         ]
-        lacks, state = self.asking.foreign, found["state"]
-        missing = {index: one for one, index in pairs if one in lacks and index not in state}
+        lacks, mine = self.asking.foreign, found["state"]
+        missing = {index: one for one, index in pairs if one in lacks and index not in mine}
         if not missing:
             return None
         theirs = self.asking.states(self._named(optimizer), missing.values())
         numbers = {index: self.asking.number(one) for index, one in missing.items()}
         added = {index: theirs[number] for index, number in numbers.items() if number in theirs}
-        whole = state | added
+        for index, state in added.items():
+            tensors = (one for one in pytree.tree_leaves(state) if isinstance(one, torch.Tensor))
+            self.asking.handed.note_states(numbers[index], missing[index], tensors)
+        whole = mine | added
         order = sorted(index for index in whole if isinstance(index, int))
         ordered = {index: whole[index] for index in order}
         return found | {"state": ordered | {key: whole[key] for key in whole if key not in ordered}}

@@ -101,6 +101,15 @@ class Answer:
     states: tuple[Value | None, ...] = ()
 
 
+@attrs.frozen
+class Found:
+    """What answers a question: tensors, states that are made of them, and all with names."""
+
+    tensors: tuple[torch.Tensor, ...]
+    states: tuple[Value | None, ...] = ()
+    named: tuple[tuple[str, torch.Tensor], ...] = ()
+
+
 def shaped(tensor: torch.Tensor) -> Shaped:
     """What is told of a tensor. Raises Refusal for one that is not dense."""
     if tensor.layout != torch.strided or tensor.is_quantized:

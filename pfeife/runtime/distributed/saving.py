@@ -84,7 +84,9 @@ class Saving:
         batch = self.batch
         for name, tensor in own.items():
             if self._missing_here(tensor):
-                _fill_in(found, prefix + name, tensor, batch.values[self.asking.number(tensor)])
+                number = self.asking.number(tensor)
+                _fill_in(found, prefix + name, tensor, batch.values[number])
+                self.asking.handed.note_value(number, tensor, batch.values[number])
         if batch.by == (module, prefix):
             batch.by, batch.values = None, {}
 
@@ -107,6 +109,7 @@ class Saving:
             own = _torch.saved_state(module).values()
             mine = [one for one in own if one in self.asking.known]
             self.asking.service.end_of("loads of state", mine)
+            self.asking.handed.follow()
 
     def __deepcopy__(self, memo: dict) -> "Saving":
         return self  # copies have tensors of their own, which are not absent

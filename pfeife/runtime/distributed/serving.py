@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +17,9 @@ from pfeife.runtime.distributed.exchanges import Exchanges
 from pfeife.runtime.distributed.givens import Givens
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.kept import Kept
+from pfeife.runtime.distributed.meeting import Meeting
 from pfeife.runtime.distributed.posting import Post
-from pfeife.runtime.distributed.questions import Answer, Named, Question, Value, heard, shaped
+from pfeife.runtime.distributed.questions import Answer, Found, Named, Question, heard, shaped
 from pfeife.runtime.distributed.script import Change, Script
 from pfeife.runtime.failure import PipelineError, Refusal
 
@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 _QUESTION = 1  # the tag of questions; answers have those that the questions say
 _TAGS = 2**29
-_COUNTED = 5.0  # seconds in which what is being written to must have been counted
 _PATIENCE = 60.0  # seconds for a script that has not yet written what the one that asks has
-
-
-@attrs.frozen
-class Found:
-    """What answers a question: tensors, states that are made of them, and all with names."""
-
-    tensors: tuple[torch.Tensor, ...]
-    states: tuple[Value | None, ...] = ()
-    named: tuple[tuple[str, torch.Tensor], ...] = ()
 
 
 class Service:
@@ -216,7 +206,8 @@ class Service:
                 patience = self.world.timeout
                 script.wait_until_asked(question.place, question.asked, patience, self._check)
                 return Answer(), nothing
-            here = self._here(reader, question)
+            patience = min(_PATIENCE, self.world.timeout / 2)
+            here = Meeting(question, reader, self.find, self.by_hand, script, patience)
             stack.enter_context(script.reading(reader, question.place, self._check, here))
             found = self.find(question)
             self.givens.check(found.named)
@@ -228,44 +219,6 @@ class Service:
             return Answer(str(error)), nothing
         except Exception as error:  # of the state: the one that asks is told
             return Answer(f"{type(error).__name__}: {error}"), nothing
-
-    def _here(self, reader: int, question: Question) -> Callable[[], bool]:
-        """Whether the script, which is at the place of a question, has written to what is asked for
-        as that of the reader has: as often, and, if that one has by `.data`, so too, or it writes
-        nothing now. Raises Refusal when it will not, or has not for a minute."""
-        late = noticed = math.inf
-
-        def here() -> bool:
-            nonlocal late, noticed
-            if question.optimizer is not None:
-                return True
-            now = time.monotonic()
-            late = min(late, now + min(_PATIENCE, self.world.timeout / 2))
-            found = self.find(question)
-            name = self.by_hand.by_data(found.tensors)
-            if name and not question.by_data:
-                noticed = min(noticed, now)
-                if now < noticed + _COUNTED:
-                    return False
-                raise Refusal(f"{name} was written to by its .data, which nobody counts")
-            noticed = math.inf
-            counts = self.by_hand.counts(found.tensors)
-            stays = not question.by_data or bool(name) or self.script.stays
-            if counts == question.written and stays:
-                return True
-            names = [name for name, _ in found.named]
-            for name, mine, theirs in zip(names, counts, question.written, strict=True):
-                waits = mine < theirs and not self.script.rests and time.monotonic() < late
-                if mine != theirs and not waits:
-                    raise Refusal(
-                        f"{name} was written to by hand {mine} times since the last change that "
-                        f"all make, and on rank {reader}, which asks, {theirs} times"
-                    )
-            if time.monotonic() > late:
-                raise Refusal(f"rank {reader} has written to parameters by their .data")
-            return False
-
-        return here
 
     def _torn(self, question: Question, found: Found) -> str:
         """Why what was sent is not what was there when it was asked for, "" if it is."""
