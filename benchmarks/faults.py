@@ -20,11 +20,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from fault_ranks import (
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
+
+from fault_ranks import (  # noqa: E402
     BATCHES,
     BUILDING,
     LATE,
@@ -42,11 +46,11 @@ from fault_ranks import (
     recover,
     skipping,
 )
-from faulty import MANY, Case, case
-from forked import Launch, Main
+from faulty import MANY, Case, case  # noqa: E402
+from forked import Launch, Main  # noqa: E402
 
-from pfeife import report
-from pfeife.data.progress import shown
+from pfeife import report  # noqa: E402
+from pfeife.data.progress import shown  # noqa: E402
 
 AT_ONCE = 6  # launches that run at the same time
 REACTION = 10.0  # seconds in which every survivor has to end

@@ -78,6 +78,13 @@ def found_on_ranks(request, tmp_path_factory) -> Callable[[Item], dict[str, str]
     return found
 
 
+def pytest_collection_finish():
+    """What was imported is there for good: from now on the garbage collector, which every trace
+    asks for all generators, leaves it out."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is not in the gate's share (`share.py`), unless all tests run. Those of the
     whole, which start processes and take long, come first, so that no worker ends with one."""

@@ -61,7 +61,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A mask that every block reads; `tied` shares the embedding with the head."""
 
-    def __init__(self, width: int = 16, depth: int = 3, words: int = 23, tied: bool = False):
+    def __init__(self, width: int = 16, depth: int = 2, words: int = 23, tied: bool = False):
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.place = nn.Embedding(8, width)
@@ -221,10 +221,11 @@ CASES = {
     "DropoutNet": dropout,
     "WideNet": wide,
 }
+LARGER = {"GPT, 3 blocks": lambda: gpt(GPT(depth=3))}
 EQUAL_TO_EAGER = ("GPT", "TiedGPT", "UNet", "BatchNormNet")  # dropout draws its own numbers
 
 
 def case(name: str, seed: int = 0) -> Case:
     """One case with its parameters drawn from a seed."""
     torch.manual_seed(seed)
-    return CASES[name]()
+    return (CASES | LARGER)[name]()

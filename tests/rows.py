@@ -5,9 +5,9 @@ A module of the package has rows: `@row()` over a function that asserts what is 
 processes it runs, `whole` in which of these it does only if all tests run (see `share.py`).
 `items` and `check` make a test of each.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m rows REPORT edges.state/lbfgs ...
+    python -m rows REPORT 2 edges.state/lbfgs ...
 
-runs rows on ranks: rank R writes REPORT/rankR.json, {row: "" or what went wrong}.
+runs rows on two ranks: rank R writes REPORT/rankR.json, {row: "" or what went wrong}.
 """
 
 import faulthandler
@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +26,11 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from forked import Launch
 
 HERE = Path(__file__).parent
 SECONDS = 100  # after which a row that hangs shows where
+GRACE = 15.0  # seconds for the others when a rank has ended badly
 
 
 @attrs.frozen
@@ -136,8 +139,7 @@ def on_ranks(
     ranks: int, report: Path, test: str, names: Sequence[str]
 ) -> dict[str, dict[str, str]]:
     """Runs rows in `ranks` processes for a `test`; what each rank found, by row and rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "rows", str(report), *names]
+    command = [sys.executable, "-m", "rows", str(report), str(ranks), *names]
     path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = subprocess.run(
         command,
@@ -157,9 +159,8 @@ def on_ranks(
     return found
 
 
-def main(report: Path, *names: str) -> None:
-    torch.set_num_threads(1)
-    gc.set_threshold(20_000)  # as in conftest.py
+def on_this_rank(report: Path, names: Sequence[str]) -> None:
+    """Runs rows on one rank."""
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     found = {}
     for name in names:
@@ -172,5 +173,22 @@ def main(report: Path, *names: str) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
+def main(report: Path, ranks: int, *names: str) -> int:
+    """Runs rows on so many ranks. Where one ends badly the others are ended too, as torchrun does
+    it; returns 1 then."""
+    torch.set_num_threads(1)
+    importlib.import_module("pfeife.testing")  # rows' modules want to know their rank
+    gc.set_threshold(20_000)  # as in conftest.py
+    gc.freeze()
+    launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=900)
+    while not launch.poll():
+        time.sleep(0.05)
+        if any(one.code for one in launch.ranks.values()):
+            launch.end = min(launch.end, time.monotonic() + GRACE)
+    codes = {rank: one.code for rank, one in launch.ranks.items() if one.code}
+    print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in codes.items()))
+    return bool(codes)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

@@ -180,11 +180,14 @@ def _generators() -> list[Any]:
     """All generators of Python's and numpy's that there are. If the step has none but those that
     it makes, it seeds them, and draws the same numbers in every microbatch."""
     kinds: tuple[type, ...] = (random.Random,)
+    common: list[Any] = [random.random.__self__]  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy")  # else nobody draws from it
     if numpy is not None:
         kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
+        common.append(numpy.random.random.__self__)
     torchs = _torch.order_of_facts()
-    return [one for one in living(*kinds) if one is not torchs]
+    found = {id(one): one for one in (*common, *living(*kinds)) if one is not torchs}
+    return list(found.values())
 
 
 def _states(generators: Sequence[Any]) -> list[str]:

@@ -107,8 +107,8 @@ def test_random_programs(data):
 
 
 def test_full_keeps_only_what_a_stage_is_given():
-    plan, staged = chosen("GPT", 3, "full")
-    _, _, before = planned("GPT", 3)
+    plan, staged = chosen("GPT, 3 blocks", 3, "full")
+    _, _, before = planned("GPT, 3 blocks", 3)
     sent = pfeife.insert_send_recv()(staged)
     for unit, kept in enumerate(kept_storages(staged)):
         own = staged.call(Kind.FORWARD, unit).node

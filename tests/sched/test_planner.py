@@ -200,7 +200,7 @@ def test_the_step_of_replicas_has_what_is_left_to_reduce():
 def test_a_search_counts_the_reductions_of_replicas():
     """Where they take long, another plan is the best than without them: on such links, a plan that
     is searched alone and then reduces takes longer."""
-    program, replicas = annotated("GPT"), Replicas(4)
+    program, replicas = annotated("GPT, 3 blocks"), Replicas(4)
     slow = attrs.evolve(CPU_CORE, link_bandwidth=2e7, action_seconds=0.0, overlap=1.0)
     given = {"machine": slow, "microbatches": 4, "ranks": 2, "replicas": replicas}
     search = {"schedule": "search", "search_work": 300_000}
