@@ -198,7 +198,7 @@ def a_cut_after_others() -> None:
     connection.close()
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def a_connection_that_is_lost() -> None:
     """Where a message is posted, sent or waited for: the loss of the other rank, not an error of
     this one, and no message."""

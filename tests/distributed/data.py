@@ -103,7 +103,7 @@ _CASES = {
     "rank 0, to replicas": (False, {"batch": "rank0", "replicas": 2}, (4,)),
     "rank 0, traced": (False, {"batch": "rank0", "capture": "trace"}, (2,)),
 }
-_SHARED = ("replicas", "rank 0, to whom it concerns", "rank 0, to replicas")
+_SHARED = ("replicas", "rank 0, to whom it concerns")
 for _name, (_values, _options, _ranks) in _CASES.items():
     for _total in (False, True):
         _run = partial(loop_is_that_of_one_device, _total, _values, **_options)

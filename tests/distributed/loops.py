@@ -149,7 +149,7 @@ def what_is_shown() -> None:
         assert any(at == level and text.startswith(f"{who}{label}, ") for at, text in found), found
 
 
-@row(ranks=(4,))
+@row(ranks=(4,), whole=(4,))
 def pipelines_whose_neighbours_are_replicas() -> None:
     """Each pipeline has half of the microbatches, and each rank its stages' gradients of all."""
     for mesh, pipelines in (("2,-2", [(0, 2), (1, 3)]), ("-2,2", [(0, 1), (2, 3)])):

@@ -82,7 +82,7 @@ def _rows() -> None:
                     families += ["zb-h1", "zb-v"] if stages == 4 else ["search"]
                 rounding = () if replicas == 1 else None
                 shared = families[(i + j) % len(families)] if (i - j) % len(shapes) < 1 else ""
-                # On 4 ranks one is enough: `outputs_of_replicas` has several stages in each.
+                # On 4 ranks one is enough: `replicas.loop` has several stages in each.
                 shared = "" if ranks == 4 and name != "UNet" else shared
                 shared = "" if ranks == 2 and name == "GPT" else shared  # `loops.loop` trains it
                 for schedule in families:
@@ -134,7 +134,7 @@ def random_programs() -> None:
     _random_programs()
 
 
-@row(ranks=(2, 4), whole=(2,))
+@row(ranks=(2, 4), whole=(4,))
 def outputs_of_replicas() -> None:
     """The model alone: results in the order of the batch on every rank, and gradients that arrive
     at them, or half of them."""

@@ -119,7 +119,7 @@ for _ranks, _name, _stages, _schedule, _how, _shared in (
     add(globals(), Row(_label, _check, ranks=(_ranks,), whole=_more))
 
 
-@row(ranks=(4,))
+@row(ranks=(4,), whole=(4,))
 def the_same_bits_whatever_is_reduced_together() -> None:
     """Four addends: a ring would add those of other places of a bucket in another order. Every
     bucket size, with and without overlap; what is reduced beside the rest is seen."""

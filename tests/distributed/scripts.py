@@ -11,14 +11,13 @@ from scripts import SCRIPTS
 
 SHARE = {  # on two ranks that have a stage each
     "a_moving_average": "right",
-    "another_dtype": "right",
     "gradients_centred_and_clipped_by_rows": "right",
     "one_vector_of_parameters": "NaN",
     "parameters_assigned": "right",
     "an_optimizer_with_a_norm_of_all": "refused",
 }
 MORE = {"a_copy_of_the_model": "right", "gradient_noise": "right", "low_rank_adapters": "right"}
-MORE |= {"a_wider_head": "right", "a_target_that_follows": "right"}
+MORE |= {"another_dtype": "right", "a_wider_head": "right", "a_target_that_follows": "right"}
 
 
 def beside_one_device(name: str, kind: str, cell: Cell) -> None:

@@ -223,13 +223,13 @@ interrupt.register_autograd(lambda ctx, gradient: gradient)
 @row()
 def an_interrupt_ends_the_computing_threads():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.ones(64, 4)
+    x = torch.ones(16, 4)
 
     def step(x):
         return model[1](interrupt(model[0](x))).square().mean()
 
     others = set(threading.enumerate())
-    compiled = pfeife.compile(step, microbatches=64, stages=1)  # no messages
+    compiled = pfeife.compile(step, microbatches=16, stages=1)  # no messages
     compiled(x)
     CALLS.clear()
     ARMED.append(True)
@@ -247,8 +247,8 @@ def an_interrupt_ends_the_computing_threads():
         ]
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not alive and len(CALLS) < 32, (alive, len(CALLS))  # of 64, on a busy machine
-    expected = eager_accumulation(step, model, [(part,) for part in x.chunk(64)])
+    assert not alive and len(CALLS) < 12, (alive, len(CALLS))  # of 16, on a busy machine
+    expected = eager_accumulation(step, model, [(part,) for part in x.chunk(16)])
     assert torch.equal(compiled(x), expected.loss)
 
 
