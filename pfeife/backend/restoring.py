@@ -99,6 +99,7 @@ def _loading(world: World | None) -> Iterator[None]:
         yield
     finally:
         world.service.end_of("loads of state")
+        world.ownership.asking.changed(list(world.ownership.known))
 
 
 def _check(keys: Mapping[str, Any], folder: Folder) -> None:

@@ -66,7 +66,7 @@ class Asking:
         return found
 
     def changed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """After a step of all ranks has changed some."""
+        """After some have changed, on whatever ranks."""
         self.handed.follow(self.number(one) for one in tensors if one in self.known)
 
     @contextlib.contextmanager

@@ -64,7 +64,8 @@ class Handed:
         """After a change: copies of what has `changed`, by number, and of what this rank's script
         has written to."""
         if self.values:
-            behind = {n for n, copies in self.values.items() if any(c.is_behind for c in copies)}
+            listed = list(self.values.items())  # other threads may ask for state meanwhile
+            behind = {n for n, copies in listed if any(one.is_behind for one in copies)}
             for number in {*changed, *behind}:
                 for one in self.values.pop(number, ()):
                     one.follow()
