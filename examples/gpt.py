@@ -39,3 +39,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean cross entropy of the words that come next."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())

@@ -10,7 +10,6 @@ import json
 
 import accelerate
 import torch
-import torch.nn.functional as F
 from gpt import GPT
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,12 +34,8 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=4)
     loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=8)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-
-    def step(tokens, targets):
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-    if not options.one_device:
-        step = pfeife.compile(step, microbatches=4, stages=2)
+    compiled = pfeife.compile(model.loss, microbatches=4, stages=2)
+    step = model.loss if options.one_device else compiled
     if options.load:
         accelerator.load_state(options.load)
     losses = []
