@@ -204,15 +204,14 @@ def main() -> None:
     if args.report:
         on_this_rank(names, [Cell(**one) for one in json.loads(args.cells)], args.report)
         return
-    found: Found = {}
+    found = _before(args.kept) if args.kept else {}
     numbers = [int(one) for one in args.ranks.split(",")]
     for ranks, replicas in product(numbers, map(int, args.replicas.split(","))):
         found |= outcomes(names, [Cell(ranks, s, replicas) for s in args.schedules.split(",")])
         print(f"{ranks} ranks, DP {replicas}", file=sys.stderr)
-    if args.kept:
-        found = _before(args.kept) | found
-        lines = [[n, attrs.asdict(c), attrs.asdict(v)] for (n, c), v in found.items()]
-        args.kept.write_text(json.dumps(lines))
+        if args.kept:
+            lines = [[n, attrs.asdict(c), attrs.asdict(v)] for (n, c), v in found.items()]
+            args.kept.write_text(json.dumps(lines))
     for (name, cell), verdict in found.items():
         if verdict.kind == "WRONG":
             print(f"WRONG: {name}, {cell}: {verdict.text}")
