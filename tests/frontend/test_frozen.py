@@ -9,7 +9,6 @@ from torch import nn
 
 from pfeife.frontend.frozen import drawing_line, watching
 
-_python, _numpy, _legacy = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
 np.random.randn()  # the next one of these moves nothing but a flag
 
 
@@ -24,19 +23,25 @@ class Scaled(nn.Module):
         return self.layer(x)
 
 
+def legacy():
+    generator = np.random.RandomState(3)
+    return lambda: float(generator.rand())
+
+
 DRAWS = [
-    random.random,
-    lambda: random.choice([1, 2]),
-    np.random.randn,
-    np.random.rand,
-    _python.random,
-    _numpy.random,
-    lambda: float(_legacy.rand()),
+    lambda: random.random,
+    lambda: lambda: random.choice([1, 2]),
+    lambda: np.random.randn,
+    lambda: np.random.rand,
+    lambda: random.Random(3).random,
+    lambda: np.random.default_rng(3).random,
+    legacy,
 ]
 
 
-@pytest.mark.parametrize("number", DRAWS, ids=range(len(DRAWS)))
-def test_a_draw_is_noticed_and_its_line_is_told(number):
+@pytest.mark.parametrize("made", DRAWS, ids=range(len(DRAWS)))
+def test_a_draw_is_noticed_and_its_line_is_told(made):
+    number = made()
     model = Scaled(number)
 
     def run():
