@@ -1,18 +1,26 @@
 """Ranks that are forked from one warm process, so that starting them costs no import of torch.
 
+    python -m forked 2 examples/nanogpt.py --save half.pt
+
+runs a script on two of them, as torchrun does, once what it imports is there.
+
 They are real processes: an exception that nobody catches leaves the frames of the parent, which
 hold nothing to clean up, and ends the interpreter as it ends any program.
 """
 
+import ast
+import functools
+import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +31,7 @@ from torch import hub
 # Every connection to a store asks for the name of the other end; a name server that is slow is
 # not what is tried here.
 PATIENCE = {"RES_OPTIONS": "timeout:1 attempts:1"}
+GRACE = 15.0  # seconds for the others when a rank has ended badly
 Report = Callable[..., None]
 Main = Callable[[int, Report], None]
 
@@ -110,6 +119,15 @@ class Launch:
                     one.code, one.ended = os.waitstatus_to_exitcode(status), time.monotonic()
         return all(one.code is not None for one in self.ranks.values())
 
+    def wait(self, grace: float) -> dict[int, int]:
+        """Until all have ended, at the latest so many seconds after one that has ended badly;
+        returns the exit codes of those."""
+        while not self.poll():
+            time.sleep(0.05)
+            if any(one.code for one in self.ranks.values()):
+                self.end = min(self.end, time.monotonic() + grace)
+        return {rank: one.code for rank, one in self.ranks.items() if one.code}
+
     @property
     def late(self) -> bool:
         return time.monotonic() > self.end
@@ -171,3 +189,32 @@ def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def import_as(script: Path) -> None:
+    """Imports what a script does, before it runs."""
+    for one in ast.parse(script.read_text()).body:
+        if isinstance(one, ast.Import):
+            for name in one.names:
+                importlib.import_module(name.name)
+        if isinstance(one, ast.ImportFrom) and one.module:
+            module = importlib.import_module(one.module)
+            for name in one.names:
+                getattr(module, name.name)  # some packages load only now what they name
+
+
+def main(ranks: int, script: Path, arguments: Sequence[str]) -> int:
+    """Runs a script on so many ranks; returns 1 if one of them ended badly."""
+    sys.path[0], sys.argv = str(script.parent), [str(script), *arguments]
+    import_as(script)
+    names = {"TORCHELASTIC_RUN_ID": "forked", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ.update(names)
+    run = functools.partial(runpy.run_path, str(script), run_name="__main__")
+    launch = Launch(ranks, lambda *_: run(), seconds=900)
+    bad = launch.wait(GRACE)
+    print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in bad.items()))
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

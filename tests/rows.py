@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +25,10 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from forked import Launch
+from forked import GRACE, Launch
 
 HERE = Path(__file__).parent
 SECONDS = 100  # after which a row that hangs shows where
-GRACE = 15.0  # seconds for the others when a rank has ended badly
 
 
 @attrs.frozen
@@ -181,13 +179,9 @@ def main(report: Path, ranks: int, *names: str) -> int:
     gc.set_threshold(20_000)  # as in conftest.py
     gc.freeze()
     launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=900)
-    while not launch.poll():
-        time.sleep(0.05)
-        if any(one.code for one in launch.ranks.values()):
-            launch.end = min(launch.end, time.monotonic() + GRACE)
-    codes = {rank: one.code for rank, one in launch.ranks.items() if one.code}
-    print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in codes.items()))
-    return bool(codes)
+    bad = launch.wait(GRACE)
+    print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in bad.items()))
+    return bool(bad)
 
 
 if __name__ == "__main__":

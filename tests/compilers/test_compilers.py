@@ -123,6 +123,7 @@ def test_inductor_gives_the_same_step(name):
 
 
 @needs_cpp
+@pytest.mark.whole
 def test_inductor_of_a_compiled_step():
     """By option: a loop that trains, costs that are measured with Inductor, a loss outside whose
     gradient arrives with strides of zero."""

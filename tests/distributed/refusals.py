@@ -80,7 +80,7 @@ def refusals() -> None:
         raise AssertionError("ranks with other batches were not refused")
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def compilers() -> None:
     """Every rank compiles its own stages, by Inductor; if one cannot, all refuse."""
     if shutil.which("g++"):

@@ -179,7 +179,7 @@ def of_tied_weights():
     )
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def with_buffers_that_no_step_reads():
     """Neither of these can be NaN, nor be looked into by strides."""
     model = norms()

@@ -70,7 +70,7 @@ def trained(steps=1, make=lambda: layers(6, 6, 6, 6), **options):
     return model, step, mine, other, theirs
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def an_evaluation_before_training_that_is_cut_alike():
     """Its state belonged to nobody when it was built: now some rank trains it."""
     model = layers(6, 6, 6, 6)
@@ -255,7 +255,7 @@ def batch_norm_that_averages_all():
     averages_all()
 
 
-@row(ranks=(1, 2), whole=(1,))
+@row(ranks=(1, 2), whole=(2,))
 def batch_norm_that_averages_all_traced():
     averages_all(capture="trace")
 
@@ -322,7 +322,7 @@ def an_evaluation_that_calls_the_model_twice_comes_first():
     same_state(model, other)
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def a_part_is_trained_alone():
     """The other rank has nothing to do."""
     model, _, mine, other, theirs = trained()
@@ -492,7 +492,7 @@ def loaded_on_one_rank(model, step, first):
 PAIR = {"microbatches": 2, "stages": 2}
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def a_tied_layer_is_loaded_on_one_rank():
     """That rank has no state of others that would show it."""
     torch.manual_seed(0)
@@ -695,7 +695,7 @@ class Gaps(nn.Module):
         return self.layers(x + self.factor * self.table.nan_to_num())
 
 
-@row(ranks=(1, 2))
+@row(ranks=(1, 2), whole=(1,))
 def a_table_with_gaps():
     """What is NaN on purpose is not what another rank trains, whatever else is written to."""
     model = Gaps()
@@ -920,7 +920,7 @@ def optimizers_of_single_parameters_in_backward():
     assert not [text for text in found if "stepped" in text], found
 
 
-@row(ranks=(2,))
+@row(ranks=(2,), whole=(2,))
 def gradients_are_scaled_alike():
     """A scaler, a division by hand, a limit for each value."""
     model, step, mine, other, theirs = trained(2)

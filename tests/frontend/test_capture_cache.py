@@ -142,7 +142,7 @@ def test_a_program_comes_back_as_it_was(stored):
 DAMAGE = ["cut", "flipped", "another key", "empty", "a folder", "text"]
 
 
-@pytest.mark.parametrize("damage", some(DAMAGE))
+@pytest.mark.parametrize("damage", some(DAMAGE, 4))
 def test_damaged_files_are_left_out(tmp_path, lines, damage):
     """And replaced."""
     step, batch = a_step()

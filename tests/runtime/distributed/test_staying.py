@@ -52,7 +52,8 @@ def test_a_rank_whose_script_has_ended_makes_no_step(tmp_path):
     assert files["told"].startswith("rank 1: its program has ended while rank 0 waited"), files
 
 
-@pytest.mark.parametrize("how", [whole("raises"), "is killed"])
+@pytest.mark.whole
+@pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_a_rank_that_is_gone_while_it_is_asked(tmp_path, how):
     codes, files = ended(tmp_path, how)
     assert codes == [1, 1 if how == "raises" else -9], (codes, files)
