@@ -1,89 +1,37 @@
-"""Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs."""
+"""Automatic pipeline parallelism for PyTorch, as pure functions over torch.fx graphs.
 
-from pfeife import backend
-from pfeife.backend.checkpoints import Checkpoints
-from pfeife.backend.explain import Explanation, explain
-from pfeife.backend.safetensors import save_safetensors
-from pfeife.backend.state import clip_grad_norm_, full_state_dict
-from pfeife.backend.step import compile
-from pfeife.data.figures import StepFigures
-from pfeife.data.machine import Machine, Mesh
-from pfeife.data.plan import Costs, Plan, RecomputeOption
-from pfeife.data.replicas import Replicas
-from pfeife.data.schedule import Action, Schedule
-from pfeife.data.timeline import Timeline
-from pfeife.frontend.capture import capture
-from pfeife.frontend.deferred import deferred_init, materialize
-from pfeife.ir.boundary import stage_boundary
-from pfeife.ir.evaluate import Result, evaluate, state_of
-from pfeife.ir.program import Call, Kind, Port, Program, Role
-from pfeife.ir.verify import verify
-from pfeife.passes import (
-    Pass,
-    accumulate_in,
-    annotate,
-    compose,
-    defer_batch_norm,
-    dp_wrap,
-    fuse,
-    insert_send_recv,
-    master_weights,
-    partition,
-    place,
-    record,
-    split_backward,
-)
-from pfeife.runtime.distributed.loading import data_sampler, from_rank0
-from pfeife.runtime.failure import PipelineError
-from pfeife.sched.families.family import Family
+`__init__.pyi` lists what is here. It is imported when it is asked for: torch's compilers, which
+most of it needs, take seconds.
+"""
 
-__all__ = [
-    "Action",
-    "Call",
-    "Checkpoints",
-    "Costs",
-    "Explanation",
-    "Family",
-    "Kind",
-    "Machine",
-    "Mesh",
-    "Pass",
-    "PipelineError",
-    "Plan",
-    "Port",
-    "Program",
-    "RecomputeOption",
-    "Replicas",
-    "Result",
-    "Role",
-    "Schedule",
-    "StepFigures",
-    "Timeline",
-    "accumulate_in",
-    "annotate",
-    "backend",
-    "capture",
-    "clip_grad_norm_",
-    "compile",
-    "compose",
-    "data_sampler",
-    "defer_batch_norm",
-    "deferred_init",
-    "dp_wrap",
-    "evaluate",
-    "explain",
-    "from_rank0",
-    "full_state_dict",
-    "fuse",
-    "insert_send_recv",
-    "master_weights",
-    "materialize",
-    "partition",
-    "place",
-    "record",
-    "save_safetensors",
-    "split_backward",
-    "stage_boundary",
-    "state_of",
-    "verify",
-]
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+_LISTED = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+_PLACES = {
+    name.name: one.module
+    for one in _LISTED
+    if isinstance(one, ast.ImportFrom)
+    for name in one.names
+}
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    """A name of those, or a folder of the package."""
+    place = _PLACES.get(name, "pfeife")
+    if place != "pfeife":
+        found = getattr(importlib.import_module(place), name)
+    elif importlib.util.find_spec(f"pfeife.{name}") is not None:
+        found = importlib.import_module(f"pfeife.{name}")
+    else:
+        raise AttributeError(f"module 'pfeife' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

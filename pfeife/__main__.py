@@ -1,24 +1,20 @@
-"""The command line: `python -m pfeife`, or `pfeife`."""
+"""The command line: `python -m pfeife`, or `pfeife`.
+
+Each command imports what it needs, so that help and mistakes take no time.
+"""
 
 import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
-
-from pfeife import report
-from pfeife.cost import machine, machines
-from pfeife.cost.network import SIZES, bench_network
-from pfeife.data import plain
-from pfeife.data.progress import shown
-from pfeife.runtime.distributed.process_group import join_world, leave_world
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     parser = argparse.ArgumentParser("pfeife", description="Automatic pipeline parallelism.")
+    parser.add_argument("--version", action="version", version=f"pfeife {version('pfeife')}")
     commands = parser.add_subparsers(required=True)
     network = commands.add_parser(
         "bench-network",
@@ -27,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     network.add_argument("--out", help="where to write the JSON; not written unless given")
     network.add_argument("--repeats", type=_count, default=7, help="runs of each size")
-    network.add_argument("--largest", type=_count, default=SIZES[-1], help="bytes of a message")
+    network.add_argument("--largest", type=_count, help="bytes of a message, 16 MiB unless given")
     network.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     network.set_defaults(run=_bench_network)
     shipped = commands.add_parser("machines", help="the machine profiles that ship with pfeife")
@@ -47,6 +43,14 @@ def _bench_network(given: argparse.Namespace) -> int:
     if given.out and not Path(given.out).absolute().parent.is_dir():  # before minutes of measuring
         print(f"--out {given.out}: there is no such folder", file=sys.stderr)
         return 2
+    import torch
+
+    from pfeife import report
+    from pfeife.cost.network import SIZES, bench_network
+    from pfeife.data import plain
+    from pfeife.data.progress import shown
+    from pfeife.runtime.distributed.process_group import join_world, leave_world
+
     device = torch.device(given.device)
     world = join_world(device)
     if world is None:
@@ -59,7 +63,7 @@ def _bench_network(given: argparse.Namespace) -> int:
     first = world.rank == 0
     with shown(logging.getLogger("pfeife"), rank=world.rank).phase("links") as phase:
         found = bench_network(
-            sizes=[size for size in SIZES if size <= max(given.largest, SIZES[0])],
+            sizes=[size for size in SIZES if size <= max(given.largest or SIZES[-1], SIZES[0])],
             repeats=given.repeats,
             device=device,
             progress=phase.progress,
@@ -73,6 +77,9 @@ def _bench_network(given: argparse.Namespace) -> int:
 
 
 def _machines(given: argparse.Namespace) -> int:
+    from pfeife import report
+    from pfeife.cost import machine, machines
+
     rows = []
     for name in machines():
         one = machine(name)

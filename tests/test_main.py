@@ -3,15 +3,27 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from nodes import two_nodes
+from processes import bounded
 
 import pfeife
 from pfeife.__main__ import main
 from pfeife.cost import machines
 from pfeife.data import plain
 from pfeife.data.machine import Network
+
+
+def test_what_is_not_asked_for_is_not_imported():
+    """Not even torch, for help and the version; every name is there all the same."""
+    said = "import sys, pfeife; from pfeife.__main__ import main; print('torch' in sys.modules)"
+    code, out, error = bounded(["-c", f"{said}; main(['--version'])"], 60)
+    assert (code, out.split()) == (0, ["False", "pfeife", version("pfeife")]), error
+    assert {name for name in pfeife.__all__ if not hasattr(pfeife, name)} == set()
+    assert pfeife.sched.plan is sys.modules["pfeife.sched"].plan and pfeife.ir is not None
+    assert not hasattr(pfeife, "no_such_name")
 
 
 def test_the_machines_on_the_command_line(capsys):
