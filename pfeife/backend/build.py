@@ -42,6 +42,7 @@ from pfeife.passes import (
     record,
     split_backward,
 )
+from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import Pass, Passes, Recorded
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -50,7 +51,6 @@ from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.by_family import Scheduling, splits
-from pfeife.sched.cutting.room import rank_passes
 
 if TYPE_CHECKING:
     from pfeife.backend.builder import Builder
@@ -235,7 +235,7 @@ class Build:
                 passes=self.passes,
                 progress=phase.progress,
             )
-            history = record(clusters, *rank_passes(clusters, plan, replicas, owners, self.passes))
+            history = record(clusters, *passes_of(plan, clusters, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else described(order)
             phase.outcome = lambda: f"{asked}, {self._described(plan, history[-1].program)}"
         if world and {"stages", "ranks"} & set(self.passes):

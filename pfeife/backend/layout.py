@@ -17,10 +17,10 @@ from pfeife.data.machine import Machine, Mesh, Network
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
-from pfeife.passes.compose import Passes, compose
+from pfeife.passes.apply import apply
+from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
 from pfeife.sched.by_family import Scheduling
-from pfeife.sched.cutting.room import rank_passes
 
 log = logging.getLogger("pfeife")
 
@@ -70,7 +70,7 @@ def step_seconds(
     quick = "1f1b" if order == "search" else order
     make = planner_of(options, clusters, quick, mesh.ranks, machine, {}, replicas, passes)
     plan = make(links, None)
-    program = compose(*rank_passes(clusters, plan, replicas, {}, passes))(clusters)
+    program = apply(plan, replicas, {}, passes)(clusters)
     schedule = lower(plan.schedule, program)
     return predict(program, schedule, machine, links, network.between(mesh)).seconds
 

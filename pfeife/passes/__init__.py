@@ -2,10 +2,11 @@
 
 Read them as a program meets them: `precision` and `defer_batch_norm` (if asked for), `fuse`,
 `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
-`partition`, `compose` puts passes together.
+`partition`, `compose` puts passes together, `apply` those that a plan decides.
 """
 
 from pfeife.passes.annotate import annotate
+from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.compose import Pass, compose, record
 from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
@@ -20,6 +21,7 @@ __all__ = [
     "Pass",
     "accumulate_in",
     "annotate",
+    "apply",
     "compose",
     "defer_batch_norm",
     "dp_wrap",
@@ -28,6 +30,7 @@ __all__ = [
     "join_backward",
     "master_weights",
     "partition",
+    "passes_of",
     "place",
     "record",
     "split_backward",

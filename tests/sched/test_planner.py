@@ -20,7 +20,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas
 from pfeife.sched import plan
 from pfeife.sched.cutting import split_at
-from pfeife.sched.cutting.room import curves_of, rank_passes
+from pfeife.sched.cutting.room import curves_of
 
 
 @functools.cache
@@ -189,7 +189,7 @@ def test_the_step_of_replicas_has_what_is_left_to_reduce():
     steps = {}
     for replicas in (1, Replicas(2, "average"), Replicas(2, "shard")):
         found = sched.plan(program, machine=far, microbatches=4, stages=2, replicas=replicas)
-        ranks = pfeife.compose(*rank_passes(program, found, replicas))(program)
+        ranks = pfeife.apply(found, replicas)(program)
         whole = sched.predict(ranks, sched.lower(found.schedule, ranks), far)
         assert found.step_seconds == pytest.approx(whole.seconds, rel=0.02)
         steps[str(replicas)] = found.step_seconds

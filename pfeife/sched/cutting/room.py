@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from pfeife.cost.memory import memory_curves
-from pfeife.data.machine import Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.timeline import MemoryCurve
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
-from pfeife.passes import dp_wrap, insert_send_recv, join_backward, partition, split_backward
-from pfeife.passes.compose import Pass, Passes, compose
+from pfeife.passes.apply import apply
+from pfeife.passes.compose import Passes
 
 log = logging.getLogger("pfeife")
 _TRIES = 6
@@ -30,26 +29,6 @@ class NoRoom(ValueError):
         self.lacks = math.ceil(lacks)
 
 
-def rank_passes(
-    program: Program,
-    plan: Plan,
-    replicas: int | Replicas = 1,
-    owners: Mapping[str, frozenset[int]] | None = None,
-    more: Passes | None = None,
-) -> tuple[Pass, ...]:
-    """The passes from a program of clusters to that of the ranks, as a plan has it; `owners` are
-    the ranks that train some of the state already, and `more` has what else the programs of
-    "stages" and "ranks" become."""
-    split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
-    cut: tuple[Pass, ...] = (partition(plan),)
-    if split and plan.recompute:  # which part repeats what is known of whole backwards
-        cut = (join_backward(), partition(plan), split_backward())
-    given = replicas_of(replicas)
-    mesh = Mesh(len(plan.schedule.ranks), given.count)
-    stages, ranks = ((more or {}).get(level, ()) for level in ("stages", "ranks"))
-    return (*cut, *stages, insert_send_recv(owners=owners), dp_wrap(mesh, given), *ranks)
-
-
 def curves_of(
     program: Program,
     plan: Plan,
@@ -59,7 +38,7 @@ def curves_of(
     more: Passes | None = None,
 ) -> tuple[MemoryCurve, ...]:
     """The bytes of every rank, for a plan of a program of clusters."""
-    ranks = compose(*rank_passes(program, plan, replicas, owners, more))(program)
+    ranks = apply(plan, replicas, owners, more)(program)
     schedule, apart = lower(plan.schedule, ranks), replicas_of(replicas).apart
     return memory_curves(ranks, schedule, optimizer=optimizer, apart=apart)
 
