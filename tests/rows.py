@@ -153,7 +153,7 @@ def on_ranks(
         for name, what in (json.loads(said.read_text()) if said.exists() else {}).items():
             found.setdefault(name, {})[f"rank {rank}"] = what
     if run.returncode:
-        found["the processes"] = {"all": run.stdout[-2000:] + run.stderr[-6000:]}
+        found["the processes"] = {"all": run.stdout[-6000:] + run.stderr[-2000:]}
     return found
 
 
@@ -178,7 +178,7 @@ def main(report: Path, ranks: int, *names: str) -> int:
     importlib.import_module("pfeife.testing")  # rows' modules want to know their rank
     gc.set_threshold(20_000)  # as in conftest.py
     gc.freeze()
-    launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=900)
+    launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=800)
     bad = launch.wait(GRACE)
     print(launch.close(), *(f"rank {rank} ended with {code}" for rank, code in bad.items()))
     return bool(bad)

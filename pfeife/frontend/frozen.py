@@ -177,8 +177,9 @@ _NOT_THE_USERS = (
 
 
 def _generators() -> list[Any]:
-    """All generators of Python's and numpy's that there are. If the step has none but those that
-    it makes, it seeds them, and draws the same numbers in every microbatch."""
+    """All generators of Python's and numpy's that there are, the common ones also where the garbage
+    collector was told to leave them out. If the step has none but those that it makes, it seeds
+    them, and draws the same numbers in every microbatch."""
     kinds: tuple[type, ...] = (random.Random,)
     common: list[Any] = [random.random.__self__]  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy")  # else nobody draws from it

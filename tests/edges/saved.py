@@ -380,26 +380,40 @@ def an_optimizers_state_that_is_written_to_after_that():
 
 @row(ranks=(2,))
 def what_is_kept_and_not_copied():
-    """On one device it goes on with the model. Here what other ranks train is NaN as soon as that
-    has changed, or as it was loaded; what evaluates changes nothing."""
+    """On one device it goes on with the model. Here what other ranks train is NaN when that has
+    changed, by a step, or by hand as far as the next call, or as it was loaded; what evaluates
+    changes nothing."""
     pair = Pair(optimizer="adamw")
     pair.train()
     model, twin = pair.model, pair.twin
     kept = model.state_dict(), {k: v.detach() for k, v in model.state_dict().items()}
     states, copied = pair.mine.state_dict(), copy.deepcopy(model.state_dict())
     before = copy.deepcopy((twin.state_dict(), pair.theirs.state_dict()))
-    with torch.no_grad():
+
+    def evaluate():
         model.eval()
-        pair.step(rows(0, 8))
+        with torch.no_grad():
+            pair.step(rows(0, 8))
         model.train()
-    alike([*kept, states], [before[0], dict(before[0]), before[1]])
-    pair.train()
-    alike(copied, before[0])
-    for found in (*kept, states["state"]):
-        expected = twin.state_dict() if "0.0.weight" in found else pair.theirs.state_dict()["state"]
+
+    def has_gone_on(found, expected):
         pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
         right = [torch.equal(one, other) or (lacks_values(one) and "NaN") for one, other in pairs]
         assert {True, "NaN"} == set(right), right
+
+    evaluate()
+    alike([*kept, states], [before[0], dict(before[0]), before[1]])
+    pair.train()
+    alike(copied, before[0])
+    for found in kept:
+        has_gone_on(found, twin.state_dict())
+    has_gone_on(states["state"], pair.theirs.state_dict()["state"])
+    kept = model.state_dict()
+    dist.barrier()  # the other rank has read it, too
+    each(lambda p: p.mul_(0.5), model, twin)
+    evaluate()
+    parameters = [name for name, _ in twin.named_parameters()]
+    has_gone_on(*({name: one[name] for name in parameters} for one in (kept, twin.state_dict())))
     kept = model.state_dict()
     for one in (model, twin):
         one.load_state_dict(before[0])
