@@ -26,6 +26,7 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tests/typed.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -21,12 +21,11 @@ __all__ = sorted(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
-    """A name of those, or a folder of the package."""
-    place = _PLACES.get(name, "pfeife")
-    if place != "pfeife":
-        found = getattr(importlib.import_module(place), name)
-    elif importlib.util.find_spec(f"pfeife.{name}") is not None:
+    """A folder of the package (`backend` can be called as well), or a name of those."""
+    if importlib.util.find_spec(f"pfeife.{name}") is not None:
         found = importlib.import_module(f"pfeife.{name}")
+    elif name in _PLACES:
+        found = getattr(importlib.import_module(_PLACES[name]), name)
     else:
         raise AttributeError(f"module 'pfeife' has no attribute {name!r}")
     globals()[name] = found

@@ -1,8 +1,9 @@
 """What `import pfeife` has; `__init__.py` reads here where each name comes from."""
 
-from pfeife import backend
 from pfeife.backend.checkpoints import Checkpoints
+from pfeife.backend.entry import backend
 from pfeife.backend.explain import Explanation, explain
+from pfeife.backend.pipelined import PipelinedStep
 from pfeife.backend.safetensors import save_safetensors
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
@@ -51,6 +52,7 @@ __all__ = [
     "Mesh",
     "Pass",
     "PipelineError",
+    "PipelinedStep",
     "Plan",
     "Port",
     "Program",

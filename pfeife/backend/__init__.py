@@ -1,6 +1,7 @@
 """The way in for an unchanged training loop: torch.compile's backend, and `pfeife.compile`.
 
-`step` and `entry` are the two doors, `options` what may be asked for. Read these first; `reached`
+`step` (its result is in `pipelined`) and `entry` are the two doors, `options` what may be asked for
+(`asked` has the types of that for those who ask). Read these first; `reached`
 is what a step is, reads and returns, `graphs` has what Dynamo hands over and `steps` what is built
 of it, `pieces` and `piece_steps` those of a step which Dynamo has broken; `decide` asks the
 planner, `layout` which ranks are pipelines, `builder` and `build` make a pipeline of it
@@ -15,8 +16,9 @@ are, `values` sees to those of models that were made without, `artifacts` writes
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Unpack
 
+from pfeife.backend.asked import Asked
 from pfeife.backend.entry import Backend, backend, entry
 
 __all__ = ["Backend", "backend", "entry"]
@@ -25,7 +27,7 @@ __all__ = ["Backend", "backend", "entry"]
 class _Callable(ModuleType):
     """`pfeife.backend` is this folder and, as ever, a function: `pfeife.backend(**options)`."""
 
-    def __call__(self, **options: Any) -> Backend:
+    def __call__(self, **options: Unpack[Asked]) -> Backend:
         return backend(**options)
 
 

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import attrs
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
+from pfeife.backend.asked import Asked
 from pfeife.backend.builder import Builder
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.graphs import BatchedGraph
@@ -131,7 +132,7 @@ def _measured(path: str | os.PathLike[str]) -> Network:
         ) from None
 
 
-def backend(**options: Any) -> Backend:
+def backend(**options: Unpack[Asked]) -> Backend:
     """A backend for torch.compile or torch.compiler.set_default_backend; see `Options`.
 
     Raises ValueError for an unknown option or a wrong value.

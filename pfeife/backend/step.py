@@ -1,12 +1,11 @@
 """`pfeife.compile`: cuts a call's batch first, and captures the step on a microbatch."""
 
 import contextlib
-import functools
 import inspect
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import attrs
 import torch
@@ -14,9 +13,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.backend.asked import Asked
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
+from pfeife.backend.pipelined import P, PipelinedStep, R
 from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
 from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
@@ -41,7 +42,9 @@ log = logging.getLogger("pfeife")
 PROGRAMS = 64  # that may be captured of one step
 
 
-def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Callable[..., Any]:
+def compile(
+    step: Callable[P, R], *, in_dims: Any = 0, **options: Unpack[Asked]
+) -> PipelinedStep[P, R]:
     """A step that runs as a pipeline: torch.compile with this backend, for a loop as it is.
 
     `in_dims` says where the batch is in the arguments: as in torch.vmap for the positional ones
@@ -68,15 +71,7 @@ def compile(step: Callable[..., Any], *, in_dims: Any = 0, **options: Any) -> Ca
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
     compiled = Step(step, in_dims, backend(**options))
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # inside of another step
-            return step(*args, **kwargs)
-        return compiled(args, kwargs)
-
-    run.backend = compiled.backend  # type: ignore[attr-defined]
-    return run
+    return PipelinedStep(step, compiled, compiled.backend)
 
 
 class Step:

@@ -10,7 +10,7 @@ checkpoints and the model are those of one device.
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import Metric
 
+from pfeife.backend.asked import Asked
 from pfeife.integrations.logged_step import LoggedStep
 from pfeife.integrations.together import from_main, together
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
@@ -46,7 +47,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     strategy_name = "pfeife"
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options: Unpack[Asked]):
         super().__init__()
         self.options = options
         self.global_rank = int(os.environ.get("RANK", "0"))

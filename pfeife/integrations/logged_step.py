@@ -91,7 +91,8 @@ class LoggedStep:
             return {**found, "noted": noted}
 
         trains = name == "training_step"
-        self.run = pipeline(step, **({"loss": "loss"} if trains else {}), **options)
+        loss: dict[str, Any] = {"loss": "loss"} if trains else {}
+        self.run = pipeline(step, **loss, **options)
 
     def __call__(self, *args: Any) -> Any:
         """What the module's step returns for a batch."""

@@ -8,10 +8,11 @@ The script is otherwise as it was, and runs in one process and under torchrun: t
 checkpoints and the model are those of one device, with one device's arguments.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from pfeife.backend.asked import Asked
 from pfeife.backend.state import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
@@ -23,7 +24,7 @@ else:
     Base = object
 
 
-def pipelined(trainer: type, **options: Any) -> type:
+def pipelined(trainer: type, **options: Unpack[Asked]) -> type:
     """A subclass of a Trainer class (Trainer, Seq2SeqTrainer, one of your own) whose steps run as
     pipelines; the options are those of `pfeife.compile`.
 
@@ -39,7 +40,7 @@ def pipelined(trainer: type, **options: Any) -> type:
 class _Pipelined(Base):
     """What differs from a Trainer; stands before it, so that its `super()` is the Trainer."""
 
-    pfeife_options: dict[str, Any]
+    pfeife_options: Asked
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -49,7 +50,7 @@ class _Pipelined(Base):
                 "leave it out, and say compiler='inductor' to pipelined() if you want Inductor"
             )
         joined(self.accelerator)
-        options = {"loss": "loss", **self.pfeife_options}
+        options: Asked = {"loss": "loss", **self.pfeife_options}
         self._training = pipeline(self._loss, **self.pfeife_options)
         self._evaluation = pipeline(self._loss_and_outputs, **options)
         self._prediction = pipeline(self._outputs, **self.pfeife_options)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pfeife.data.machine import Mesh
 
+MeshLike = Mesh | DeviceMesh | str
 _PIPELINE, _REPLICAS = ("pp", "pipeline", "stage"), ("dp", "replicate", "data")
 
 
