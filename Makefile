@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all check lint benchmarks coverage clean
+.PHONY: demo test test-all check lint docs benchmarks coverage clean
 
 demo: .venv/run
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -37,6 +37,14 @@ lint: .venv/dev
 
 .venv/dev: .venv/run
 	$(PIP) -e '.[dev,models,frameworks]'
+	@touch $@
+
+# Pages in build/docs/index.html; a warning is an error.
+docs: .venv/docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+.venv/docs: .venv/run
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 .venv/coverage: .venv/dev

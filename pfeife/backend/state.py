@@ -55,7 +55,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_ with the norm of the gradients of all ranks.
+    """`torch.nn.utils.clip_grad_norm_` with the norm of the gradients of all ranks.
 
     Under torchrun all ranks must call it with the same parameters; a gradient that several ranks
     have counts once. Returns the norm, the same on every rank. Raises RuntimeError for a norm

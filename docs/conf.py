@@ -1,0 +1,56 @@
+"""How Sphinx builds these pages (`make docs`). Warnings are errors there."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+project = "Pfeife"
+author = "Pfeife contributors"
+release = METADATA["version"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3  # so that pages link to headings of each other
+exclude_patterns = ["_build"]
+default_role = "code"  # docstrings have `names` in single backticks
+html_theme = "furo"
+html_title = f"Pfeife {release}"
+html_show_sourcelink = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+python_maximum_signature_line_length = 88  # a parameter a line beyond that
+
+ARGUMENT = re.compile(r"^(`?[\w, ]+`?(?: \([^)]*\))?): (.*)")
+
+
+def spell(lines: list[str]) -> list[str]:
+    """Our docstrings as reStructuredText: lines of `name: what it is`, which go on indented, are a
+    list there."""
+    text: list[str] = []
+    listed = False
+    for line in lines:
+        found = ARGUMENT.match(line)
+        begins = not text or not text[-1].strip() or listed
+        if found and begins and len(found[1].split()) < 5:
+            text += [""] if text and not listed else []
+            text.append(f"* **{found[1].strip('`')}**: {found[2]}")
+            listed = True
+        elif listed and line.startswith("    "):
+            text.append(f"  {line.strip()}")
+        else:
+            if listed and line.strip():
+                text.append("")
+            listed = False
+            text.append(line)
+    return text
+
+
+def setup(app):
+    def process(app, what, name, thing, options, lines):
+        lines[:] = spell(lines)
+
+    app.connect("autodoc-process-docstring", process)
