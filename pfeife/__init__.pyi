@@ -20,12 +20,15 @@ from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.program import Call, Kind, Port, Program, Role
 from pfeife.ir.verify import verify
 from pfeife.passes import (
+    History,
     Pass,
+    Totals,
     accumulate_in,
     annotate,
     apply,
     compose,
     defer_batch_norm,
+    difference,
     dp_wrap,
     fuse,
     insert_send_recv,
@@ -35,6 +38,7 @@ from pfeife.passes import (
     place,
     record,
     split_backward,
+    totals,
 )
 from pfeife.runtime.distributed.loading import data_sampler, from_rank0
 from pfeife.runtime.failure import PipelineError
@@ -47,6 +51,7 @@ __all__ = [
     "Costs",
     "Explanation",
     "Family",
+    "History",
     "Kind",
     "Machine",
     "Mesh",
@@ -63,6 +68,7 @@ __all__ = [
     "Schedule",
     "StepFigures",
     "Timeline",
+    "Totals",
     "accumulate_in",
     "annotate",
     "apply",
@@ -74,6 +80,7 @@ __all__ = [
     "data_sampler",
     "defer_batch_norm",
     "deferred_init",
+    "difference",
     "dp_wrap",
     "evaluate",
     "explain",
@@ -91,5 +98,6 @@ __all__ = [
     "split_backward",
     "stage_boundary",
     "state_of",
+    "totals",
     "verify",
 ]

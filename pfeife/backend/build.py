@@ -43,7 +43,7 @@ from pfeife.passes import (
     split_backward,
 )
 from pfeife.passes.apply import passes_of
-from pfeife.passes.compose import Pass, Passes, Recorded
+from pfeife.passes.compose import History, Pass, Passes, Recorded
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
@@ -120,14 +120,15 @@ class Build:
         self.artifacts.decisions(plan, schedule, predicted)
         pipeline, borrowed = self._assembled(captured, program, schedule)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        way = (*flat, *fused[1:], Recorded("annotate", clusters), *history[1:])
+        priced = Recorded("annotate", clusters, fused[-1].program)
+        way = History((*flat, *fused[1:], priced, *history[1:]))
         devices = self._devices(len(plan.schedule.ranks))
         lives = devices_of(program, devices, captured.carried) if devices else {}
         return Compiled(
             captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives
         )
 
-    def _capture(self) -> tuple[Captured, tuple[Recorded, ...]]:
+    def _capture(self) -> tuple[Captured, History]:
         """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
         all do."""
         world, options = self.world, self.options
@@ -178,7 +179,7 @@ class Build:
                 passes.append(master_weights(dtype, theirs))
         return passes
 
-    def _fused(self, program: Program, split: bool) -> tuple[Recorded, ...]:
+    def _fused(self, program: Program, split: bool) -> History:
         """The clusters, with their backwards split if they shall be, and what passes make of
         them."""
         borders = {**(self.options.split_at or {}), **boundaries(self.options.partition)}
@@ -208,7 +209,7 @@ class Build:
 
     def _planned(
         self, captured: Captured, clusters: Program, order: Scheduling, machine: Machine
-    ) -> tuple[Plan, tuple[Recorded, ...]]:
+    ) -> tuple[Plan, History]:
         """The plan, and the programs on the way to that of the ranks on their devices."""
         world, slots = self.world, self._slots(captured)
         owners: dict[str, frozenset[int]] = {}
@@ -242,7 +243,7 @@ class Build:
             world.check_agreement(str(history[-1].program), "the program that the passes made")
         devices = self._devices(len(plan.schedule.ranks))
         if devices:
-            history = (*history, *record(history[-1].program, place(devices))[1:])
+            history = History((*history, *record(history[-1].program, place(devices))[1:]))
         return plan, history
 
     def _assembled(

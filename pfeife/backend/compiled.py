@@ -12,7 +12,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
-from pfeife.passes.compose import Recorded
+from pfeife.passes.compose import History
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.protocols import Pipeline
 
@@ -31,7 +31,7 @@ class Compiled:
     pipeline: Pipeline
     digest: str  # of the program, the same on every rank
     borrowed: Borrowed | None = None
-    history: tuple[Recorded, ...] = attrs.field(default=(), repr=False)
+    history: History = attrs.field(default=History(), repr=False)
     devices: Mapping[str, torch.device] = attrs.field(factory=dict, repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
 

@@ -17,11 +17,11 @@ from pfeife.backend.piece_steps import PieceSteps
 from pfeife.backend.pieces import Part, share_of
 from pfeife.backend.step import Step
 from pfeife.backend.steps import Steps
-from pfeife.cost.estimate import node_flops
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Door, RefusedByBoth, taken
 from pfeife.frontend.dynamo import plain_error
 from pfeife.frontend.untouched import untouched
+from pfeife.ir.flops import node_flops
 from pfeife.ir.program import Kind, Premise, Program, node_bytes, source_line
 from pfeife.passes.fuse import module_path
 

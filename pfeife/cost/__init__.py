@@ -6,10 +6,11 @@ interpreter over what `sized` has, `body` looks into one body, `cache` keeps wha
 """
 
 from pfeife.cost.body import StageMemory, stage_memory
-from pfeife.cost.estimate import estimate, flops_of
+from pfeife.cost.estimate import estimate
 from pfeife.cost.machine import default_machine, machine, machines
 from pfeife.cost.measure import measure
 from pfeife.cost.memory import memory_curves
+from pfeife.ir.flops import flops_of
 
 __all__ = [
     "StageMemory",

@@ -6,12 +6,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from pfeife import _torch
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
+from pfeife.ir.flops import computed_dtype, node_flops, operation_of
 from pfeife.ir.outline import is_view
 from pfeife.ir.program import Program, Role, returned
-from pfeife.ir.seeding import seeded
 from pfeife.ir.travel import call_of
 
 
@@ -37,7 +36,7 @@ def estimate(program: Program, machine: Machine) -> Costs:
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of one node; views and what is no operation take none."""
-    if node.op != "call_function" or is_view(node) or not hasattr(_operation(node)[0], "_schema"):
+    if node.op != "call_function" or is_view(node) or not hasattr(operation_of(node)[0], "_schema"):
         return 0.0
     return machine.launch_seconds + max(_rooflines(node, machine))
 
@@ -52,46 +51,8 @@ def _rooflines(node: fx.Node, machine: Machine) -> tuple[float, float]:
     """Seconds that a node computes, and that it moves bytes."""
     moved = sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
     moved += _bytes(node.meta.get("val"))
-    computed = node_flops(node) / machine.flops_of(_dtype(node))
+    computed = node_flops(node) / machine.flops_of(computed_dtype(node))
     return computed, moved / machine.memory_bandwidth
-
-
-def node_flops(node: fx.Node) -> int:
-    """Floating-point operations of one node, 0 for those without a formula."""
-    operation, arguments = _operation(node)
-    formula = _torch.flop_formulas().get(getattr(operation, "overloadpacket", None))
-    if formula is None:
-        return 0
-
-    def value(argument: Any) -> Any:
-        return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-
-    args, kwargs = pytree.tree_map(value, (arguments, node.kwargs))
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
-
-
-def flops_of(program: Program) -> dict[torch.dtype, int]:
-    """The floating-point operations of a microbatch, forward and backward, by the dtype in which
-    they are done; those of a program that recomputes have what it computes twice."""
-    found: dict[torch.dtype, int] = {}
-    bodies = [program.body(call) for call in program.calls] or [program.module]
-    for node in (node for body in bodies for node in body.graph.nodes):
-        count = node_flops(node) if node.op == "call_function" else 0
-        if count:
-            found[_dtype(node)] = found.get(_dtype(node), 0) + count
-    return found
-
-
-def _operation(node: fx.Node) -> tuple[Any, tuple]:
-    """What a node runs, and on which arguments; a seeded operation is seen through."""
-    return (node.args[0], node.args[3:]) if node.target is seeded else (node.target, node.args)
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    """That of a node's first tensor argument: what is multiplied has one dtype."""
-    leaves = pytree.tree_leaves((_operation(node)[1], node.kwargs))
-    values = [leaf.meta.get("val") for leaf in leaves if isinstance(leaf, fx.Node)]
-    return next((v.dtype for v in values if isinstance(v, torch.Tensor)), torch.float32)
 
 
 def _bytes(value: Any) -> int:

@@ -246,30 +246,17 @@ class Program:
         assert isinstance(body, fx.GraphModule)
         return body
 
-    def call_graph(self) -> nx.DiGraph:
-        """The calls and what flows between them.
+    def graph(self) -> nx.DiGraph:
+        """What computes, and what flows: a networkx graph of any level.
 
-        Nodes are the names of call nodes with the attribute `call`; edges have `values` (names)
-        and `bytes`.
+        Its nodes are the names of the calls, and of operations that stand by themselves (of a flat
+        program all). They have `kind` (F, B, I, W, or "op"), `target`, `flops`, `bytes` (of the
+        results) and, where known, `unit`, `rank` and `seconds`. Edges have `values` (names),
+        `bytes`, and whether they are `sent` from rank to rank.
         """
-        graph = nx.DiGraph()
-        graph.add_nodes_from((call.node, {"call": call}) for call in self.calls)
-        producer: dict[fx.Node, str] = {}
-        for node in self.module.graph.nodes:
-            if node.op == "call_module":
-                producer[node] = node.name
-                for source in node.all_input_nodes:
-                    if source in producer:
-                        edge = (producer[source], node.name)
-                        before = graph.get_edge_data(*edge, {"values": (), "bytes": 0})
-                        values = (*before["values"], source.name)
-                        bytes_ = before["bytes"] + node_bytes(source)
-                        graph.add_edge(*edge, values=values, bytes=bytes_)
-            elif node.op == "call_function" and node.all_input_nodes:
-                first = node.all_input_nodes[0]
-                if first in producer:
-                    producer[node] = producer[first]
-        return graph
+        from pfeife.ir.graph import to_networkx  # which needs this module
+
+        return to_networkx(self)
 
     def __str__(self) -> str:
         lines = [f"# {port}" for port in self.inputs]

@@ -2,12 +2,15 @@
 
 Read them as a program meets them: `precision` and `defer_batch_norm` (if asked for), `fuse`,
 `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
-`partition`, `compose` puts passes together, `apply` those that a plan decides.
+`partition`, `compose` puts passes together and keeps
+what each has made, `apply` puts those together that a plan decides, `changes` says what one has
+changed.
 """
 
 from pfeife.passes.annotate import annotate
 from pfeife.passes.apply import apply, passes_of
-from pfeife.passes.compose import Pass, compose, record
+from pfeife.passes.changes import Totals, difference, totals
+from pfeife.passes.compose import History, Pass, compose, record
 from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
@@ -18,12 +21,15 @@ from pfeife.passes.send_recv import insert_send_recv
 from pfeife.passes.split_backward import join_backward, split_backward
 
 __all__ = [
+    "History",
     "Pass",
+    "Totals",
     "accumulate_in",
     "annotate",
     "apply",
     "compose",
     "defer_batch_norm",
+    "difference",
     "dp_wrap",
     "fuse",
     "insert_send_recv",
@@ -34,4 +40,5 @@ __all__ = [
     "place",
     "record",
     "split_backward",
+    "totals",
 ]

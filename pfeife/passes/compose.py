@@ -8,6 +8,7 @@ import attrs
 from pfeife.data.progress import Progress
 from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
+from pfeife.passes.changes import Totals, difference, totals
 
 Pass = Callable[[Program], Program]
 Passes = Mapping[str, Sequence[Pass]]  # by the level of the programs that they change
@@ -21,20 +22,44 @@ def compose(*passes: Pass) -> Pass:
 
 @attrs.frozen(eq=False)
 class Recorded:
-    """A program and what made it."""
+    """A program, what made it, and from what."""
 
     maker: str
     program: Program
+    before: Program | None = attrs.field(default=None, repr=False)
+
+    @property
+    def totals(self) -> Totals:
+        """Figures of the program: operations, calls, bytes across cuts, seconds."""
+        return totals(self.program)
+
+    def diff(self, context: int = 3) -> str:
+        """What the pass has changed in the printed program, as `diff -u` writes it; the first one
+        of a history has changed nothing."""
+        return "" if self.before is None else difference(self.before, self.program, context)
 
     def __str__(self) -> str:
         return f"# ---- {self.maker} ----\n{self.program}"
 
 
+class History(tuple[Recorded, ...]):
+    """Programs on their way, which print as a line of figures each."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        width = max((len(one.maker) for one in self), default=0)
+        return "\n".join(f"{one.maker:{width}}  {one.totals}" for one in self)
+
+    __repr__ = __str__
+
+
 def record(
     program: Program, *passes: Pass, start: str = "start", progress: Progress | None = None
-) -> tuple[Recorded, ...]:
+) -> History:
     """The program before and after every pass, each verified and headed by the pass's name.
-    `progress` is called with how many of how many passes are done.
+    `progress` is called with how many of how many passes are done. A history prints its figures,
+    and `history[i].diff()` has what a pass has changed.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -45,10 +70,11 @@ def record(
     """
     history = [Recorded(start, program)]
     for done, one in enumerate(passes):
-        history.append(Recorded(pass_name(one), verify(one(history[-1].program))))
+        before = history[-1].program
+        history.append(Recorded(pass_name(one), verify(one(before)), before))
         if progress:
             progress(done + 1, len(passes))
-    return tuple(history)
+    return History(history)
 
 
 def pass_name(one: Pass) -> str:

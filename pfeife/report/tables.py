@@ -10,6 +10,7 @@ from pfeife.data.machine import Network
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import MemoryCurve, Timeline
+from pfeife.data.units import size
 from pfeife.ir.program import Program, Role, receive, send
 from pfeife.ir.travel import holders, messages
 from pfeife.report.compare import Compared
@@ -102,15 +103,6 @@ def _between(names: Sequence[str]) -> str:
     if not names:
         return "none"
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def timeline_chart(timeline: Timeline, width: int = 80) -> str:

@@ -11,8 +11,9 @@ from torch import nn
 
 import pfeife
 from pfeife.cost import estimate
-from pfeife.cost.estimate import node_flops, node_seconds
+from pfeife.cost.estimate import node_seconds
 from pfeife.data.machine import Machine
+from pfeife.ir.flops import node_flops
 
 aten = torch.ops.aten
 

@@ -1,0 +1,58 @@
+"""Floating-point operations of nodes and calls, by torch's formulas."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.ir.program import Program
+from pfeife.ir.seeding import seeded
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of one node, 0 for those without a formula."""
+    operation, arguments = operation_of(node)
+    formula = _torch.flop_formulas().get(getattr(operation, "overloadpacket", None))
+    if formula is None:
+        return 0
+
+    def value(argument: Any) -> Any:
+        return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+    args, kwargs = pytree.tree_map(value, (arguments, node.kwargs))
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def graph_flops(graph: fx.Graph) -> dict[torch.dtype, int]:
+    """Those of a graph, by the dtype in which they are done."""
+    found: dict[torch.dtype, int] = {}
+    for node in graph.nodes:
+        count = node_flops(node) if node.op == "call_function" else 0
+        if count:
+            found[computed_dtype(node)] = found.get(computed_dtype(node), 0) + count
+    return found
+
+
+def flops_of(program: Program) -> dict[torch.dtype, int]:
+    """The floating-point operations of a microbatch, forward and backward, by the dtype in which
+    they are done; those of a program that recomputes have what it computes twice."""
+    found: dict[torch.dtype, int] = {}
+    bodies = [program.body(call) for call in program.calls] or [program.module]
+    for body in bodies:
+        for dtype, count in graph_flops(body.graph).items():
+            found[dtype] = found.get(dtype, 0) + count
+    return found
+
+
+def operation_of(node: fx.Node) -> tuple[Any, tuple]:
+    """What a node runs, and on which arguments; a seeded operation is seen through."""
+    return (node.args[0], node.args[3:]) if node.target is seeded else (node.target, node.args)
+
+
+def computed_dtype(node: fx.Node) -> torch.dtype:
+    """That of a node's first tensor argument: what is multiplied has one dtype."""
+    leaves = pytree.tree_leaves((operation_of(node)[1], node.kwargs))
+    values = [leaf.meta.get("val") for leaf in leaves if isinstance(leaf, fx.Node)]
+    return next((v.dtype for v in values if isinstance(v, torch.Tensor)), torch.float32)

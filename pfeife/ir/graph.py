@@ -1,0 +1,75 @@
+"""A program as a networkx graph: what computes, and what flows."""
+
+import operator
+from typing import Any, NamedTuple
+
+import networkx as nx
+from torch import fx
+
+from pfeife.ir.flops import graph_flops, node_flops
+from pfeife.ir.program import Call, Program, is_source, node_bytes, receive, send
+
+
+class Origin(NamedTuple):
+    """What has made a value: a call or an operation, the value there, and whether it was sent."""
+
+    maker: fx.Node
+    value: fx.Node
+    sent: bool = False
+
+
+def origins(program: Program) -> dict[fx.Node, Origin]:
+    """For every value of a program that is computed, where it comes from: parts of results and
+    received copies are seen through."""
+    found: dict[fx.Node, Origin] = {}
+    for node in program.module.graph.nodes:
+        if is_source(node) or node.op == "output" or node.target in (send, receive):
+            continue
+        read = node.args[0] if node.target is operator.getitem else None
+        if isinstance(read, fx.Node) and read.target is receive:
+            value: Any = read.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index]
+            if value in found:  # else an input that was sent
+                found[node] = found[value]._replace(sent=True)
+        elif isinstance(read, fx.Node) and read in found:
+            found[node] = Origin(found[read].maker, node, found[read].sent)
+        elif read is None:
+            found[node] = Origin(node, node)
+    return found
+
+
+def to_networkx(program: Program) -> nx.DiGraph:
+    """See `Program.graph`."""
+    calls = {call.node: call for call in program.calls}
+    found = origins(program)
+    graph = nx.DiGraph()
+    for node, origin in found.items():
+        if origin.maker is node:
+            graph.add_node(node.name, **_attributes(program, node, calls.get(node.name)))
+        if origin.maker is not node and not origin.sent and node.target is operator.getitem:
+            graph.nodes[origin.maker.name]["bytes"] += node_bytes(node)
+    for node in graph:
+        for source in program.node(node).all_input_nodes:
+            if source in found:
+                _add(graph, found[source], node)
+    return graph
+
+
+def _attributes(program: Program, node: fx.Node, call: Call | None) -> dict[str, object]:
+    if call is None:
+        flops = node_flops(node) if node.op == "call_function" else 0
+        name = getattr(node.target, "__name__", str(node.target))
+        return {"kind": "op", "target": name, "flops": flops, "bytes": node_bytes(node)}
+    flops = sum(graph_flops(program.body(call).graph).values())
+    known = {"unit": call.unit, "rank": call.rank, "seconds": call.seconds}
+    known = {name: value for name, value in known.items() if value is not None}
+    return {"kind": call.kind.value, "target": node.target, "flops": flops, "bytes": 0, **known}
+
+
+def _add(graph: nx.DiGraph, origin: Origin, reader: str) -> None:
+    if not graph.has_edge(origin.maker.name, reader):
+        graph.add_edge(origin.maker.name, reader, values=(), bytes=0, sent=False)
+    edge = graph.edges[origin.maker.name, reader]
+    if origin.value.name not in edge["values"]:
+        edge["values"] += (origin.value.name,)
+        edge["bytes"] += node_bytes(origin.value)
+        edge["sent"] |= origin.sent
