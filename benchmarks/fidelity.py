@@ -24,7 +24,7 @@ import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, measure, memory_curves
 from pfeife.cost.network import bench_network
-from pfeife.data.machine import Network
+from pfeife.data.network import Network
 from pfeife.ir.program import Program
 from pfeife.runtime.profile import profile_memory
 

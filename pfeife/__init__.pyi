@@ -8,7 +8,9 @@ from pfeife.backend.safetensors import save_safetensors
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
 from pfeife.data.figures import StepFigures
+from pfeife.data.link import LinkKind
 from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
 from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Action, Schedule
@@ -53,8 +55,10 @@ __all__ = [
     "Family",
     "History",
     "Kind",
+    "LinkKind",
     "Machine",
     "Mesh",
+    "Network",
     "Pass",
     "PipelineError",
     "PipelinedStep",

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     network.add_argument("--largest", type=_count, help="bytes of a message, 16 MiB unless given")
     network.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     network.set_defaults(run=_bench_network)
-    shipped = commands.add_parser("machines", help="the machine profiles that ship with pfeife")
+    shipped = commands.add_parser("machines", help="machines and links with shipped figures")
     shipped.set_defaults(run=_machines)
     given = parser.parse_args(arguments)
     return given.run(given)
@@ -79,6 +79,7 @@ def _bench_network(given: argparse.Namespace) -> int:
 def _machines(given: argparse.Namespace) -> int:
     from pfeife import report
     from pfeife.cost import machine, machines
+    from pfeife.data.link import link_kind, link_kinds
 
     rows = []
     for name in machines():
@@ -86,6 +87,8 @@ def _machines(given: argparse.Namespace) -> int:
         rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in one.flops.items())
         rows.append((name, report.size(one.memory), f"{one.memory_bandwidth / 1e9:g}", rates))
     print(report.table(rows, ("machine", "memory", "GB/s", "sustained TFLOP/s")))
+    print()
+    print(report.links_table(map(link_kind, link_kinds())))
     return 0
 
 

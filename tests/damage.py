@@ -12,7 +12,8 @@ from pfeife import sched
 from pfeife.cost import machine, machines
 from pfeife.cost.cache import Measured
 from pfeife.data import plain
-from pfeife.data.machine import Link, Network
+from pfeife.data.link import Link
+from pfeife.data.network import Network
 from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.schedule import Action, Do
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
@@ -32,6 +33,7 @@ VALUES = {
     ),
     "schedule": ORDER,
     "network": Network((LINK, attrs.evolve(LINK, source=1, destination=0))),
+    "nodes": Network.of(nodes=2, ranks_per_node=2, inside="nvlink4", between="ib-ndr"),
     "costs": Costs("measured", {"a": 1.0, "b": 0.5}, {"a": 0.1}, {"b": 0.25}),
     "measured": Measured("aten.mm [4, 4]", 0.5, 0.125, 5, 0.0),
     "timeline": sched.simulate(ORDER, lambda action: 0.5 if action.do.kind else 0.0),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pfeife.cost import machine
 from pfeife.data.checks import FASTEST, LONGEST, SLOWEST
-from pfeife.data.machine import Link, Machine
+from pfeife.data.link import Link
+from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
 from pfeife.data.timeline import Event, Timeline

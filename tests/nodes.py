@@ -2,7 +2,8 @@
 
 from itertools import permutations
 
-from pfeife.data.machine import Link, Network
+from pfeife.data.link import Link
+from pfeife.data.network import Network
 
 FAST, SLOW = 1e9, 1e6  # bytes a second
 

@@ -15,7 +15,8 @@ from share import random_cases
 from pfeife import report, sched
 from pfeife.cost import cache, machines
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve, Timeline
@@ -45,7 +46,7 @@ def use(value: object) -> None:
         assert 0 <= value.transfer_seconds(2**40) < 1e22
     elif isinstance(value, Network):
         report.network_table(value)
-        assert all(0 <= link.transfer_seconds(2**40) < 1e25 for link in value.links)
+        assert all(0 <= link.transfer_seconds(2**40) < 1e25 for link in value.kinds())
     elif isinstance(value, Schedule | Plan):
         order = value.schedule if isinstance(value, Plan) else value
         try:

@@ -13,7 +13,8 @@ import pfeife
 from pfeife.__main__ import main
 from pfeife.cost import machines
 from pfeife.data import plain
-from pfeife.data.machine import Network
+from pfeife.data.link import link_kinds
+from pfeife.data.network import Network
 
 
 def test_what_is_not_asked_for_is_not_imported():
@@ -29,7 +30,7 @@ def test_what_is_not_asked_for_is_not_imported():
 def test_the_machines_on_the_command_line(capsys):
     assert main(["machines"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in machines())
+    assert all(name in shown for name in (*machines(), *link_kinds()))
     with pytest.raises(SystemExit):
         main(["no such command"])
 

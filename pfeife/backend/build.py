@@ -20,7 +20,8 @@ from pfeife.backend.residence import devices_of
 from pfeife.backend.synced import check_synced
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
-from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule

@@ -14,7 +14,8 @@ from pfeife.backend.given import described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.layout import laid_out
 from pfeife.backend.options import Options
-from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
 from pfeife.data.progress import Shown
 from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes

@@ -8,7 +8,8 @@ from pfeife.backend.options import Options
 from pfeife.compilers import BodyCompiler, compiler_name
 from pfeife.cost import estimate, measure
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.progress import Progress, Shown
 from pfeife.data.replicas import Replicas

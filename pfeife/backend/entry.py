@@ -21,7 +21,8 @@ from pfeife.backend.pieces import Parts, Piece
 from pfeife.backend.steps import Steps
 from pfeife.cost import machine
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.runtime.distributed.world import World

@@ -13,7 +13,8 @@ import attrs
 from pfeife.backend.decide import planner_of
 from pfeife.backend.options import Options
 from pfeife.data import plain
-from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict

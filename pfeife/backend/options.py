@@ -30,7 +30,8 @@ from pfeife.backend.given import (
 )
 from pfeife.backend.meter import OnStep
 from pfeife.compilers import Compiler, checked, compiler_name
-from pfeife.data.machine import Machine, Mesh, Network
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas

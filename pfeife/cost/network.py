@@ -10,7 +10,8 @@ import scipy  # whose parts are loaded when they are asked for
 import torch
 import torch.distributed as dist
 
-from pfeife.data.machine import Link, Network
+from pfeife.data.link import Link
+from pfeife.data.network import Network
 from pfeife.data.progress import Progress
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB

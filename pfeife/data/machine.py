@@ -1,9 +1,6 @@
-"""What there is to run on: machines, the links between ranks, and how ranks are replicated."""
+"""What there is to run on: machines, and how their ranks are pipelines and replicas."""
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise, permutations
 from reprlib import repr as short
 
 import attrs
@@ -100,121 +97,6 @@ class Machine:
         return (1 - self.overlap) * self.transfer_seconds(size)
 
     receive_seconds = send_seconds
-
-
-@attrs.frozen
-class Link:
-    """One direction between two ranks, for messages of `sizes[i]` bytes.
-
-    `seconds[i]` until it has arrived at a rank that waits for it; `sending[i]` and
-    `receiving[i]` are what it takes away from the computing of the two ranks (the cost model is
-    LogGP's with all of it by size; Alexandrov et al., JPDC 1997). Straight lines between the
-    sizes, the last one going on. `residual` is the largest relative error of the fit to
-    `seconds`.
-    """
-
-    source: int = attrs.field(validator=checks.not_negative)
-    destination: int = attrs.field(validator=checks.not_negative)
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    sending: tuple[float, ...]
-    receiving: tuple[float, ...]
-    residual: float
-
-    def __attrs_post_init__(self) -> None:
-        where = f"Link {self.source} -> {self.destination}"
-        if self.source == self.destination:
-            raise ValueError(f"{where}: a link is between two ranks")
-        lengths = {len(self.sizes), len(self.seconds), len(self.sending), len(self.receiving)}
-        if lengths != {len(self.sizes)} or len(self.sizes) < 2:
-            raise ValueError(f"{where}: figures for {lengths} sizes")
-        if self.sizes[0] != 0 or any(low >= high for low, high in pairwise(self.sizes)):
-            raise ValueError(f"{where}: Link.sizes must ascend from 0, not {self.sizes}")
-        for values in (self.seconds, self.sending, self.receiving):
-            if not values[0] >= 0 or any(not low <= high for low, high in pairwise(values)):
-                raise ValueError(f"{where}: seconds {values} are negative or fall")
-        if not self.seconds[-1] > 0 or not self.residual >= 0:
-            raise ValueError(f"{where}: no seconds, or a residual of {self.residual}")
-        longest = max(self.seconds[-1], self.sending[-1], self.receiving[-1])
-        if longest > checks.LONGEST:
-            raise ValueError(f"{where}: a message takes {longest} seconds, over {checks.LONGEST:g}")
-
-    def transfer_seconds(self, size: int) -> float:
-        return self._at(self.seconds, size)
-
-    def send_seconds(self, size: int) -> float:
-        return self._at(self.sending, size)
-
-    def receive_seconds(self, size: int) -> float:
-        return self._at(self.receiving, size)
-
-    def _at(self, seconds: tuple[float, ...], size: int) -> float:
-        at = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
-        low, high = self.sizes[at - 1], self.sizes[at]
-        slope = (seconds[at] - seconds[at - 1]) / (high - low)
-        return seconds[at - 1] + slope * (size - low)
-
-
-@attrs.frozen
-class Network:
-    """The links between the ranks of a world, one for each direction of a pair."""
-
-    links: tuple[Link, ...]
-
-    def __attrs_post_init__(self) -> None:
-        ends = Counter((link.source, link.destination) for link in self.links)
-        for (source, destination), count in ends.items():
-            if count > 1:
-                raise ValueError(f"Network: {count} links from rank {source} to {destination}")
-
-    def link(self, source: int, destination: int) -> Link:
-        """Raises ValueError for a pair of ranks that was not measured."""
-        for link in self.links:
-            if (link.source, link.destination) == (source, destination):
-                return link
-        raise ValueError(f"the network knows no link from rank {source} to rank {destination}")
-
-    def joins(self, ranks: int) -> bool:
-        """Whether it has the links between all of so many ranks."""
-        ends = {(link.source, link.destination) for link in self.links}
-        return all(pair in ends for pair in permutations(range(ranks), 2))
-
-    def within(self, mesh: "Mesh") -> "Network":
-        """The links of a mesh's pipelines, by the ranks of one: the slowest of all pipelines."""
-        found: dict[tuple[int, int], Link] = {}
-        for one in self._of(mesh.size):
-            replica, source = mesh.place(one.source)
-            other, destination = mesh.place(one.destination)
-            known = found.get((source, destination))
-            if replica == other and (known is None or one.seconds[-1] > known.seconds[-1]):
-                moved = attrs.evolve(one, source=source, destination=destination)
-                found[source, destination] = moved
-        return Network(tuple(found.values()))
-
-    def between(self, mesh: "Mesh") -> "Network":
-        """The links over which the replicas of a mesh reduce: those between the same ranks of
-        different pipelines."""
-        links = self._of(mesh.size)
-        same = (o for o in links if mesh.place(o.source)[1] == mesh.place(o.destination)[1])
-        return Network(tuple(same))
-
-    def _of(self, ranks: int) -> list["Link"]:
-        return [one for one in self.links if max(one.source, one.destination) < ranks]
-
-    def seen_by(self, machine: Machine) -> Machine:
-        """The machine with the figures of the slowest link, for decisions before ranks are
-        known."""
-        if not self.links:
-            return machine
-        slowest = max(self.links, key=lambda link: link.seconds[-1])
-        taken = max(slowest.sending[-1], slowest.receiving[-1]) / slowest.seconds[-1]
-        rising = slowest.seconds[-1] - slowest.seconds[0]
-        return attrs.evolve(
-            machine,
-            link_latency=slowest.seconds[0],
-            link_bandwidth=slowest.sizes[-1] / max(rising, 1e-12),
-            overlap=min(max(1 - taken, 0.0), 1.0),
-        )
 
 
 @attrs.frozen

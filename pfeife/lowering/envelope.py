@@ -9,7 +9,8 @@ from functools import cached_property
 import attrs
 import torch
 
-from pfeife.data.machine import Link, Machine
+from pfeife.data.link import Link, LinkKind
+from pfeife.data.machine import Machine
 
 PACKED = 2**17  # bytes up to which a value is copied into one piece with others of its message
 APART = 2**20  # bytes from which a message is sent while the rank computes
@@ -200,7 +201,7 @@ class Travel:
     receiving: float
 
 
-def travel(sizes: Sequence[int], link: Link | Machine) -> Travel:
+def travel(sizes: Sequence[int], link: Link | LinkKind | Machine) -> Travel:
     """How long a message of values of so many bytes takes over a link, or that of a machine.
 
     A piece is handed over when the rank is done with the one before, and the last one's arrival

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.schedule import SENDS, Action, Do, Schedule, received_as
 from pfeife.data.timeline import Timeline
 from pfeife.ir.program import Program

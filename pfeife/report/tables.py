@@ -2,11 +2,12 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pfeife.cost import stage_memory
-from pfeife.data.machine import Network
+from pfeife.data.link import LinkKind
+from pfeife.data.network import Network
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import MemoryCurve, Timeline
@@ -184,6 +185,8 @@ def summary(plan: Plan, program: Program) -> str:
 
 def network_table(network: Network) -> str:
     """The links: latency, bandwidth of the largest message, and what overlaps with computing."""
+    if network.nodes:
+        return _nodes_table(network)
     rows = []
     for link in network.links:
         largest = link.sizes[-1]
@@ -201,6 +204,26 @@ def network_table(network: Network) -> str:
         )
     head = ("link", "latency", "bandwidth", "send call", "taken by sending", "by receiving")
     return table(rows, (*head, "residual of the fit"))
+
+
+def _nodes_table(network: Network) -> str:
+    """What joins the ranks of each node, and the nodes."""
+    pairs = [(str(list(node.ranks)), node.inside) for node in network.nodes]
+    pairs += [("across", network.across)] if network.across else []
+    return table([(ranks, *_figures(kind)) for ranks, kind in pairs], ("ranks", *_FIGURES))
+
+
+_FIGURES = ("link", "GB/s", "latency", "overlap")
+
+
+def links_table(kinds: Iterable[LinkKind]) -> str:
+    """Kinds of links with their figures."""
+    return table([_figures(kind) for kind in kinds], _FIGURES)
+
+
+def _figures(kind: LinkKind) -> tuple[str, ...]:
+    rate, latency = f"{kind.bandwidth / 1e9:g}", f"{1e6 * kind.latency:g} us"
+    return (kind.name, rate, latency, f"{100 * kind.overlap:g} %")
 
 
 def comparison_table(compared: Sequence[Compared]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress

@@ -8,7 +8,8 @@ import pytest
 
 from pfeife.cost.network import piecewise_fit
 from pfeife.data import plain
-from pfeife.data.machine import Link, Network
+from pfeife.data.link import Link
+from pfeife.data.network import Network
 
 LINK = {
     **{"source": 0, "destination": 1, "sizes": (0, 1000), "seconds": (1e-6, 2e-6)},

@@ -12,7 +12,9 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.data.machine import Link, Machine, Network
+from pfeife.data.link import Link
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
 from pfeife.ir.program import find_node, node_bytes

@@ -14,7 +14,8 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.data.machine import Link, Network
+from pfeife.data.link import Link
+from pfeife.data.network import Network
 from pfeife.data.plain import from_json, to_json
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas

@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 
 import attrs
 
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.plan import Plan
 from pfeife.ir.program import Kind
 from pfeife.lowering.envelope import travel

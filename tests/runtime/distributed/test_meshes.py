@@ -8,7 +8,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pfeife
 from pfeife.backend.options import options_from
 from pfeife.data import plain
-from pfeife.data.machine import Link, Mesh, Network
+from pfeife.data.link import Link
+from pfeife.data.machine import Mesh
+from pfeife.data.network import Network
 from pfeife.runtime.distributed.meshes import mesh_of
 
 
