@@ -10,7 +10,8 @@ import torch
 from pfeife.backend.meter import OnStep
 from pfeife.backend.options import Batch, Capture
 from pfeife.compilers import Compiler
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import DataParallel
