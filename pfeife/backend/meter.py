@@ -15,7 +15,7 @@ from pfeife.data.figures import StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.ir.program import Port, Role
-from pfeife.report import step_line
+from pfeife.report.step_line import step_line
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
 

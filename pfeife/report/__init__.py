@@ -1,15 +1,20 @@
 """What people look at: texts and drawings of plans, timelines, memory and networks.
 
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
-`step_line` has a step in a line.
+`step_line` has a step in a line. `page/` is a report as HTML: `run` is what it shows of a step,
+`spans` what of a timeline is drawn, and `extra` imports the libraries that draw.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
+from pfeife.report.page import About, html
+from pfeife.report.run import Run, Target, expected
+from pfeife.report.spans import Span, What, idle, spans
 from pfeife.report.step_line import step_line
 from pfeife.report.tables import (
     calls_table,
     chrome_trace,
     comparison_table,
+    critical_shares,
     critical_table,
     links_table,
     memory_chart,
@@ -24,12 +29,21 @@ from pfeife.report.tables import (
 )
 
 __all__ = [
+    "About",
+    "Run",
+    "Span",
+    "Target",
+    "What",
     "calls_table",
     "chrome_trace",
     "compare_memory",
     "compare_times",
     "comparison_table",
+    "critical_shares",
     "critical_table",
+    "expected",
+    "html",
+    "idle",
     "links_table",
     "memory_chart",
     "memory_table",
@@ -37,6 +51,7 @@ __all__ = [
     "plan_table",
     "rank_part",
     "size",
+    "spans",
     "step_line",
     "summary",
     "table",

@@ -122,9 +122,8 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
 
 
-def critical_table(path: Timeline) -> str:
-    """What a step waits for (see `critical_path`): a row for what a rank computes and for the
-    messages on their way to it, a share of the step each."""
+def critical_shares(path: Timeline) -> list[tuple[int, str, int, float]]:
+    """What a step waits for: a rank, what it does, in how many actions, and their seconds."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for event in path.events:
         do = event.action.do
@@ -132,10 +131,16 @@ def critical_table(path: Timeline) -> str:
             continue
         word = "computes" if do.kind else "is sent" if do in RECEIVES else do.name.lower()
         seconds.setdefault((event.rank, word), []).append(event.end - event.start)
+    return [(*key, len(each), sum(each)) for key, each in sorted(seconds.items())]
+
+
+def critical_table(path: Timeline) -> str:
+    """What a step waits for (see `critical_path`): a row for what a rank computes and for the
+    messages on their way to it, a share of the step each."""
     whole = path.seconds or 1.0
     rows = [
-        (f"rank {rank}", word, len(each), f"{1e3 * sum(each):.3f} ms", f"{sum(each) / whole:.1%}")
-        for (rank, word), each in sorted(seconds.items())
+        (f"rank {rank}", word, count, f"{1e3 * seconds:.3f} ms", f"{seconds / whole:.1%}")
+        for rank, word, count, seconds in critical_shares(path)
     ]
     return table(rows, ("rank", "what it does", "actions", "time", "of the step"))
 

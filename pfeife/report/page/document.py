@@ -1,0 +1,187 @@
+"""The page: what is known of a plan, a section each."""
+
+import base64
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+
+import attrs
+
+from pfeife.data.plan import Plan
+from pfeife.data.timeline import Timeline
+from pfeife.passes.compose import Recorded
+from pfeife.report.extra import plotly_script
+from pfeife.report.page.elements import Figure, Html, lines, tag
+from pfeife.report.page.passes import passes
+from pfeife.report.page.stages import ranked, stage_figure, stage_table, stages_of
+from pfeife.report.page.timelines import (
+    digits,
+    memory_figure,
+    memory_rows,
+    timeline_figure,
+    timelines,
+)
+from pfeife.report.run import Run
+from pfeife.report.tables import critical_shares, size
+
+
+@attrs.frozen
+class About:
+    """What a page says beside programs and runs: its title, the machine's name, the bytes that a
+    rank may take, and sentences of the caller's."""
+
+    title: str = "A pipeline"
+    machine: str = ""
+    limit: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def html(
+    history: Sequence[Recorded] = (),
+    plan: Plan | None = None,
+    predicted: Run | Timeline | None = None,
+    measured: Run | Timeline | None = None,
+    about: About = About(),
+) -> str:
+    """One page of HTML about a plan, its passes and its runs; what is not given is left out.
+
+    `history` is what `record` gives, whose last program has messages (`pfeife.apply(plan)`). The
+    page needs no network, and runs no code but its own; the same input gives the same page. Raises
+    ImportError without plotly (`pip install 'pfeife[report]'`).
+    """
+    given = (("predicted", predicted), ("measured", measured))
+    sides = [(n, r if isinstance(r, Run) else Run(r)) for n, r in given if r is not None]
+    stages = stages_of(history, plan) if plan else ()
+    figures = {
+        "stages": stage_figure(stages, ranked(history)),
+        "timeline": timeline_figure(sides),
+        "memory": memory_figure(sides, about.limit),
+    }
+    sections = [
+        _section("Stages", _STAGES, figures["stages"], stage_table(stages)),
+        _section("Timeline", _TIMELINE, figures["timeline"], timelines(sides)),
+        _section("Memory", _MEMORY, figures["memory"], memory_rows(sides, about.limit)),
+        _section("Passes", _PASSES, None, passes(history)),
+    ]
+    inside = [_head(plan, sides, about), *(one for one in sections if one)]
+    return _document(about.title, inside, [one for one in figures.values() if one])
+
+
+_STAGES = (
+    "Each stage in the row of its rank, from left to right as the forward goes. The colour is its "
+    "time for a microbatch over the mean of all; lines have the bytes that go forward."
+)
+_TIMELINE = (
+    "A row a rank; numbers are microbatches. Drag to zoom in, double-click to see all; point at a "
+    "span to see what it is. Waiting is drawn thin, and nothing is where a rank has nothing to do."
+)
+_MEMORY = "The bytes of each rank: its row is as high as what is drawn dotted."
+_PASSES = "What each pass has changed in the printed program."
+
+
+def _section(title: str, said: str, figure: Figure | None, *rest: Html | None) -> Html | None:
+    parts = [figure.html if figure else None, *rest]
+    shown = [one for one in parts if one]
+    if not shown:
+        return None
+    name = title.lower()
+    heading = tag("h2", title, id=f"h-{name}")
+    said_of = tag("p", said, class_="soft")
+    return tag("section", heading, said_of, *shown, aria_labelledby=f"h-{name}", id=f"s-{name}")
+
+
+def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> Html:
+    """The title, figures at a glance, and what limits the step."""
+    found: list[tuple[str, str, str]] = []
+    if plan is not None:
+        ranks, microbatches = len(plan.schedule.ranks), plan.schedule.microbatches
+        found.append(
+            ("stages on ranks", f"{plan.stages} on {ranks}", f"{microbatches} microbatches")
+        )
+    if about.machine:
+        found.append(("machine", about.machine, ""))
+    for name, run in sides:
+        found.append((f"step, {name}", digits(run.timeline.seconds), _bound(plan, name)))
+        found.append(
+            (f"bubble, {name}", f"{100 * run.timeline.bubble:.1f} %", "of all ranks' time")
+        )
+        if run.memory:
+            worst = max(run.memory, key=lambda curve: curve.peak)
+            of = f"rank {worst.rank}" + (f", limit {size(about.limit)}" if about.limit else "")
+            found.append((f"peak memory, {name}", size(worst.peak), of))
+    boxes = (
+        tag("div", tag("dt", word), tag("dd", figure, tag("small", more) if more else ""))
+        for word, figure, more in found
+    )
+    limits = [_limits(run.path) for _, run in sides if run.path is not None]
+    parts = [
+        tag("h1", about.title),
+        *(tag("p", note) for note in about.notes),
+        tag("dl", *boxes, class_="figures"),
+        *(tag("p", one) for one in limits if one),
+    ]
+    return tag("header", *parts)
+
+
+def _bound(plan: Plan | None, name: str) -> str:
+    if plan is None or name != "predicted" or not plan.bound_seconds:
+        return ""
+    return f"no schedule of these stages below {digits(plan.bound_seconds)}"
+
+
+def _limits(path: Timeline) -> str:
+    """What the step waits for, in a sentence."""
+    shares = sorted(critical_shares(path), key=lambda one: -one[3])
+    if not shares:
+        return ""
+    whole = path.seconds or 1.0
+    said = [f"rank {rank} {word} ({s / whole:.0%})" for rank, word, _, s in shares[:4]]
+    more = f", and {len(shares) - 4} parts more" if len(shares) > 4 else ""
+    return f"What limits the step, by its critical path: {', '.join(said)}{more}."
+
+
+def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> str:
+    script, style = _asset("page.js"), _asset("page.css")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}' blob:; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    head = [
+        Html('<meta charset="utf-8">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        tag("title", title),
+        tag("style", Html(style)),
+    ]
+    data = {"figures": [attrs.asdict(one) for one in figures]}
+    body = [
+        tag("main", lines(inside)),
+        tag("div", id="tip", role="status", hidden=True),
+        tag("noscript", "The drawings of this page need JavaScript; its tables do not."),
+        tag("script", _json(data), type="application/json", id="page-data"),
+        tag("script", Html(_plotly()), type="text/plain", id="plotly"),
+        tag("script", Html(script)),
+    ]
+    page = tag("html", tag("head", lines(head)), tag("body", lines(body)), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _json(data: object) -> Html:
+    """JSON that ends no element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return Html(text.replace("<", "\\u003c"))
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _plotly() -> str:
+    """plotly.js, compressed, the same at every call."""
+    packed = gzip.compress(plotly_script().encode(), 9, mtime=0)
+    return base64.b64encode(packed).decode()

@@ -1,0 +1,67 @@
+"""HTML as text; whatever is not HTML already is escaped."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import attrs
+
+
+class Html(str):
+    """Text that is HTML."""
+
+
+def text(value: object) -> Html:
+    """A value as HTML."""
+    return value if isinstance(value, Html) else Html(escape(str(value)))
+
+
+def tag(_name: str, *inside: object, **attributes: object) -> Html:
+    """An element; the attribute `class_` is class, and what is None or False is left out."""
+    said = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        if value is not True
+        else f" {name}"
+        for name, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Html(f"<{_name}{said}>{''.join(map(text, inside))}</{_name}>")
+
+
+def lines(parts: Iterable[object]) -> Html:
+    """One after the other."""
+    return Html("\n".join(map(text, parts)))
+
+
+def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -> Html:
+    """Cells under their heads; what starts with a digit is aligned to the right."""
+    titles = tag("tr", *(tag("th", one, scope="col") for one in head))
+    body = (
+        tag(
+            "tr",
+            *(tag("td", one, class_="number" if str(one)[:1].isdigit() else None) for one in row),
+        )
+        for row in rows
+    )
+    inside = tag("caption", caption), tag("thead", titles), tag("tbody", *body)
+    return tag("div", tag("table", *inside), class_="wide")
+
+
+@attrs.frozen
+class Figure:
+    """What plotly draws; `name` is that of its element, and `label` what it shows, in words.
+    `more` is for page.js alone."""
+
+    name: str
+    label: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+    more: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def html(self) -> Html:
+        """Where it is drawn."""
+        height = f"min-height:{self.layout.get('height', 400)}px"
+        return tag(
+            "div", id=self.name, class_="figure", role="img", aria_label=self.label, style=height
+        )

@@ -1,0 +1,111 @@
+"use strict";
+(async () => {
+  const page = JSON.parse(document.getElementById("page-data").textContent);
+  const $ = (id) => document.getElementById(id);
+
+  // plotly is in the page, compressed.
+  const packed = Uint8Array.from(atob($("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const url = URL.createObjectURL(
+    new Blob([await new Response(stream).arrayBuffer()], { type: "text/javascript" }));
+  await new Promise((done, failed) => {
+    const script = document.createElement("script");
+    Object.assign(script, { src: url, onload: done, onerror: failed });
+    document.head.append(script);
+  });
+  URL.revokeObjectURL(url);
+
+  // Spans are polygons, one trace a kind: bars of their own would be too many elements.
+  const corners = (one) => {
+    const x = [], y = [];
+    one.starts.forEach((start, i) => {
+      const low = one.rows[i] + one.middle - one.half, high = low + 2 * one.half, end = one.ends[i];
+      x.push(start, end, end, start, start, null);
+      y.push(low, low, high, high, low, null);
+    });
+    return { x, y };
+  };
+  const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
+  const shared = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "inherit", size: 12 }, colorway: ["#0072b2", "#d55e00", "#009e73", "#cc79a7"],
+  };
+  for (const figure of page.figures) {
+    let at = 0;
+    for (const trace of figure.data)
+      if (trace.fill === "toself" && !trace.x) Object.assign(trace, corners(figure.more.spans[at++]));
+    await Plotly.newPlot($(figure.name), figure.data, { ...shared, ...figure.layout }, config);
+  }
+
+  // Timeline and memory have one clock: they zoom together.
+  const clocks = ["timeline", "memory"].map($).filter(Boolean);
+  let following = false;
+  for (const one of clocks) one.on("plotly_relayout", async (change) => {
+    if (following || !Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
+    following = true;
+    const range = [...one._fullLayout.xaxis.range];
+    for (const other of clocks)
+      if (other !== one) await Plotly.relayout(other, { "xaxis.range": range });
+    following = false;
+  });
+
+  // What a rank does under the pointer: rows are sorted by their starts.
+  const timeline = $("timeline"), tip = $("tip");
+  const found = page.figures.find((one) => one.name === "timeline");
+  if (found) {
+    const rows = new Map();
+    for (const one of found.more.spans) one.starts.forEach((start, i) => {
+      const key = `${one.side} ${one.rows[i]}`;
+      if (!rows.has(key)) rows.set(key, []);
+      rows.get(key).push({ start, end: one.ends[i], action: one.actions[i], one });
+    });
+    for (const row of rows.values()) row.sort((a, b) => a.start - b.start);
+    const under = (row, ms) => {
+      let low = 0, high = row.length;
+      while (low < high) { const mid = (low + high) >> 1; row[mid].start <= ms ? low = mid + 1 : high = mid; }
+      let best = null;
+      for (let i = low - 1; i >= Math.max(0, low - 12); i--)  // reductions last longer than others
+        if (row[i].end >= ms && (!best || row[i].one.what !== "reduce")) { best = row[i]; break; }
+      return best;
+    };
+    const sides = [...new Set(found.more.spans.map((one) => one.side))];
+    timeline.addEventListener("mousemove", (event) => {
+      const { xaxis, yaxis } = timeline._fullLayout, box = timeline.getBoundingClientRect();
+      const ms = xaxis.p2d(event.clientX - box.left - xaxis._offset);
+      const y = yaxis.p2d(event.clientY - box.top - yaxis._offset), row = Math.round(y);
+      const side = sides.length > 1 && y > row ? sides[1] : sides[0];
+      const inside = Math.abs(y - row) < 0.46 && rows.get(`${side} ${row}`);
+      const hit = inside && ms >= 0 ? under(inside, ms) : null;
+      tip.hidden = !hit;
+      if (!hit) return;
+      const took = hit.end - hit.start;
+      tip.textContent = `rank ${found.more.ranks[row]}, ${side}: ${hit.one.what} (${hit.action})\n` +
+        `${hit.start.toPrecision(5)} to ${hit.end.toPrecision(5)} ms, ${took.toPrecision(3)} ms`;
+      tip.style.left = `${Math.min(event.pageX + 14, document.body.clientWidth - tip.offsetWidth)}px`;
+      tip.style.top = `${event.pageY + 16}px`;
+    });
+    timeline.addEventListener("mouseleave", () => { tip.hidden = true; });
+  }
+
+  // Passes, one at a time; the arrow keys step through them.
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const show = (at) => {
+    tabs.forEach((tab, i) => {
+      tab.setAttribute("aria-selected", i === at);
+      tab.tabIndex = i === at ? 0 : -1;
+      $(tab.getAttribute("aria-controls")).hidden = i !== at;
+    });
+  };
+  const shown = () => tabs.findIndex((tab) => tab.getAttribute("aria-selected") === "true");
+  tabs.forEach((tab, i) => tab.addEventListener("click", () => show(i)));
+  document.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || !tabs.length || event.altKey || event.ctrlKey || event.metaKey) return;
+    const at = Math.min(Math.max(shown() + step, 0), tabs.length - 1);
+    show(at);
+    if (tabs.includes(document.activeElement)) tabs[at].focus();
+    event.preventDefault();
+  });
+
+  document.documentElement.dataset.ready = "yes";
+})();

@@ -1,0 +1,238 @@
+"""The graph of stages: where each runs, how its seconds compare, what it sends."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import fx
+
+from pfeife.cost import stage_memory
+from pfeife.data.plan import Plan
+from pfeife.ir.program import Call, Kind, Program, node_bytes, source_line
+from pfeife.passes.compose import Recorded
+from pfeife.passes.fuse import module_path
+from pfeife.report.page.elements import Figure, Html, table
+from pfeife.report.page.timelines import digits
+from pfeife.report.tables import size
+
+_LINES = 3  # of the model, that a stage shows
+
+
+@attrs.frozen
+class Stage:
+    """What is known of a stage; bytes and seconds are those of one microbatch."""
+
+    index: int
+    rank: int
+    clusters: int
+    modules: tuple[str, ...]
+    lines: tuple[str, ...]
+    parameters: int
+    seconds: Mapping[Kind, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def between(self) -> str:
+        """Its first module and its last."""
+        if not self.modules:
+            return ""
+        first, last = self.modules[0], self.modules[-1]
+        return first if first == last else f"{first} .. {last}"
+
+
+def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
+    """The stages of the last program with ranks; none if there is no such program."""
+    program = ranked(history)
+    if program is None:
+        return ()
+    memory = stage_memory(program)
+    found = []
+    for index in range(program.units):
+        calls = [call for call in program.calls if call.unit == index]
+        forward = [
+            node for call in calls if call.kind == Kind.FORWARD for node in _nodes(program, call)
+        ]
+        seconds = {call.kind: call.seconds or 0.0 for call in calls}
+        found.append(
+            Stage(
+                index,
+                next((call.rank or 0 for call in calls), 0),
+                plan.stage_of_cluster.count(index),
+                tuple(dict.fromkeys(path for node in forward if (path := module_path(node)))),
+                _heaviest(forward),
+                memory[index].parameters,
+                seconds,
+            )
+        )
+    return tuple(found)
+
+
+def ranked(history: Sequence[Recorded]) -> Program | None:
+    """The last program whose calls have ranks."""
+    programs = (one.program for one in reversed(history) if one.program.calls)
+    return next((p for p in programs if all(c.rank is not None for c in p.calls)), None)
+
+
+def _nodes(program: Program, call: Call) -> list[fx.Node]:
+    return [node for node in program.body(call).graph.nodes if node.op == "call_function"]
+
+
+def _heaviest(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The lines of the model that make the most bytes."""
+    bytes_: dict[str, int] = {}
+    for node in nodes:
+        if node.meta.get("stack_trace"):
+            line = source_line(node)
+            bytes_[line] = bytes_.get(line, 0) + node_bytes(node)
+    return tuple(sorted(bytes_, key=lambda line: -bytes_[line])[:_LINES])
+
+
+def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
+    """By two stages, what goes from one to the other in the forward and in the backward."""
+    found: dict[tuple[int, int], dict[Kind, int]] = {}
+    graph = program.call_graph()
+    calls = {call.node: call for call in program.calls}
+    for source, target, edge in graph.edges(data=True):
+        one, other = calls[source], calls[target]
+        if one.unit != other.unit and edge["bytes"]:
+            ways = found.setdefault((one.unit, other.unit), {})
+            way = Kind.FORWARD if one.kind == Kind.FORWARD else Kind.BACKWARD
+            ways[way] = ways.get(way, 0) + edge["bytes"]
+    return found
+
+
+def stage_table(stages: Sequence[Stage]) -> Html | None:
+    """A row a stage."""
+    if not stages:
+        return None
+    rows = [
+        (
+            one.index,
+            one.rank,
+            one.clusters or "",
+            one.between,
+            size(one.parameters),
+            digits(one.total),
+            *(digits(one.seconds[kind]) if kind in one.seconds else "" for kind in Kind),
+        )
+        for one in stages
+    ]
+    head = ("stage", "rank", "clusters", "modules", "parameters", "time of a microbatch")
+    return table(rows, (*head, *(kind.value for kind in Kind)), "Stages")
+
+
+def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | None:
+    """Stages from left to right, each in the row of its rank."""
+    if not stages or program is None:
+        return None
+    ranks = 1 + max(one.rank for one in stages)
+    places = {one.index: (one.index, one.rank) for one in stages}
+    mean = statistics.fmean(one.total for one in stages) or 1.0
+    shares = [one.total / mean for one in stages]
+    spread = max(0.1, *(abs(share - 1) for share in shares))
+    edges = _edges(places, _sent(program))
+    bar = {"title": {"text": "time over the mean"}, "tickformat": ".2f", "thickness": 12}
+    nodes = {
+        "type": "scatter",
+        "mode": "markers+text",
+        "x": [one.index for one in stages],
+        "y": [one.rank for one in stages],
+        "text": [str(one.index) for one in stages],
+        "textfont": {"color": "#000000"},
+        "hovertext": [_hover(one, mean) for one in stages],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {
+            "size": 30,
+            "symbol": "square",
+            "color": [round(share, 4) for share in shares],
+            "cmin": round(1 - spread, 4),
+            "cmax": round(1 + spread, 4),
+            "colorscale": [[0, "#56b4e9"], [0.5, "#ffffff"], [1, "#e69f00"]],
+            "colorbar": bar,
+            "line": {"width": 1.2, "color": "#333333"},
+        },
+        "showlegend": False,
+    }
+    layout = {
+        "height": 150 + 44 * ranks,
+        "margin": {"l": 70, "r": 10, "t": 20, "b": 40},
+        "xaxis": {
+            "title": {"text": "stage"},
+            "range": [-0.7, len(stages) - 0.3],
+            "zeroline": False,
+            "showgrid": False,
+            "dtick": max(1, len(stages) // 32),
+        },
+        "yaxis": {
+            "range": [ranks - 0.4, -0.6],
+            "tickvals": list(range(ranks)),
+            "ticktext": [f"rank {rank}" for rank in range(ranks)],
+            "zeroline": False,
+            "gridcolor": "rgba(128,128,128,.2)",
+        },
+        "hovermode": "closest",
+        "showlegend": False,
+    }
+    return Figure("stages", f"{len(stages)} stages on {ranks} ranks", [*edges, nodes], layout)
+
+
+def _hover(one: Stage, mean: float) -> str:
+    """plotly's own markup; it leaves out what it does not know."""
+    parts = [
+        f"<b>stage {one.index}</b> on rank {one.rank}",
+        f"{one.clusters} clusters: {plain(one.between)}" if one.clusters else plain(one.between),
+        f"{size(one.parameters)} of parameters",
+        f"{digits(one.total)} a microbatch, {one.total / mean:.2f} of the mean: "
+        + ", ".join(f"{kind.value} {digits(seconds)}" for kind, seconds in one.seconds.items()),
+        *map(plain, one.lines),
+    ]
+    return "<br>".join(part for part in parts if part)
+
+
+def plain(text: str) -> str:
+    """A text in which plotly sees no markup."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _edges(
+    places: Mapping[int, tuple[int, int]], sent: Mapping[tuple[int, int], Mapping[Kind, int]]
+) -> list[dict[str, Any]]:
+    """Lines between stages, and the bytes on them."""
+    forward = {pair: ways for pair, ways in sent.items() if Kind.FORWARD in ways}
+    lines: dict[str, list[Any]] = {"x": [], "y": []}
+    marks: dict[str, list[Any]] = {"x": [], "y": [], "text": [], "hovertext": []}
+    for (source, target), ways in sorted(forward.items()):
+        (x, y), (to_x, to_y) = places[source], places[target]
+        bend = 0.0 if to_x - x == 1 else -0.28  # past the stages between
+        middle = (x + to_x) / 2, (y + to_y) / 2 + bend
+        for share in (step / 12 for step in range(13)):
+            curve = 4 * share * (1 - share) * bend
+            lines["x"].append(round(x + share * (to_x - x), 4))
+            lines["y"].append(round(y + share * (to_y - y) + curve, 4))
+        lines["x"].append(None)
+        lines["y"].append(None)
+        back = sent.get((target, source), {}).get(Kind.BACKWARD, 0)
+        marks["x"].append(middle[0])
+        marks["y"].append(round(middle[1], 4))
+        marks["text"].append(size(ways[Kind.FORWARD]).replace(".0 ", " "))
+        marks["hovertext"].append(
+            f"stage {source} to {target}: {size(ways[Kind.FORWARD])} a microbatch, "
+            f"back {size(back)}"
+        )
+    drawn = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", **lines}
+    labels = {"type": "scatter", "mode": "markers+text" if len(forward) <= 24 else "markers"}
+    return [
+        {**drawn, "line": {"width": 1.2, "color": "#888888"}},
+        {
+            **labels,
+            **marks,
+            "hovertemplate": "%{hovertext}<extra></extra>",
+            "textposition": "top right",
+            "textfont": {"size": 10},
+            "marker": {"size": 6, "color": "#888888"},
+        },
+    ]

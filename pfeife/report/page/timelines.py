@@ -1,0 +1,299 @@
+"""What ranks do and hold over time: a row a rank, predicted and measured on one clock."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pfeife.data.timeline import MemoryCurve, Timeline
+from pfeife.report.page.elements import Figure, Html, lines, table, tag
+from pfeife.report.run import Run
+from pfeife.report.spans import COLOURS, What, idle, spans
+from pfeife.report.tables import size
+
+Sides = Sequence[tuple[str, Run]]
+_HATCHES = {  # beside the colours
+    What.BACKWARD: "/",
+    What.INPUT_BACKWARD: "\\",
+    What.WEIGHT_BACKWARD: "x",
+    What.RECEIVE: "|",
+    What.REDUCE: "-",
+    What.WAIT: ".",
+}
+_HALF = {What.WAIT: 0.12, What.SEND: 0.55, What.RECEIVE: 0.55, What.REDUCE: 0.35}  # of a row
+_LETTERED = 700  # computations that are numbered by their microbatches
+
+
+def ticks(ranks: Sequence[int]) -> dict[str, Any]:
+    """An axis with a row for each rank, rank 0 above."""
+    return {
+        "range": [len(ranks) - 0.4, -0.6],
+        "tickvals": list(range(len(ranks))),
+        "ticktext": [f"rank {rank}" for rank in ranks],
+        "zeroline": False,
+        "showgrid": False,
+        "automargin": True,
+    }
+
+
+def timelines(sides: Sides) -> Html | None:
+    """The rows of all ranks, and a table of what they wait."""
+    if not sides:
+        return None
+    shares = {name: idle(run.timeline) for name, run in sides}
+    ranks = sorted({rank for found in shares.values() for rank in found})
+    rows = [
+        (rank, *(f"{100 * found.get(rank, 1.0):.1f} %" for found in shares.values()))
+        for rank in ranks
+    ]
+    head = ("rank", *(f"computes nothing, {name}" for name in shares))
+    return table(rows, head, "Bubble of each rank, as a share of the step")
+
+
+def timeline_figure(sides: Sides) -> Figure | None:
+    """A row a rank, in which what was predicted is above what was measured."""
+    if not sides:
+        return None
+    ranks = sorted({e.rank for _, run in sides for e in run.timeline.events})
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    places = _places(len(sides))
+    data, drawn = list[dict[str, Any]](), list[dict[str, Any]]()
+    for index, (name, run) in enumerate(sides):
+        found = spans(run.timeline)
+        for what in What:
+            mine = [one for one in found if one.what == what]
+            if not mine:
+                continue
+            data.append(_trace(what, first=all(d.get("legendgroup") != what for d in data)))
+            drawn.append(
+                {
+                    "side": name,
+                    "what": what,
+                    "middle": places[index][0],
+                    "half": places[index][1] * _HALF.get(what, 1.0),
+                    "rows": [rows[one.rank] for one in mine],
+                    "starts": [_ms(one.start) for one in mine],
+                    "ends": [_ms(one.end) for one in mine],
+                    "actions": [str(one.action) for one in mine],
+                }
+            )
+        if run.path is not None:
+            data += _path(run.path, rows, places[index][0])
+        data += _numbers(found, rows, places[index][0]) if run.timeline.events else []
+    height = 110 + len(ranks) * (26 if len(sides) == 1 else 44)
+    label = f"Timeline of {len(ranks)} ranks, {' and '.join(name for name, _ in sides)}"
+    layout = {
+        "height": height,
+        "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
+        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
+        "yaxis": {**ticks(ranks), "fixedrange": True},
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "hovermode": False,
+        "dragmode": "zoom",
+    }
+    return Figure("timeline", label, data, layout, {"spans": drawn, "ranks": ranks})
+
+
+def _places(count: int) -> list[tuple[float, float]]:
+    """The middle of each side in a row, and half of its height."""
+    return [(0.0, 0.42)] if count == 1 else [(-0.22, 0.2), (0.22, 0.2)]
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.7g}")
+
+
+def _whole(sides: Sides) -> float:
+    return _ms(max((run.timeline.seconds for _, run in sides), default=0.0)) or 1.0
+
+
+def _trace(what: What, *, first: bool) -> dict[str, Any]:
+    """The spans of one kind; page.js has their corners."""
+    pattern = {
+        "shape": _HATCHES.get(what, ""),
+        "fgcolor": "rgba(0,0,0,.45)",
+        "bgcolor": COLOURS[what],
+    }
+    fill = {"fillpattern": {**pattern, "size": 5, "solidity": 0.25}} if what in _HATCHES else {}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": what.value,
+        "legendgroup": what.value,
+        "showlegend": first,
+        "fill": "toself",
+        "fillcolor": COLOURS[what],
+        "line": {"width": 0.4, "color": "rgba(0,0,0,.55)", "simplify": False},
+        "hoverinfo": "skip",
+        **fill,
+    }
+
+
+def _path(path: Timeline, rows: dict[int, int], middle: float) -> list[dict[str, Any]]:
+    """What the step waits for, as a line through the rows."""
+    events = [event for event in path.events if event.end > event.start]
+    x = [_ms(moment) for event in events for moment in (event.start, event.end)]
+    y = [rows[event.rank] + middle for event in events for _ in range(2)]
+    line: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": x, "y": y}
+    line |= {"hoverinfo": "skip", "name": "critical path", "legendgroup": "critical path"}
+    under = {**line, "line": {"width": 4.5, "color": "#ffffff"}, "showlegend": False}
+    return [under, {**line, "line": {"width": 2, "color": "#000000"}}]
+
+
+def _numbers(found: Sequence[Any], rows: dict[int, int], middle: float) -> list[dict[str, Any]]:
+    """The microbatches, where there is room for them."""
+    mine = [one for one in found if one.action.do.kind and one.end > one.start]
+    if len(mine) > _LETTERED:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "text",
+            "x": [_ms((one.start + one.end) / 2) for one in mine],
+            "y": [rows[one.rank] + middle for one in mine],
+            "text": [str(one.action.microbatch) for one in mine],
+            "textfont": {"size": 10, "color": "#000000"},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+    ]
+
+
+def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
+    """The bytes of each rank over time; a row is as high as the limit, or as the highest peak."""
+    sides = [(name, run) for name, run in sides if run.memory]
+    if not sides:
+        return None
+    curves = [curve for _, run in sides for curve in run.memory]
+    ranks = sorted({curve.rank for curve in curves})
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    most = max(curve.peak for curve in curves)
+    top = max(limit or 0, most) or 1
+    data: list[dict[str, Any]] = []
+    for name, run in sides:
+        is_first = not data
+        if is_first:
+            data += [_held(run, rows, top)]
+        data.append(_curve(name, run, rows, top, dashed=not is_first))
+    data.append(_limits(sides, rows, top, limit))
+    layout = {
+        "height": 110 + 40 * len(ranks),
+        "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
+        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
+        "yaxis": {**ticks(ranks), "fixedrange": True},
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "hovermode": "closest",
+    }
+    return Figure("memory", f"Memory of {len(ranks)} ranks over time", data, layout)
+
+
+def _moments(run: Run, curve: MemoryCurve) -> Iterator[tuple[float, int]]:
+    """When how many bytes are there: each until the next one."""
+    always, last = sum(curve.held.values()), None
+    times = {(e.rank, e.action): (e.start, e.end) for e in run.timeline.events}
+    yield 0.0, always
+    for point in curve.points:
+        start, end = times.get((curve.rank, point.action), (None, None))
+        if start is None or end is None:
+            continue
+        for moment, beside in ((start, point.peak), (end, point.after)):
+            if beside != last:
+                yield moment, always + beside
+                last = beside
+    yield run.timeline.seconds, always + (last or 0)
+
+
+def _height(row: int, share: float) -> float:
+    return round(row + 0.4 - 0.8 * share, 5)
+
+
+def _curve(name: str, run: Run, rows: dict[int, int], top: int, *, dashed: bool) -> dict[str, Any]:
+    x, y, said = list[Any](), list[Any](), list[Any]()
+    for curve in run.memory:
+        for moment, bytes_ in _moments(run, curve):
+            x.append(_ms(moment))
+            y.append(_height(rows[curve.rank], bytes_ / top))
+            said.append(size(bytes_))
+        x.append(None)
+        y.append(None)
+        said.append("")
+    line = {"shape": "hv", "width": 1.6, "color": "#d55e00" if dashed else "#0072b2"}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": x,
+        "y": y,
+        "text": said,
+        "hovertemplate": f"%{{text}} at %{{x}} ms, {name}<extra></extra>",
+        "line": {**line, "dash": "4px,2px" if dashed else "solid"},
+    }
+
+
+def _held(run: Run, rows: dict[int, int], top: int) -> dict[str, Any]:
+    """What is held all the time, as areas."""
+    x, y, end = list[Any](), list[Any](), _ms(run.timeline.seconds)
+    for curve in run.memory:
+        low, high = _height(rows[curve.rank], 0), None
+        high = _height(rows[curve.rank], sum(curve.held.values()) / top)
+        x += [0, end, end, 0, 0, None]
+        y += [low, low, high, high, low, None]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "held all the time",
+        "fill": "toself",
+        "fillcolor": "rgba(86,180,233,.35)",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "x": x,
+        "y": y,
+    }
+
+
+def _limits(sides: Sides, rows: dict[int, int], top: int, limit: int | None) -> dict[str, Any]:
+    """The limit of each rank; without one, the highest peak of all."""
+    end = _whole(sides)
+    level = (limit or top) / top
+    y = [_height(row, level) for row in rows.values()]
+    said = f"limit, {size(limit)}" if limit else f"highest peak, {size(top)}"
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": said,
+        "x": [one for _ in rows for one in (0, end, None)],
+        "y": [one for height in y for one in (height, height, None)],
+        "line": {"width": 1, "color": "#888888", "dash": "dot"},
+        "hoverinfo": "skip",
+    }
+
+
+def memory_rows(sides: Sides, limit: int | None) -> Html | None:
+    """The peaks of the ranks."""
+    sides = [(name, run) for name, run in sides if run.memory]
+    if not sides:
+        return None
+    rows = []
+    for curves in zip(*(run.memory for _, run in sides), strict=False):
+        first = curves[0]
+        parts = {**first.held, **first.at_peak}
+        what = ", ".join(f"{word} {size(count)}" for word, count in parts.items() if count)
+        room = f"{100 * first.peak / limit:.0f} %" if limit else ""
+        rows.append((first.rank, *(size(one.peak) for one in curves), room, what))
+    peaks = (f"peak, {name}" for name, _ in sides)
+    head = ("rank", *peaks, "of the limit", f"what it is at the peak, {sides[0][0]}")
+    return table(rows, head, "Peak of each rank, in bytes")
+
+
+def digits(value: float) -> str:
+    """Seconds with their unit."""
+    if value <= 0 or not math.isfinite(value):
+        return "0 s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{1e9 * value:.3g} ns"
+
+
+def sentence(*parts: object) -> Html:
+    """A paragraph."""
+    return tag("p", lines(parts))

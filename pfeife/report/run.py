@@ -1,0 +1,59 @@
+"""One step as it is shown: its timeline, what it waits for, and the bytes of its ranks."""
+
+import functools
+
+import attrs
+
+from pfeife.cost import memory_curves
+from pfeife.data.machine import Machine, Network
+from pfeife.data.optimizers import Optimizer
+from pfeife.data.schedule import Schedule
+from pfeife.data.timeline import MemoryCurve, Timeline
+from pfeife.ir.program import Program
+from pfeife.lowering.critical import critical_path
+from pfeife.lowering.predict import occupied_seconds, predict
+
+
+@attrs.frozen
+class Run:
+    """A step, predicted or measured: when each action ran, what each rank held, and the chain of
+    events that takes as long as the step (`sched.critical_path`; of a prediction alone)."""
+
+    timeline: Timeline
+    memory: tuple[MemoryCurve, ...] = ()
+    path: Timeline | None = None
+
+
+@attrs.frozen
+class Target:
+    """What a step is planned for: the figures of `sched.predict`, and the arguments of
+    `memory_curves`."""
+
+    machine: Machine
+    network: Network | None = None
+    between: Network | None = None
+    optimizer: Optimizer | None = None
+    limit: int | None = None  # bytes a rank
+    apart: bool = False
+
+
+def expected(program: Program, schedule: Schedule, target: Target) -> Run:
+    """What a lowered schedule of a program with costs will take. Raises ValueError if a call has no
+    cost.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
+    >>> core, clusters = machine("cpu-core"), pfeife.fuse()(flat)
+    >>> clusters = pfeife.annotate(estimate(clusters, core))(clusters)
+    >>> plan = pfeife.Plan((0, 1), sched.families.one_f_one_b(2, 4))
+    >>> ranks = pfeife.apply(plan)(clusters)
+    >>> run = report.expected(ranks, sched.lower(plan.schedule, ranks), report.Target(core))
+    >>> run.timeline.seconds == run.path.seconds, len(run.memory)
+    (True, 2)
+    """
+    links = target.machine, target.network, target.between
+    timeline = predict(program, schedule, *links)
+    occupied = functools.cache(occupied_seconds(program, *links))
+    path = critical_path(timeline, occupied, target.machine.action_seconds)
+    curves = memory_curves(program, schedule, optimizer=target.optimizer, apart=target.apart)
+    return Run(timeline, curves, path)
