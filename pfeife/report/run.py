@@ -5,7 +5,8 @@ import functools
 import attrs
 
 from pfeife.cost import memory_curves
-from pfeife.data.machine import Machine, Network
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve, Timeline

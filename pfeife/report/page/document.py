@@ -12,20 +12,20 @@ import attrs
 
 from pfeife.data.plan import Plan
 from pfeife.data.timeline import Timeline
+from pfeife.data.units import duration, size
 from pfeife.passes.compose import Recorded
 from pfeife.report.extra import plotly_script
 from pfeife.report.page.elements import Figure, Html, lines, tag
 from pfeife.report.page.passes import passes
 from pfeife.report.page.stages import ranked, stage_figure, stage_table, stages_of
 from pfeife.report.page.timelines import (
-    digits,
     memory_figure,
     memory_rows,
     timeline_figure,
     timelines,
 )
 from pfeife.report.run import Run
-from pfeife.report.tables import critical_shares, size
+from pfeife.report.tables import critical_shares
 
 
 @attrs.frozen
@@ -104,7 +104,7 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     if about.machine:
         found.append(("machine", about.machine, ""))
     for name, run in sides:
-        found.append((f"step, {name}", digits(run.timeline.seconds), _bound(plan, name)))
+        found.append((f"step, {name}", duration(run.timeline.seconds), _bound(plan, name)))
         found.append(
             (f"bubble, {name}", f"{100 * run.timeline.bubble:.1f} %", "of all ranks' time")
         )
@@ -129,7 +129,7 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
 def _bound(plan: Plan | None, name: str) -> str:
     if plan is None or name != "predicted" or not plan.bound_seconds:
         return ""
-    return f"no schedule of these stages below {digits(plan.bound_seconds)}"
+    return f"no schedule of these stages below {duration(plan.bound_seconds)}"
 
 
 def _limits(path: Timeline) -> str:

@@ -1,32 +1,24 @@
 """The programs on the way, one after another: what each pass has changed."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 
+from pfeife.data import units
+from pfeife.ir.program import Program
+from pfeife.passes.changes import difference
 from pfeife.passes.compose import Recorded
 from pfeife.report.page.elements import Html, lines, table, tag
 
-MOST = 3_000  # lines of one program that are shown
+MOST = 3_000  # lines of one pass that are shown
+TOO_LONG = 40_000  # nodes of two programs, beyond which comparing their texts takes minutes
 
 
 def passes(history: Sequence[Recorded]) -> Html | None:
     """A table of the passes, and a tab for each with what it has changed."""
     if not history:
         return None
-    texts = [_text(one) for one in history]
-    rows = [
-        (
-            index,
-            one.maker,
-            len(one.program.module.graph.nodes),
-            len(one.program.calls),
-            one.program.units or "",
-            len(text),
-        )
-        for index, (one, text) in enumerate(zip(history, texts, strict=True))
-    ]
-    head = ("", "pass", "nodes of the graph", "calls", "units", "printed lines")
-    found = table(rows, head, "Programs, each made of the one before")
+    rows = [_row(index, one) for index, one in enumerate(history)]
+    head = ("", "pass", "operations", "FLOP", "calls", "most across a cut", "time")
+    found = table(rows, head, "Programs of a microbatch, each made of the one before")
     tabs = [
         tag(
             "button",
@@ -43,42 +35,43 @@ def passes(history: Sequence[Recorded]) -> Html | None:
     panels = [
         tag(
             "div",
-            tag("pre", *_difference(texts[at - 1] if at else None, texts[at]), tabindex=0),
+            tag(
+                "pre",
+                *_difference(history[at - 1].program if at else None, one.program),
+                tabindex=0,
+            ),
             role="tabpanel",
             id=f"pass-{at}",
             aria_labelledby=f"tab-{at}",
             hidden=at > 0,
         )
-        for at in range(len(history))
+        for at, one in enumerate(history)
     ]
     bar = tag("div", *tabs, class_="tabs", role="tablist", aria_label="Passes")
     keys = tag("p", "The arrow keys left and right step through the passes.", class_="soft keys")
     return lines([found, keys, bar, *panels])
 
 
-def _text(one: Recorded) -> list[str]:
-    """A printed program without lines that change with every node: those of the model."""
-    every = (line.rstrip() for line in str(one.program).splitlines())
-    return [one for one in every if one and not one.lstrip().startswith(("# File:", "# No stack"))]
+def _row(index: int, one: Recorded) -> tuple[object, ...]:
+    """The figures of a program."""
+    found = one.totals
+    calls = " ".join(f"{count}{kind}" for kind, count in found.calls.items())
+    cut = units.size(max(found.cuts)) if found.cuts else ""
+    seconds = "" if found.seconds is None else units.duration(found.seconds)
+    return index, one.maker, found.operations, units.flops(found.flops), calls, cut, seconds
 
 
-def _difference(before: list[str] | None, after: list[str]) -> Iterator[Html]:
+def _difference(before: Program | None, after: Program) -> Iterator[Html]:
     """The first program whole; of the others what differs, with three lines around it."""
     if before is None:
-        found = [("", line) for line in after]
-    elif before == after:
-        found = [("left", "nothing has changed in the printed program")]
-    elif len(before) + len(after) > 8 * MOST:
-        found = [
-            ("left", "too long to be compared: the program as it is"),
-            *(("", a) for a in after),
-        ]
+        found = [("", line) for line in str(after).splitlines()]
+    elif _length(before) + _length(after) > TOO_LONG:
+        found = [("left", "too long to be compared")]
     else:
         found = [
             ("left" if line[0] == "@" else _CLASSES.get(line[0], ""), line)
-            for line in difflib.unified_diff(before, after, lineterm="", n=3)
-            if not line.startswith(("---", "+++"))
-        ]
+            for line in difference(before, after).splitlines()[2:]
+        ] or [("left", "nothing has changed in the printed program")]
     for class_, line in found[:MOST]:
         yield tag("span", line, class_=class_ or None)
     if len(found) > MOST:
@@ -86,3 +79,9 @@ def _difference(before: list[str] | None, after: list[str]) -> Iterator[Html]:
 
 
 _CLASSES = {"+": "added", "-": "removed"}
+
+
+def _length(program: Program) -> int:
+    """How many nodes there are in all graphs."""
+    graphs = [program.module.graph, *(program.body(call).graph for call in program.calls)]
+    return sum(len(graph.nodes) for graph in graphs)

@@ -9,12 +9,11 @@ from torch import fx
 
 from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
+from pfeife.data.units import duration, size
 from pfeife.ir.program import Call, Kind, Program, node_bytes, source_line
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path
 from pfeife.report.page.elements import Figure, Html, table
-from pfeife.report.page.timelines import digits
-from pfeife.report.tables import size
 
 _LINES = 3  # of the model, that a stage shows
 
@@ -94,11 +93,10 @@ def _heaviest(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
 def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
     """By two stages, what goes from one to the other in the forward and in the backward."""
     found: dict[tuple[int, int], dict[Kind, int]] = {}
-    graph = program.call_graph()
     calls = {call.node: call for call in program.calls}
-    for source, target, edge in graph.edges(data=True):
-        one, other = calls[source], calls[target]
-        if one.unit != other.unit and edge["bytes"]:
+    for source, target, edge in program.graph().edges(data=True):
+        one, other = calls.get(source), calls.get(target)
+        if one and other and one.unit != other.unit and edge["bytes"]:
             ways = found.setdefault((one.unit, other.unit), {})
             way = Kind.FORWARD if one.kind == Kind.FORWARD else Kind.BACKWARD
             ways[way] = ways.get(way, 0) + edge["bytes"]
@@ -116,8 +114,8 @@ def stage_table(stages: Sequence[Stage]) -> Html | None:
             one.clusters or "",
             one.between,
             size(one.parameters),
-            digits(one.total),
-            *(digits(one.seconds[kind]) if kind in one.seconds else "" for kind in Kind),
+            duration(one.total),
+            *(duration(one.seconds[kind]) if kind in one.seconds else "" for kind in Kind),
         )
         for one in stages
     ]
@@ -186,8 +184,8 @@ def _hover(one: Stage, mean: float) -> str:
         f"<b>stage {one.index}</b> on rank {one.rank}",
         f"{one.clusters} clusters: {plain(one.between)}" if one.clusters else plain(one.between),
         f"{size(one.parameters)} of parameters",
-        f"{digits(one.total)} a microbatch, {one.total / mean:.2f} of the mean: "
-        + ", ".join(f"{kind.value} {digits(seconds)}" for kind, seconds in one.seconds.items()),
+        f"{duration(one.total)} a microbatch, {one.total / mean:.2f} of the mean: "
+        + ", ".join(f"{kind.value} {duration(seconds)}" for kind, seconds in one.seconds.items()),
         *map(plain, one.lines),
     ]
     return "<br>".join(part for part in parts if part)

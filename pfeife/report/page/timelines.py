@@ -1,14 +1,13 @@
 """What ranks do and hold over time: a row a rank, predicted and measured on one clock."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pfeife.data.timeline import MemoryCurve, Timeline
-from pfeife.report.page.elements import Figure, Html, lines, table, tag
+from pfeife.data.units import size
+from pfeife.report.page.elements import Figure, Html, table
 from pfeife.report.run import Run
 from pfeife.report.spans import COLOURS, What, idle, spans
-from pfeife.report.tables import size
 
 Sides = Sequence[tuple[str, Run]]
 _HATCHES = {  # beside the colours
@@ -282,18 +281,3 @@ def memory_rows(sides: Sides, limit: int | None) -> Html | None:
     peaks = (f"peak, {name}" for name, _ in sides)
     head = ("rank", *peaks, "of the limit", f"what it is at the peak, {sides[0][0]}")
     return table(rows, head, "Peak of each rank, in bytes")
-
-
-def digits(value: float) -> str:
-    """Seconds with their unit."""
-    if value <= 0 or not math.isfinite(value):
-        return "0 s"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{1e9 * value:.3g} ns"
-
-
-def sentence(*parts: object) -> Html:
-    """A paragraph."""
-    return tag("p", lines(parts))
