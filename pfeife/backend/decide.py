@@ -14,6 +14,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.progress import Progress, Shown
 from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Schedule
+from pfeife.data.tried import Watched
 from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
@@ -70,6 +71,7 @@ def planned(
     replicas: Replicas,
     passes: Passes,
     progress: Progress | None,
+    watched: Watched | None = None,
 ) -> Plan:
     """The plan of a program of clusters with costs, that of rank 0 on every rank. Raises ValueError
     as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
@@ -79,6 +81,7 @@ def planned(
         planner_of(options, clusters, order, ranks, machine, owners, replicas, passes),
         network,
         progress,
+        watched,
     )
     return _decided(make, world) if world else make()
 
@@ -92,14 +95,14 @@ def planner_of(
     owners: Mapping[str, frozenset[int]],
     replicas: Replicas,
     passes: Passes,
-) -> Callable[[Network | None, Progress | None], Plan]:
+) -> Callable[[Network | None, Progress | None, Watched | None], Plan]:
     """What makes a plan for a network, as `planned` does."""
     microbatches = options.microbatches // options.replicas
     cuts = _cuts(options, clusters, order, ranks)
     optimizer, limit = options.optimizer, options.memory_limit
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
         given = options.plan
-        return lambda network, progress: adopted(
+        return lambda network, progress, watched: adopted(
             given,
             clusters,
             microbatches=microbatches,
@@ -109,7 +112,7 @@ def planner_of(
             owners=owners,
             cuts=cuts,
         )
-    return lambda network, progress: make_plan(
+    return lambda network, progress, watched: make_plan(
         clusters,
         machine=machine,
         microbatches=microbatches,
@@ -126,6 +129,7 @@ def planner_of(
         jobs=options.jobs,
         owners=owners,
         progress=progress,
+        watched=watched,
         recompute=options.recompute,
         passes=passes,
     )

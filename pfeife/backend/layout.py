@@ -70,7 +70,7 @@ def step_seconds(
     replicas, links = options.replicated({}), network.within(mesh)
     quick = "1f1b" if order == "search" else order
     make = planner_of(options, clusters, quick, mesh.ranks, machine, {}, replicas, passes)
-    plan = make(links, None)
+    plan = make(links, None, None)
     program = apply(plan, replicas, {}, passes)(clusters)
     schedule = lower(plan.schedule, program)
     return predict(program, schedule, machine, links, network.between(mesh)).seconds

@@ -11,6 +11,7 @@ from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
+from pfeife.data.tried import Tried, Watched
 from pfeife.ir.program import Program
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
@@ -48,6 +49,7 @@ def search_plan(
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
+    watched: Watched | None = None,
     after: After | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
@@ -65,7 +67,7 @@ def search_plan(
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
     budget = Budget.of(search_seconds, search_work)
-    budget.tick = _ticks(budget, progress)
+    budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
     duplicated = account.work.duplicated
     found = search_workload(
         account,
@@ -86,6 +88,20 @@ def _ticks(budget: Budget, progress: Progress | None) -> Callable[[], None]:
     start = time.monotonic()
     total = math.ceil(min(budget.seconds_left, budget.work / WORK_PER_SECOND))
     return lambda: progress(min(int(time.monotonic() - start), total), total)
+
+
+def _telling(watched: Watched | None) -> Callable[[str, int, float], None] | None:
+    """What tells `watched` of the schedules that a search has timed."""
+    if watched is None:
+        return None
+    start, best = time.monotonic(), math.inf
+
+    def tell(source: str, stages: int, seconds: float) -> None:
+        nonlocal best
+        best = min(best, seconds)
+        watched(Tried(time.monotonic() - start, source, stages, seconds, best))
+
+    return tell
 
 
 def _options(

@@ -16,6 +16,7 @@ from pfeife.data.progress import Progress
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
+from pfeife.data.tried import Watched
 from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Kind, Program, Role
 from pfeife.lowering.verify import verify_schedule
@@ -57,6 +58,7 @@ def plan(
     placement: Sequence[int] | None = None,
     owners: Mapping[str, frozenset[int]] | None = None,
     progress: Progress | None = None,
+    watched: Watched | None = None,
     recompute: RecomputePolicy | None = None,
     passes: Passes | None = None,
 ) -> Plan:
@@ -78,8 +80,9 @@ def plan(
     where they are given. With `owners`, the ranks that hold some of the state, stages, cuts and
     placement are those of `follow`, and a family that is not for such a placement gives way to
     1F1B, which is for any. A measured `network` takes the place of the machine's figures for links.
-    A search calls `progress` with how many of its seconds are over, and ranks what it has found
-    with the reductions of replicas.
+    A search calls `progress` with how many of its seconds are over and `watched` with every
+    schedule that this process has timed (`Tried`), and ranks what it has found with the reductions
+    of replicas.
 
     `recompute` says what stages recompute (see `with_recompute`): nothing unless given; a search
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
@@ -148,6 +151,7 @@ def plan(
             seed=seed,
             jobs=jobs,
             progress=progress,
+            watched=watched,
             after=reductions.seconds if reductions else None,
         ),
         search_seconds=search_seconds,

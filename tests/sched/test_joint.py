@@ -14,6 +14,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.body import Storage
+from pfeife.data.tried import Tried
 from pfeife.ir.program import Kind
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.sched.cutting.account import Account
@@ -260,3 +261,17 @@ def test_borders_move_only_where_the_schedule_still_fits(seconds, saved, limit):
     )
     problem = limited(work, plan.stage_of_cluster, plan.stage_ranks, 2, limit)
     assert plan.stage_of_cluster == (0, 1, 1) and fits(problem, plan.schedule)
+
+
+def test_a_search_says_what_it_has_tried():
+    """Each schedule is told once, the least so far never grows, and the plan is what it is."""
+    program = pfeife.annotate(estimate(fused("GPT"), CORE))(fused("GPT"))
+    asked = dict(machine=CORE, microbatches=4, ranks=2, schedule="search", search_work=200_000)
+    seen: list[Tried] = []
+    plan = sched.plan(program, **asked, watched=seen.append)
+    assert plan == sched.plan(program, **asked)
+    assert {one.stages for one in seen} == {2, 4, 6}
+    best = [one.best for one in seen]
+    assert best == list(itertools.accumulate((one.step for one in seen), min))
+    assert best[-1] == pytest.approx(plan.step_seconds, rel=0.05)
+    assert all(one.after <= other.after for one, other in itertools.pairwise(seen))

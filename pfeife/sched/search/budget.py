@@ -14,7 +14,8 @@ WORK_PER_SECOND = 8_000_000
 class Budget:
     """`work` operations to look at, of which some are `spent`, until the `deadline` by the
     monotonic clock. `interrupted` says that the clock came first: another run may find something
-    else. `pace` is how many seconds an operation has taken lately. `tick` is called often."""
+    else. `pace` is how many seconds an operation has taken lately. `tick` is called often, and
+    `seen` with every schedule that is timed: what gave it, its stages and its seconds."""
 
     work: int
     deadline: float = math.inf
@@ -23,6 +24,7 @@ class Budget:
     interrupted: bool = False
     pace: float = 1 / WORK_PER_SECOND
     whole: "Budget | None" = None  # of which this is a part
+    seen: Callable[[str, int, float], None] | None = None
 
     @staticmethod
     def of(
@@ -60,9 +62,8 @@ class Budget:
         deadline = self.deadline
         if deadline < math.inf:
             deadline = time.monotonic() + share * self.seconds_left
-        return Budget(
-            max(1, int(share * self.left)), deadline, self.tick, pace=self.pace, whole=self
-        )
+        work = max(1, int(share * self.left))
+        return Budget(work, deadline, self.tick, pace=self.pace, whole=self, seen=self.seen)
 
     def spend(self, work: int, start: float | None = None) -> None:
         """Counts operations, and takes the pace from when they started."""

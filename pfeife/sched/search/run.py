@@ -66,6 +66,7 @@ class Search:
         self.given: tuple[float, Schedule] | None = None  # the best of the caller's, as it came
         self.families, self.rules = families(problem), first_rules(self.shop)  # not yet tried
         self.patterns: list[tuple[float, Pattern]] = []  # to start with, and what they take
+        self.seen = budget.seen
         self.spent, self.first, self.last = 0, 0, 1  # work, where this run of it starts and ends
         self.ahead = (_LIST_WORK + _RESULT_WORK) * self.shop.operations  # before the clock ends it
 
@@ -128,6 +129,11 @@ class Search:
         self.spent += work
         self.budget.spend(work, start)
 
+    def _keep(self, candidate: Candidate) -> None:
+        self.pool.keep(candidate)
+        if self.seen is not None:
+            self.seen(candidate.origin.value, len(self.problem.stages), candidate.seconds)
+
     # --- where orders come from --------------------------------------------------------------
 
     def _take(self, schedule: Schedule) -> None:
@@ -138,7 +144,7 @@ class Search:
         starts = starts_of(self.shop, orders)
         if starts is not None and respects(self.shop, orders):
             seconds = length_of(self.shop, starts, orders)
-            self.pool.keep(Candidate(seconds, orders, Origin.GIVEN))
+            self._keep(Candidate(seconds, orders, Origin.GIVEN))
             self.evaluations += 1
 
     def _families(self, share: float) -> None:
@@ -154,7 +160,7 @@ class Search:
         self.evaluations += 1
         self._spend(self.shop.operations * _LIST_WORK, start)
         if made is not None:
-            self.pool.keep(Candidate(made.seconds, made.orders, Origin.RULE, rule))
+            self._keep(Candidate(made.seconds, made.orders, Origin.RULE, rule))
 
     def _try_pattern(self, pattern: Pattern) -> float:
         """Seconds of a pattern's schedule. One that gets stuck takes longer than any that does
@@ -166,7 +172,7 @@ class Search:
         if made.left:
             alone = sum(self.shop.seconds) * self.shop.microbatches
             return alone * (1 + made.left / operations)
-        self.pool.keep(Candidate(made.seconds, made.orders, Origin.PATTERN, pattern=pattern))
+        self._keep(Candidate(made.seconds, made.orders, Origin.PATTERN, pattern=pattern))
         return made.seconds
 
     def _first_rules(self, share: float) -> None:
@@ -180,7 +186,7 @@ class Search:
         if m < 2 * few or self.shop.operations < _LARGE or not self.open(share):
             return
         small = Search(attrs.evolve(self.problem, microbatches=few), self.budget, 0)
-        small.random, small.ahead = self.random, self.ahead
+        small.random, small.ahead, small.seen = self.random, self.ahead, None
         small.run(max(1, int((share - self._share()) * (self.last - self.first))), annealing=False)
         self.spent += small.spent
         self.evaluations += small.evaluations
@@ -274,7 +280,7 @@ class Search:
         )
         self._spend(result.work)
         self.evaluations += result.evaluations
-        self.pool.keep(Candidate(result.seconds, result.orders, Origin.ANNEALED))
+        self._keep(Candidate(result.seconds, result.orders, Origin.ANNEALED))
 
     # --- the end -----------------------------------------------------------------------------
 
