@@ -25,6 +25,7 @@ from pfeife.data.network import Network
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
+from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.frontend.other_rows import check_traced
@@ -45,6 +46,7 @@ from pfeife.passes import (
 )
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Pass, Passes, Recorded
+from pfeife.report import Target
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
@@ -111,7 +113,8 @@ class Build:
             )
         if self.world:
             self.builder.lay_out(self.world, self.args, clusters, order, machine, self.passes)
-        plan, history = self._planned(captured, clusters, order, machine)
+        tried: list[Tried] = []
+        plan, history = self._planned(captured, clusters, order, machine, tried)
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
         network, links = self.network, self.builder.network
@@ -125,8 +128,14 @@ class Build:
         way = History((*flat, *fused[1:], priced, *history[1:]))
         devices = self._devices(len(plan.schedule.ranks))
         lives = devices_of(program, devices, captured.carried) if devices else {}
+        options = self.options
+        limit = machine.memory if options.memory_limit is None else options.memory_limit
+        apart = options.apart > 1
+        target = Target(machine, network, between, options.optimizer, limit, apart)
         return Compiled(
-            captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives
+            *(captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives),
+            target,
+            tried,
         )
 
     def _capture(self) -> tuple[Captured, History]:
@@ -209,7 +218,12 @@ class Build:
         return priced
 
     def _planned(
-        self, captured: Captured, clusters: Program, order: Scheduling, machine: Machine
+        self,
+        captured: Captured,
+        clusters: Program,
+        order: Scheduling,
+        machine: Machine,
+        tried: list[Tried],
     ) -> tuple[Plan, History]:
         """The plan, and the programs on the way to that of the ranks on their devices."""
         world, slots = self.world, self._slots(captured)
@@ -236,6 +250,7 @@ class Build:
                 replicas=replicas,
                 passes=self.passes,
                 progress=phase.progress,
+                watched=tried.append,
             )
             history = record(clusters, *passes_of(plan, clusters, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else described(order)

@@ -11,6 +11,7 @@ from pfeife.backend.compiled import Compiled
 from pfeife.backend.loss_scale import Again, Gradients
 from pfeife.backend.meter import Figures, Meter, figures_of
 from pfeife.backend.options import Options
+from pfeife.backend.reporting import measure
 from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.microbatch import cut, join
@@ -77,6 +78,8 @@ class Call:
         scaled = {"scale": self.scale} if self.compiled.loss_scale else {}
         if self.kept:
             self.kept.given = self._kept(state, microbatches, slots)
+        if self.meter.measures:
+            measure(self.compiled, state, microbatches, seed=self.seed, tangents=tangents, **scaled)
         self.step = pipeline.start(state, microbatches, seed=self.seed, tangents=tangents, **scaled)
         self._run("first forward" if later else "first step", backward=not later)
         result = self.step.result()

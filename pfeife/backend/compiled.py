@@ -1,7 +1,7 @@
 """A graph at one shape, ready to run."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -9,10 +9,12 @@ import torch
 from pfeife.backend.loss_scale import LossScale, loss_scale_of
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
+from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.passes.compose import History
+from pfeife.report import Target
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.protocols import Pipeline
 
@@ -20,8 +22,9 @@ from pfeife.runtime.protocols import Pipeline
 @attrs.frozen(eq=False, slots=False)
 class Compiled:
     """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
-    programs on the way, `devices` where its state shall live in one process, by its ports, and
-    `said` what has been logged."""
+    programs on the way, `devices` where its state shall live in one process, by its ports, `target`
+    what was planned for, `tried` what a search has looked at here, and `said` what has been
+    logged."""
 
     captured: Captured
     clusters: Program
@@ -33,6 +36,8 @@ class Compiled:
     borrowed: Borrowed | None = None
     history: History = attrs.field(default=History(), repr=False)
     devices: Mapping[str, torch.device] = attrs.field(factory=dict, repr=False)
+    target: Target | None = attrs.field(default=None, repr=False)
+    tried: Sequence[Tried] = attrs.field(default=(), repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
 
     @property

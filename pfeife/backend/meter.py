@@ -55,6 +55,7 @@ class Meter:
     ):
         self.every, self.on_step = every, on_step
         self.machine, self.optimizer = machine, optimizer
+        self.measures = False  # whether the next call is to be measured, and to end there
         self.known = WeakIdKeyDictionary()  # what is always the same, by what was compiled
         self.begun = self.outside = 0.0
         self.ended: float | None = None

@@ -1,6 +1,7 @@
 """What `pfeife.compile` returns: a step with the signature of the one that it was given."""
 
 import functools
+import os
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 import torch
 
 from pfeife.backend.entry import Backend
+from pfeife.backend.reporting import write_report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,9 +18,9 @@ R = TypeVar("R")
 class PipelinedStep(Generic[P, R]):
     """A step that runs as a pipeline, called as the step is.
 
-    `backend` has the options and what was compiled. Otherwise it is like a function: it is bound
-    as a method, has the name and the attributes of the step, is copied as itself, and is pickled
-    by its name.
+    `backend` has the options and what was compiled, `report` shows it. Otherwise it is like a
+    function: it is bound as a method, has the name and the attributes of the step, is copied as
+    itself, and is pickled by its name.
     """
 
     __wrapped__: Callable[P, R]
@@ -35,6 +37,17 @@ class PipelinedStep(Generic[P, R]):
         if torch.compiler.is_dynamo_compiling():  # inside of another step
             return self.__wrapped__(*args, **kwargs)
         return self._run(args, kwargs)
+
+    def report(self, path: str | os.PathLike[str], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Writes what was compiled last as one HTML page, which needs no network: its passes,
+        stages, predicted timeline and memory, and what a search has tried.
+
+        With the arguments of a call, that call is compiled and measured, too: the step runs, and
+        leaves nothing behind (no gradients, no buffers, no random numbers). Under torchrun every
+        rank calls this, and rank 0 writes. Raises ValueError if nothing was compiled, and what the
+        call raises; ImportError without plotly (`pip install 'pfeife[report]'`).
+        """
+        write_report(path, self.__qualname__, self.backend, self._run, args, kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)

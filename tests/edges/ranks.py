@@ -1,6 +1,8 @@
 """Ranks that differ: seen at the call, on all of them, before anything is sent."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -407,3 +409,21 @@ def another_learning_rate_on_a_rank():
         optimizer.step()
         schedule.step()
     step(rows())
+
+
+@row(ranks=(2,))
+def a_measured_report():
+    """Rank 0 writes what all ranks have measured, bytes too; the next call is as it would be."""
+    model, x = net(), rows()
+    step = compiled(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "out.html"
+        step.report(path, x)
+        assert path.exists() == (RANK == 0)
+        if RANK == 0:
+            page = path.read_text()
+            assert "peak memory, measured" in page and "step, measured" in page
+    assert all(p.grad is None for p in model.parameters())
+    loss = step(x)
+    loss.backward()
+    assert torch.equal(loss, expected(net(), x))

@@ -1,8 +1,8 @@
 """A report as one HTML page, which needs no network.
 
 `document` puts it together: read it first. `timelines` draws what ranks do and hold over time,
-`stages` the graph of stages, `passes` what each pass has changed; `elements` writes HTML. page.css
-and page.js are how it looks and what its keys do.
+`stages` the graph of stages, `passes` what each pass has changed, `searched` the search;
+`elements` writes HTML. page.css and page.js are how it looks and what its keys do.
 """
 
 from pfeife.report.page.document import About, html

@@ -12,11 +12,13 @@ import attrs
 
 from pfeife.data.plan import Plan
 from pfeife.data.timeline import Timeline
+from pfeife.data.tried import Tried
 from pfeife.data.units import duration, size
 from pfeife.passes.compose import Recorded
 from pfeife.report.extra import plotly_script
 from pfeife.report.page.elements import Figure, Html, lines, tag
 from pfeife.report.page.passes import passes
+from pfeife.report.page.searched import search_figure, search_words
 from pfeife.report.page.stages import ranked, stage_figure, stage_table, stages_of
 from pfeife.report.page.timelines import (
     memory_figure,
@@ -31,12 +33,14 @@ from pfeife.report.tables import critical_shares
 @attrs.frozen
 class About:
     """What a page says beside programs and runs: its title, the machine's name, the bytes that a
-    rank may take, and sentences of the caller's."""
+    rank may take, sentences of the caller's, and what a search has tried (the argument `watched` of
+    `sched.plan` is told)."""
 
     title: str = "A pipeline"
     machine: str = ""
     limit: int | None = None
     notes: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
 
 
 def html(
@@ -59,11 +63,13 @@ def html(
         "stages": stage_figure(stages, ranked(history)),
         "timeline": timeline_figure(sides),
         "memory": memory_figure(sides, about.limit),
+        "search": search_figure(about.tried, plan),
     }
     sections = [
         _section("Stages", _STAGES, figures["stages"], stage_table(stages)),
         _section("Timeline", _TIMELINE, figures["timeline"], timelines(sides)),
         _section("Memory", _MEMORY, figures["memory"], memory_rows(sides, about.limit)),
+        _section("Search", _SEARCH, figures["search"], search_words(about.tried, plan)),
         _section("Passes", _PASSES, None, passes(history)),
     ]
     inside = [_head(plan, sides, about), *(one for one in sections if one)]
@@ -79,6 +85,7 @@ _TIMELINE = (
     "span to see what it is. Waiting is drawn thin, and nothing is where a rank has nothing to do."
 )
 _MEMORY = "The bytes of each rank: its row is as high as what is drawn dotted."
+_SEARCH = "Schedules that were timed while cuts, placement and schedule were searched together."
 _PASSES = "What each pass has changed in the printed program."
 
 

@@ -34,17 +34,23 @@ def lines(parts: Iterable[object]) -> Html:
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -> Html:
-    """Cells under their heads; what starts with a digit is aligned to the right."""
-    titles = tag("tr", *(tag("th", one, scope="col") for one in head))
+    """Cells under their heads; columns of numbers are aligned to the right, empty ones left out."""
+    columns = [(title, list(map(str, cells))) for title, *cells in zip(head, *rows, strict=True)]
+    columns = [(title, cells) for title, cells in columns if any(cells)]
+    classes = [_class(cells) for _, cells in columns]
+    kinds = list(zip(columns, classes, strict=True))
+    titles = (tag("th", title, scope="col", class_=kind) for (title, _), kind in kinds)
     body = (
-        tag(
-            "tr",
-            *(tag("td", one, class_="number" if str(one)[:1].isdigit() else None) for one in row),
-        )
-        for row in rows
+        tag("tr", *(tag("td", cells[at], class_=kind) for (_, cells), kind in kinds))
+        for at in range(len(rows))
     )
-    inside = tag("caption", caption), tag("thead", titles), tag("tbody", *body)
+    inside = tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", *body)
     return tag("div", tag("table", *inside), class_="wide")
+
+
+def _class(cells: Sequence[str]) -> str | None:
+    """How a column is aligned."""
+    return "number" if all(cell[:1].isdigit() for cell in cells if cell) else None
 
 
 @attrs.frozen

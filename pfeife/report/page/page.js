@@ -28,6 +28,7 @@
   const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
   const shared = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: "#888888", activecolor: "#0072b2" },
     font: { family: "inherit", size: 12 }, colorway: ["#0072b2", "#d55e00", "#009e73", "#cc79a7"],
   };
   for (const figure of page.figures) {

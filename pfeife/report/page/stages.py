@@ -133,7 +133,8 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     shares = [one.total / mean for one in stages]
     spread = max(0.1, *(abs(share - 1) for share in shares))
     edges = _edges(places, _sent(program))
-    bar = {"title": {"text": "time over the mean"}, "tickformat": ".2f", "thickness": 12}
+    bar = {"tickformat": ".2f", "thickness": 12}
+    bar["title"] = {"text": "time over the mean", "side": "right"}
     nodes = {
         "type": "scatter",
         "mode": "markers+text",

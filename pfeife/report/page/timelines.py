@@ -166,7 +166,7 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
     ranks = sorted({curve.rank for curve in curves})
     rows = {rank: row for row, rank in enumerate(ranks)}
     most = max(curve.peak for curve in curves)
-    top = max(limit or 0, most) or 1
+    top = (limit if limit and most > 0.3 * limit else most) or 1
     data: list[dict[str, Any]] = []
     for name, run in sides:
         is_first = not data
@@ -252,9 +252,9 @@ def _held(run: Run, rows: dict[int, int], top: int) -> dict[str, Any]:
 def _limits(sides: Sides, rows: dict[int, int], top: int, limit: int | None) -> dict[str, Any]:
     """The limit of each rank; without one, the highest peak of all."""
     end = _whole(sides)
-    level = (limit or top) / top
-    y = [_height(row, level) for row in rows.values()]
-    said = f"limit, {size(limit)}" if limit else f"highest peak, {size(top)}"
+    y = [_height(row, 1.0) for row in rows.values()]
+    beyond = f" (the limit is {size(limit)})" if limit else ""
+    said = f"limit, {size(top)}" if limit == top else f"highest peak, {size(top)}{beyond}"
     return {
         "type": "scatter",
         "mode": "lines",

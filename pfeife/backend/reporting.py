@@ -1,0 +1,112 @@
+"""`step.report`: what was compiled of a step as one page."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pfeife import report
+from pfeife.data import files
+from pfeife.data.timeline import MemoryCurve
+from pfeife.frontend.untouched import torchs_generators
+from pfeife.ir.evaluate import State
+from pfeife.runtime import LocalPipeline
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.failure import Refusal
+from pfeife.runtime.profile import profile, profile_memory
+
+if TYPE_CHECKING:
+    from pfeife.backend.compiled import Compiled
+    from pfeife.backend.entry import Backend
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Measured(Refusal):
+    """Ends a call that was to be measured, on all ranks, before it has written anything."""
+
+    def __init__(self, compiled: "Compiled", run: report.Run):
+        super().__init__("the call was measured")
+        self.compiled, self.run = compiled, run
+
+
+def measure(
+    compiled: "Compiled", state: State, microbatches: Sequence[Any], **options: Any
+) -> None:
+    """Runs a step twice, once to warm up, and raises what was measured (`Measured`; collective).
+    Raises ValueError for a runtime of the caller's, or several replicas in one process."""
+    pipeline = compiled.pipeline
+    alone = isinstance(pipeline, LocalPipeline) and compiled.program.replicas == 1
+    if not (alone or isinstance(pipeline, DistributedPipeline)):
+        raise ValueError(
+            "step.report with arguments measures a pipeline of Pfeife's own, in one process one "
+            "without replicas; without arguments it shows what was predicted"
+        )
+    assert isinstance(pipeline, LocalPipeline | DistributedPipeline)
+    profile(pipeline, state, microbatches, **options)
+    timeline, memory = profile(pipeline, state, microbatches, **options), tuple[MemoryCurve, ...]()
+    if isinstance(pipeline, DistributedPipeline):
+        given = compiled.target.optimizer if compiled.target else None
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else None
+        memory = profile_memory(pipeline, state, microbatches, optimizer=optimizer, **options)
+    raise Measured(compiled, report.Run(timeline, memory))
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    name: str,
+    backend: "Backend",
+    run: Run,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """See `PipelinedStep.report`."""
+    found = _measured(backend, run, args, kwargs) if args or kwargs else None
+    if found is None and not backend.compiled:
+        raise ValueError(
+            f"{name}.report: nothing was compiled yet; call the step first, or give the report "
+            f"the arguments of a call: {name}.report({os.fspath(path)!r}, *batch)"
+        )
+    world = world_so_far()
+    if world is None or world.rank == 0:
+        compiled = found.compiled if found else backend.compiled[-1]
+        files.write_text(Path(path), page_of(compiled, name, found.run if found else None))
+
+
+def _measured(
+    backend: "Backend", run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Measured:
+    meter = backend.meter
+    meter.measures = True
+    try:
+        with torchs_generators(), torch.enable_grad():
+            run(args, dict(kwargs))
+    except Measured as found:
+        return found
+    finally:
+        meter.measures = False
+    raise AssertionError("the call was not measured")
+
+
+def page_of(compiled: "Compiled", name: str, measured: report.Run | None = None) -> str:
+    """The page of what was compiled, with what a step of it took where that was measured."""
+    target = compiled.target
+    assert target is not None
+    predicted = report.expected(compiled.program, compiled.schedule, target)
+    notes = [compiled.summary]
+    world = world_so_far()
+    if measured is None:
+        notes.append("Nothing was measured: give step.report the arguments of a call for that.")
+    elif not measured.memory:
+        notes.append(
+            "Bytes were not measured: all ranks are threads of one process, whose memory nobody "
+            "sees apart. Under torchrun they are."
+        )
+    if world and compiled.program.replicas > 1:
+        notes.append("Timeline and memory are those of the first replica.")
+    title, tried = name.replace("<locals>.", ""), tuple(compiled.tried)
+    about = report.About(title, target.machine.name, target.limit, tuple(notes), tried)
+    return report.html(compiled.history, compiled.plan, predicted, measured, about)
