@@ -8,6 +8,7 @@ from pfeife.backend.safetensors import save_safetensors
 from pfeife.backend.state import clip_grad_norm_, full_state_dict
 from pfeife.backend.step import compile
 from pfeife.data.figures import StepFigures
+from pfeife.data.forecast import Forecast
 from pfeife.data.link import LinkKind
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
@@ -15,6 +16,7 @@ from pfeife.data.plan import Costs, Plan, RecomputeOption
 from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import Timeline
+from pfeife.forecasting import Outlook, Question, forecast
 from pfeife.frontend.capture import capture
 from pfeife.frontend.deferred import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
@@ -53,18 +55,21 @@ __all__ = [
     "Costs",
     "Explanation",
     "Family",
+    "Forecast",
     "History",
     "Kind",
     "LinkKind",
     "Machine",
     "Mesh",
     "Network",
+    "Outlook",
     "Pass",
     "PipelineError",
     "PipelinedStep",
     "Plan",
     "Port",
     "Program",
+    "Question",
     "RecomputeOption",
     "Replicas",
     "Result",
@@ -88,6 +93,7 @@ __all__ = [
     "dp_wrap",
     "evaluate",
     "explain",
+    "forecast",
     "from_rank0",
     "full_state_dict",
     "fuse",

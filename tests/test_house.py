@@ -1,7 +1,9 @@
-"""The rules of the house that a machine can check: layers, private names, printing."""
+"""The rules of the house that a machine can check: layers, private names, printing, README."""
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ LAYERS = [
     "runtime",
     "cost",
     "sched report",
-    "backend testing __main__",
-    "integrations",
+    "backend testing",
+    "integrations forecasting",
+    "commands",
+    "__main__",
 ]
 DISTRIBUTED = {
     *{("cost", "network"), ("runtime", "distributed")},
@@ -47,7 +51,10 @@ def layer(part: str) -> int:
     return next(index for index, names in enumerate(LAYERS) if part in names.split())
 
 
-UNSAFE_BUT_LISTED = {("_torch", "checkpoints"): ["pickle"]}  # an Unpickler with an allow list
+UNSAFE_BUT_LISTED = {
+    ("_torch", "checkpoints"): ["pickle"],  # an Unpickler with an allow list
+    ("commands", "models"): ["importlib.import_module"],  # what the user names on the command line
+}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: "/".join(parts(path)))
@@ -174,3 +181,16 @@ def test_unsafe_code_is_seen(text):
 def test_safe_code_is_not_blamed():
     for text in ("torch.compile(step)", "re.compile(x)", "torch.load(f, weights_only=True)"):
         assert not unsafe(ast.parse(text))
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_readme_runs():
+    """All snippets, one after another, as one program."""
+    program = "\n".join(snippets())
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert snippets() and run.returncode == 0, run.stderr

@@ -1,7 +1,6 @@
 """The figures of each call that trains: a line of the log, and data for who asks for them."""
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from pfeife.cost import default_machine, flops_of, memory_curves
 from pfeife.data.figures import StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
-from pfeife.ir.program import Port, Role
+from pfeife.ir.batch import rows_and_tokens
+from pfeife.ir.program import Role
 from pfeife.report.step_line import step_line
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -122,14 +122,13 @@ class Meter:
         flops = flops_of(compiled.captured.program)
         peaks = self._peaks(compiled)
         at_peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())
-        batch = program.ports(Role.BATCH)
-        rows = [p.shape[p.batch_dim] for p in batch if p.batch_dim is not None]
+        rows, tokens = rows_and_tokens(program)
         return StepFigures(
             step=0,
             seconds=0.0,
             outside_seconds=0.0,
-            samples=count * min(rows, default=0),
-            tokens=count * next((math.prod(p.shape) for p in batch if _has_tokens(p)), 0),
+            samples=count * rows,
+            tokens=count * tokens,
             flops=count * sum(flops.values()),
             peak_seconds=count * at_peak / len(peaks),
             machine=machine.name,
@@ -156,8 +155,3 @@ class Meter:
         ]
         places = (mesh.place(rank) for rank in range(mesh.size))
         return tuple(curves[replica % len(curves)][rank].peak for replica, rank in places)
-
-
-def _has_tokens(port: Port) -> bool:
-    whole = not port.dtype.is_floating_point and port.dtype != torch.bool
-    return whole and len(port.shape) > 1 and port.batch_dim is not None

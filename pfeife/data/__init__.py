@@ -3,7 +3,7 @@
 `machine` is what there is to run on, `network` what joins its ranks and `link` the figures of that,
 `replicas` how often, `schedule` what every rank does, `plan` where to cut, and `timeline` what that
 takes. Read these first; `plain` reads and writes them as JSON, `checks` has their validators,
-`optimizers` the bytes that an optimizer keeps, `figures` what a step has taken, `tried` what a
-search has looked at; `units` writes numbers for people; `files` and `progress` are what all others
-need to touch the world.
+`optimizers` the bytes that an optimizer keeps, `figures` what a step has taken, `forecast` what one
+is expected to take, `tried` what a search has looked at; `units` writes numbers for people; `files`
+and `progress` are what all others need to touch the world.
 """

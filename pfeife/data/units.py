@@ -25,3 +25,14 @@ def duration(seconds: float) -> str:
         if seconds * factor >= 1 or unit == "us":
             return f"{seconds * factor:.3g} {unit}"
     raise AssertionError
+
+
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def count(number: float) -> str:
+    """A number with three digits and its unit."""
+    for value, unit in _UNITS:
+        if number >= value:
+            return f"{number / value:.3g}{unit}"
+    return f"{number:.3g}"

@@ -72,9 +72,11 @@ def capture(
     call = cutter(example_microbatch, kwargs)
     steps = _Doors(step, call, torch.device(device))
 
+    grown = functools.cache(lambda times: steps.by(through, times=times))
+
+    @functools.cache  # the rules of one row and of two ask for the same
     def larger(gradients: bool, times: int) -> Program:
-        grown = steps.by(through, times=times)
-        return trace(*grown, loss, gradients=gradients, cache=cache).program
+        return trace(*grown(times), loss, gradients=gradients, cache=cache).program
 
     with bare(deferred_tensors(step, call.others)):
         through, refused, found = steps.first(door)

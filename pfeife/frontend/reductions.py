@@ -38,7 +38,8 @@ def derive_reductions(
     only where a number may count rows or no rule tells, and then `sample` for values with which
     both are run.
     """
-    known = derive(program, larger, sample)
+    told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
+    known = derive(program) if told else derive(program, larger, sample)
     among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
     counts = {node: _count(program, node) for node in divided}

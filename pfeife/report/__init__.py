@@ -1,11 +1,19 @@
 """What people look at: texts and drawings of plans, timelines, memory and networks.
 
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
-`step_line` has a step in a line. `page/` is a report as HTML: `run` is what it shows of a step,
-`spans` what of a timeline is drawn, and `extra` imports the libraries that draw.
+`step_line` has a step in a line, `forecast` what a plan is expected to do. `page/` is a report as
+HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
+libraries that draw.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
+from pfeife.report.forecast import (
+    forecast_csv,
+    forecast_of,
+    forecast_summary,
+    forecast_table,
+    waits_of,
+)
 from pfeife.report.page import About, html
 from pfeife.report.run import Run, Target, expected
 from pfeife.report.spans import Span, What, idle, spans
@@ -42,6 +50,10 @@ __all__ = [
     "critical_shares",
     "critical_table",
     "expected",
+    "forecast_csv",
+    "forecast_of",
+    "forecast_summary",
+    "forecast_table",
     "html",
     "idle",
     "links_table",
@@ -56,4 +68,5 @@ __all__ = [
     "summary",
     "table",
     "timeline_chart",
+    "waits_of",
 ]

@@ -1,0 +1,122 @@
+"""The batch of a library's model, by what its forward takes and its configuration says."""
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from pfeife.commands.models import Wanted
+
+SEQUENCE = 2048
+Sizes = dict[str, tuple[tuple[int, ...], str]]  # of a row, and the dtype, by the names of inputs
+
+
+def batch_of(
+    model: nn.Module, wanted: "Wanted", rows: int, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
+    """What a model is called with: tensors of so many rows (some in dictionaries), what is the same
+    in every call, and the tensors alone by their paths. Raises ValueError if a model says too
+    little of its inputs."""
+    takes = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    said = _Config(config)
+    sizes = _text(takes, said, wanted) or _image(takes, said) or _diffusion(takes, said, wanted)
+    sizes |= wanted.inputs
+    for name in sizes:
+        if name.split(".")[0] not in takes and not _any_name(takes):
+            raise ValueError(
+                f"--input {name}: the forward of {type(model).__name__} takes {list(takes)}"
+            )
+    if not sizes:
+        raise ValueError(
+            f"what {type(model).__name__} is given cannot be told from its configuration: say it "
+            f"with --input NAME=SIZES:DTYPE, without the rows; its forward takes {list(takes)}"
+        )
+    looks = {
+        name: _tensor((rows, *size), _dtype(dtype, wanted.dtype), device)
+        for name, (size, dtype) in sizes.items()
+    }
+    batch: dict[str, Any] = {}
+    for path, value in looks.items():
+        first, _, rest = path.partition(".")
+        if rest:
+            batch.setdefault(first, {})[rest] = value
+        else:
+            batch[first] = value
+    if "labels" in takes and "input_ids" in batch and "labels" not in batch:
+        batch["labels"] = batch["input_ids"]
+    left = {"use_cache": False} if "use_cache" in takes else {}
+    return batch, left, looks
+
+
+class _Config:
+    """What a configuration says, if it does."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __call__(self, *names: str, default: Any = None) -> Any:
+        for name in names:
+            found = (
+                self.config.get(name)
+                if isinstance(self.config, Mapping)
+                else getattr(self.config, name, None)
+            )
+            if found is not None:
+                return found
+        return default
+
+
+def _text(takes: Mapping[str, Any], said: _Config, wanted: "Wanted") -> Sizes:
+    if "input_ids" not in takes:
+        return {}
+    most = said("max_position_embeddings", "n_positions", default=SEQUENCE)
+    return {"input_ids": ((wanted.sequence or min(most, SEQUENCE),), "int64")}
+
+
+def _image(takes: Mapping[str, Any], said: _Config) -> Sizes:
+    side, channels = said("image_size"), said("num_channels", default=3)
+    if "pixel_values" not in takes or side is None:
+        return {}
+    height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
+    found: Sizes = {"pixel_values": ((channels, height, width), "")}
+    if "labels" in takes:
+        found["labels"] = ((), "int64")
+    return found
+
+
+def _diffusion(takes: Mapping[str, Any], said: _Config, wanted: "Wanted") -> Sizes:
+    """A denoiser: a noisy sample, its time, and what it is conditioned on."""
+    side, channels = said("sample_size"), said("in_channels")
+    if not {"sample", "timestep"} <= set(takes) or side is None or channels is None:
+        return {}
+    height, width = (side, side) if isinstance(side, int) else tuple(side)[-2:]
+    found: Sizes = {"sample": ((channels, height, width), ""), "timestep": ((), "int64")}
+    wide = said("encoder_hid_dim", "cross_attention_dim")
+    if "encoder_hidden_states" in takes and isinstance(wide, int):
+        found["encoder_hidden_states"] = ((wanted.sequence or 77, wide), "")  # CLIP's tokens
+    if said("addition_embed_type") == "text_time":  # sizes and crops, six numbers, beside a text
+        each, whole = said("addition_time_embed_dim"), said("projection_class_embeddings_input_dim")
+        found["added_cond_kwargs.text_embeds"] = ((whole - 6 * each,), "")
+        found["added_cond_kwargs.time_ids"] = ((6,), "")
+    return found
+
+
+def _any_name(takes: Mapping[str, Any]) -> bool:
+    return any(one.kind == inspect.Parameter.VAR_KEYWORD for one in takes.values())
+
+
+def _dtype(name: str, default: torch.dtype) -> torch.dtype:
+    found = getattr(torch, name, None) if name else default
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"--input: {name!r} is no dtype; write it as torch does: int64, bfloat16")
+    return found
+
+
+def _tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_floating_point and device.type != "meta":
+        return torch.randn(size, device=device).to(dtype)
+    return torch.zeros(size, dtype=dtype, device=device)

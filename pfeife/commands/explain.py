@@ -1,0 +1,32 @@
+"""`pfeife explain`: what would become of a step, without training it."""
+
+import argparse
+
+from pfeife.commands.words import count, step_arguments
+
+HELP = "say how a step is captured, what of it is pipelined, and what is in the way"
+EXAMPLES = """\
+example:
+  pfeife explain train.py:example --microbatches 4 --stages 2"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    step_arguments(parser)
+    parser.add_argument("--microbatches", type=count, default=2)
+    parser.add_argument("--stages", type=count, default=2)
+    parser.add_argument("--schedule", default="1f1b")
+
+
+def run(given: argparse.Namespace) -> str:
+    """The text of `pfeife.explain`, for real tensors: it runs forwards for its checks."""
+    from pfeife.backend.explain import explain
+    from pfeife.commands.models import asked
+    from pfeife.commands.programs import wanted_of
+
+    one = asked(wanted_of(given, given.microbatches), real=True)
+    options = {
+        "microbatches": given.microbatches,
+        "stages": given.stages,
+        "schedule": given.schedule,
+    }
+    return str(explain(one.step, *one.args, options=options, **one.kwargs))

@@ -1,0 +1,165 @@
+"""`pfeife plan`: a plan for machines that need not be there, and all its figures."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pfeife.commands.words import PRECISIONS, number_or_text, plan_arguments, step_arguments
+
+if TYPE_CHECKING:
+    from pfeife.forecasting import Outlook
+
+HELP = "plan a training step for machines, and say what it will take"
+EXAMPLES = """\
+examples:
+  a language model by its configuration, on two nodes of eight H100s
+    pfeife plan transformers:LlamaConfig --set hidden_size=4096 --set num_hidden_layers=32 \\
+      --machine h100-sxm --ranks 16 --nodes 2 --inside nvlink4 --between ib-ndr \\
+      --microbatches 32 --batch 32 --sequence 8192 --precision bf16 --optimizer AdamW
+  the model of a config.json that you have
+    pfeife plan path/config.json --ranks 8 --microbatches 16 --batch 16
+  your own step: a function that returns the step and a batch, `return step, batch`
+    pfeife plan train.py:example --ranks 4 --microbatches 8 --machine rtx-4090
+  write the plan, and train with it: pfeife.compile(step, plan="plan.json", ...)
+    pfeife plan train.py:example --ranks 4 --microbatches 8 --out plan.json
+
+Nothing is run and nothing allocated: seconds and bytes are estimates. The capture is kept, so that
+a second question about the same microbatch takes seconds."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    step_arguments(parser)
+    plan_arguments(parser)
+    out = parser.add_argument_group("the answer")
+    out.add_argument("--out", metavar="FILE", help="write the plan as JSON, for pfeife.compile")
+    out.add_argument("--json", metavar="FILE", help="write all figures as JSON; - is the output")
+    out.add_argument("--csv", metavar="FILE", help="write a row a stage as CSV; - is the output")
+    out.add_argument(
+        "--html", metavar="FILE", help="write a page with all of it (needs pfeife[report])"
+    )
+    out.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
+    out.add_argument("--save-program", metavar="FILE", help="write the captured program as JSON")
+
+
+def run(given: argparse.Namespace) -> str:
+    """The plan as tables; files as they were asked for."""
+    writable(given.out, given.json, given.csv, given.html, given.trace, given.save_program)
+    from pfeife import report
+    from pfeife.commands import programs
+    from pfeife.data import plain
+
+    found = programs.program_of(given, given.microbatches)
+    if given.save_program:
+        programs.save(found.program, given.save_program)
+    outlook = answered(found.program, question_of(given))
+    if given.out:
+        plain.save(outlook.plan, given.out)
+    if given.trace:
+        write(given.trace, report.chrome_trace(outlook.run.timeline))
+    if given.html:
+        write(given.html, page(outlook, given.what))
+    data = plain.to_json(outlook.forecast)
+    rows = report.forecast_csv(outlook.forecast)
+    if given.json not in (None, "-"):
+        plain.save(outlook.forecast, given.json)
+    if given.csv not in (None, "-"):
+        write(given.csv, rows)
+    if "-" in (given.json, given.csv):
+        return data if given.json == "-" else rows.rstrip("\n")
+    text = report.forecast_table(outlook.forecast)
+    return f"{text}\nnote    {found.note}" if found.note else text
+
+
+def question_of(given: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """The fields of a `Question` that options say; `more` are in the place of theirs."""
+    known = {
+        "machine": given.machine,
+        "ranks": given.ranks,
+        "network": None,
+        "microbatches": given.microbatches,
+        "replicas": given.replicas,
+        "schedule": given.schedule,
+        "stages": given.stages,
+        "memory_limit": given.memory,
+        "recompute": number_or_text(given.recompute),
+        "optimizer": number_or_text(given.optimizer),
+        "data_parallel": given.data_parallel,
+        "search_seconds": given.search_seconds,
+        "master": PRECISIONS[given.precision][1],
+    }
+    found = known | more
+    found["schedule"] = _schedule(found["schedule"])
+    found["network"] = network_of(given, found["ranks"])
+    return found
+
+
+def network_of(given: argparse.Namespace, ranks: int) -> Any:
+    """The links that options describe, None for the machine's own."""
+    from pfeife.data import plain
+    from pfeife.data.network import Network
+
+    if given.network:
+        if given.inside or given.between or given.nodes != 1:
+            raise ValueError("--network has the links already: leave out --nodes and its links")
+        return plain.load(Network, given.network)
+    if given.nodes == 1 and not given.inside:
+        return None
+    if ranks % given.nodes:
+        raise ValueError(f"--ranks {ranks} and --nodes {given.nodes}: nodes are of equal size")
+    if not given.inside:
+        raise ValueError(
+            "--nodes: say what joins the ranks of a node with --inside, such as nvlink4, and the "
+            "nodes with --between, such as ib-ndr (`pfeife machines` lists them)"
+        )
+    each = ranks // given.nodes
+    return Network.of(
+        nodes=given.nodes, ranks_per_node=each, inside=given.inside, between=given.between
+    )
+
+
+def page(outlook: "Outlook", title: str) -> str:
+    """All of it as a page of HTML."""
+    from pfeife import report
+
+    found = outlook.forecast
+    about = report.About(
+        title, found.machine, found.memory_limit, tuple(report.forecast_summary(found).splitlines())
+    )
+    try:
+        return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+
+
+def _schedule(name: str) -> Any:
+    """A schedule of a CSV, or the name of a family."""
+    if not name.endswith(".csv"):
+        return name
+    from pfeife.commands.artefacts import schedule_of
+
+    return schedule_of(name)
+
+
+def answered(program: Any, question: dict[str, Any]) -> "Outlook":
+    """The outlook of a program, with a bar while it is planned."""
+    import logging
+
+    from pfeife.data.progress import shown
+    from pfeife.forecasting import forecast
+
+    with shown(logging.getLogger("pfeife")).phase("planning") as phase:
+        return forecast(program, progress=phase.progress, **question)
+
+
+def writable(*paths: str | None) -> None:
+    """Raises ValueError for a file in a folder that is not there, before minutes of work."""
+    for path in paths:
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no such folder")
+
+
+def write(path: str, text: str) -> None:
+    """Writes a text at once."""
+    from pfeife.data import files
+
+    files.write_text(Path(path), text)

@@ -1,0 +1,124 @@
+"""The flat program of a step that words are about, captured or from the cache."""
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from pfeife import _torch
+from pfeife.commands.models import Asked, Wanted, asked
+from pfeife.commands.words import PRECISIONS
+from pfeife.data import files, plain
+from pfeife.data.progress import Shown, shown
+from pfeife.forecasting import flat_program
+from pfeife.frontend import capture_cache
+from pfeife.frontend.batch import Cutter
+from pfeife.frontend.capture_key import sources
+from pfeife.frontend.stored import StoredProgram, restore, store
+from pfeife.ir.program import Program, Role
+
+log = logging.getLogger("pfeife")
+
+
+@attrs.frozen(eq=False)
+class Found:
+    """A flat program, and what a person should know of it."""
+
+    program: Program
+    note: str = ""
+
+
+def wanted_of(given: argparse.Namespace, microbatches: int) -> Wanted:
+    """What the options of a step say."""
+    dtype = getattr(torch, PRECISIONS[given.precision][0])
+    rows = given.batch or microbatches
+    settings, inputs = dict(given.settings), dict(given.inputs)
+    return Wanted(given.what, settings, rows, given.batch, given.sequence, inputs, dtype)
+
+
+def folder_of(given: argparse.Namespace) -> Path | None:
+    """Where captures are kept."""
+    if given.no_cache:
+        return None
+    if given.cache:
+        return Path(given.cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfeife"
+
+
+def program_of(given: argparse.Namespace, microbatches: int, show: Shown | None = None) -> Found:
+    """The program of a microbatch of the step. Raises ValueError if there is none."""
+    stored = _saved(given.what)
+    if stored is not None:
+        return Found(_meant(restore(stored)))
+    show = show or shown(log)
+    with show.phase("making the model"):
+        one = asked(wanted_of(given, microbatches))
+    with show.phase("capturing"):
+        return Found(_captured(one, microbatches, folder_of(given)), one.note)
+
+
+def save(program: Program, path: str) -> None:
+    """Writes a flat program so that it can be planned again."""
+    plain.save(store(_bare(program), "saved"), path)
+
+
+def _saved(what: str) -> StoredProgram | None:
+    """The saved program of a path, None if it is that of something else."""
+    if not what.endswith(".json") or not Path(what).is_file():
+        return None
+    text = files.read_text(Path(what), plain.LARGEST_FILE)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # who reads it as a configuration says what is wrong
+    if not isinstance(data, Mapping) or not {"nodes", "texts"} <= set(data):
+        return None
+    return plain.load(StoredProgram, what)
+
+
+def _meant(found: Program) -> Program:
+    """A restored program, whose loss is a mean as that of every captured one here."""
+    outputs = (
+        attrs.evolve(port, reduction="mean") if port.role == Role.LOSS else port
+        for port in found.outputs
+    )
+    return attrs.evolve(found, outputs=tuple(outputs))
+
+
+def _bare(program: Program) -> Program:
+    """A program as it is before anybody has said how its microbatches are put together."""
+    outputs = (attrs.evolve(port, reduction=None, counts=()) for port in program.outputs)
+    return attrs.evolve(program, outputs=tuple(outputs), counts=(), premises=())
+
+
+def _captured(one: Asked, microbatches: int, cache: Path | None) -> Program:
+    cut = Cutter(one.step, 0, microbatches)(one.args, one.kwargs)
+
+    def capture(inner: Path | None) -> Program:
+        return flat_program(one.step, *cut.args, cache=inner, **cut.kwargs)
+
+    if cache is None or one.key is None:
+        return capture(cache)
+    folder, key = cache / capture_cache.FOLDER, _key(one.key, microbatches)
+    known = capture_cache.find(folder, key)
+    if known is None:
+        found = capture(None)
+        try:
+            capture_cache.keep(folder, store(_bare(found), key))
+        except ValueError as reason:
+            log.info("this capture is not kept: %s", reason)
+        return found
+    return _meant(known)
+
+
+def _key(words: str, microbatches: int) -> str:
+    """A digest of a library's model and its batch, and of all code that makes a program of it."""
+    lines = [f"{words} in {microbatches}", sources(Path(__file__).parent.parent)]
+    lines += _torch.surroundings([torch.device("cpu")])
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()

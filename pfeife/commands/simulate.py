@@ -1,0 +1,102 @@
+"""`pfeife simulate`: a schedule without a model, in simulated time."""
+
+import argparse
+from typing import Any
+
+from pfeife.commands.words import count, seconds
+
+HELP = "run a plan or a schedule in simulated time, and draw it"
+EXAMPLES = """\
+examples:
+  a schedule that torch.distributed.pipelining has written, with a backward of two forwards
+    pfeife simulate schedule.csv
+  one of the families
+    pfeife simulate zb-h1 --stages 4 --microbatches 8
+  with seconds of your own, and of a message
+    pfeife simulate plan.json --forward 0.010 --backward 0.021 --message 0.001"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="SCHEDULE", help="plan.json, a CSV, or a family's name")
+    parser.add_argument("--stages", type=count, help="of a family")
+    parser.add_argument("--ranks", type=count, help="of a family; as many as stages unless given")
+    parser.add_argument("--microbatches", type=count, help="of a family")
+    parser.add_argument("--forward", type=seconds, help="seconds of one; 1 unless given")
+    parser.add_argument("--backward", type=seconds, help="seconds of one; two forwards")
+    parser.add_argument("--message", type=seconds, default=0.0, help="seconds; none unless given")
+    parser.add_argument("--width", type=count, default=100, help="columns of the drawing")
+    parser.add_argument("--csv", metavar="FILE", help="write the schedule as torch's CSV")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
+
+
+def run(given: argparse.Namespace) -> str:
+    """The drawing of a timeline, and what it comes to."""
+    from pfeife import report
+    from pfeife.commands.plan import writable, write
+    from pfeife.lowering.critical import critical_path
+    from pfeife.lowering.lower import chain, insert_actions
+    from pfeife.lowering.simulate import simulate
+    from pfeife.lowering.verify import verify_schedule
+
+    writable(given.csv, given.trace)
+    schedule, each = _schedule(given)
+    lowered = verify_schedule(insert_actions(verify_schedule(schedule), chain(schedule)))
+    timeline = simulate(lowered, _seconds(given, each))
+    waits = report.waits_of(critical_path(timeline), schedule.stage_ranks)
+    if given.csv:
+        write(given.csv, schedule.to_csv())
+    if given.trace:
+        write(given.trace, report.chrome_trace(timeline))
+    ranks = len(schedule.ranks)
+    lines = [
+        report.timeline_chart(timeline, given.width),
+        f"{schedule.stages} stages on {ranks} ranks, {schedule.microbatches} microbatches: a step "
+        f"of {timeline.seconds:.4g} s, {timeline.bubble:.1%} of the ranks' time is bubble",
+        "limit: " + "; ".join(f"{one.what} for {one.share:.0%} of the step" for one in waits[:3]),
+    ]
+    return "\n".join(lines)
+
+
+def _schedule(given: argparse.Namespace) -> tuple[Any, tuple[float, ...] | None]:
+    """The schedule, and the seconds of its stages where a plan has them."""
+    from pfeife.commands.artefacts import read
+    from pfeife.data.plan import Plan
+    from pfeife.data.schedule import Schedule
+    from pfeife.sched.families.policies import POLICIES, policy
+
+    if given.what in POLICIES:
+        if not given.stages or not given.microbatches:
+            raise ValueError(f"{given.what}: say how many --stages and --microbatches")
+        family = policy(given.what)
+        placed = family.placement(given.stages, given.ranks or given.stages)
+        return family(given.stages, given.microbatches, placed), None
+    if not given.what.endswith((".json", ".csv")):
+        raise ValueError(f"{given.what!r} is no file and none of the families {sorted(POLICIES)}")
+    found = read(given.what)
+    if isinstance(found, Plan):
+        return found.schedule.computing(), found.stage_seconds
+    if isinstance(found, Schedule):
+        return found.computing(), None
+    raise ValueError(f"{given.what}: neither a plan nor a schedule; `pfeife show` says what it is")
+
+
+def _seconds(given: argparse.Namespace, each: tuple[float, ...] | None) -> Any:
+    """What actions take: as options say, or as a plan has it for a forward and its backward."""
+    from pfeife.data.schedule import SENDS, Action, Do
+
+    def both(stage: int) -> tuple[float, float]:
+        if each and given.forward is None and given.backward is None and stage < len(each):
+            return each[stage] / 3, each[stage] * 2 / 3
+        forward = given.forward or (given.backward / 2 if given.backward else 1.0)
+        return forward, given.backward or 2 * forward
+
+    def seconds_of(action: Action) -> float:
+        if action.do in SENDS:
+            return given.message
+        if action.do == Do.FORWARD:
+            return both(action.stage)[0]
+        if action.do == Do.BACKWARD:
+            return both(action.stage)[1]
+        return both(action.stage)[1] / 2 if action.do.kind else 0.0
+
+    return seconds_of

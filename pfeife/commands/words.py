@@ -1,0 +1,197 @@
+"""Options as people write them: numbers with units, names with values, and those that commands
+share."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+PRECISIONS = {  # the type that is computed in, and the one that the optimizer steps, if wider
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "fp16": ("float16", None),
+    "bf16-mixed": ("bfloat16", "float32"),
+    "fp16-mixed": ("float16", "float32"),
+}
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def count(text: str) -> int:
+    """An argument that is a number from 1 on."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """An argument that is a number of seconds."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} are no seconds, such as 20 or 0.5")
+    return found
+
+
+def bytes_of(text: str) -> int:
+    """An argument such as 80GB, 24GiB or 1000000."""
+    found = re.fullmatch(
+        r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)?", text, re.ASCII | re.IGNORECASE
+    )
+    size = float(found[1]) * _UNITS[(found[2] or "").upper()] if found else 0
+    if not 1 <= size < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} are no bytes, such as 80GB or 24GiB")
+    return int(size)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; the value is JSON where it is, else the text itself."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as hidden_size=4096")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def shape(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
+    """NAME=SIZExSIZE:DTYPE, the sizes of a tensor without its rows."""
+    found = re.fullmatch(r"([\w.]+)=((?:\d{1,9}(?:x\d{1,9})*)?)(?::(\w+))?", text, re.ASCII)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=SIZES:DTYPE, such as sample=4x128x128 or timestep=:int64"
+        )
+    sizes = tuple(int(one) for one in found[2].split("x") if one)
+    return found[1], (sizes, found[3] or "")
+
+
+def several(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """An argument that is a list with commas."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(one(part) for part in text.split(",")))
+
+    return read
+
+
+def step_arguments(parser: argparse.ArgumentParser, *, batched: bool = True) -> None:
+    """Those that say which step."""
+    parser.add_argument(
+        "what",
+        metavar="STEP",
+        help="module:function or file.py:function (returns the step and a batch), a class such as "
+        "transformers:LlamaConfig, a model's config.json, or a program that --save-program wrote",
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument(
+        "--set",
+        dest="settings",
+        metavar="NAME=VALUE",
+        action="append",
+        type=setting,
+        default=[],
+        help="an option of the configuration, or an argument of the function; may be repeated",
+    )
+    step.add_argument("--batch", type=count, help="rows of a step; one a microbatch unless given")
+    step.add_argument(
+        "--sequence", type=count, help="tokens of a row; 2048 unless given, or the model's most"
+    )
+    step.add_argument(
+        "--input",
+        dest="inputs",
+        metavar="NAME=SIZES:DTYPE",
+        action="append",
+        type=shape,
+        default=[],
+        help="a tensor that a model is given, without its rows: sample=4x128x128, a.b=6:int64",
+    )
+    step.add_argument(
+        "--precision",
+        choices=tuple(PRECISIONS),
+        default="fp32",
+        help="of the model; -mixed has float32 master weights, gradients and optimizer beside it",
+    )
+    cache = step.add_mutually_exclusive_group()
+    cache.add_argument("--cache", metavar="FOLDER", help="of captures; $XDG_CACHE_HOME/pfeife")
+    cache.add_argument("--no-cache", action="store_true", help="capture anew and keep nothing")
+
+
+def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
+    """Those that say how it is to run; with commas between several, where `lists` are taken."""
+    many: Callable[[Any], Any] = several if lists else lambda one: one
+    one_or_more = "A,B,..." if lists else None
+
+    def default(value: Any) -> Any:
+        return (value,) if lists else value
+
+    where = parser.add_argument_group("the machines")
+    where.add_argument(
+        "--machine",
+        metavar=one_or_more or "NAME",
+        type=many(str),
+        default=default("h100-sxm"),
+        help="a shipped one (`pfeife machines` lists them), or the path of its JSON",
+    )
+    where.add_argument(
+        "--ranks", metavar=one_or_more, type=many(count), required=True, help="of all replicas"
+    )
+    where.add_argument(
+        "--nodes", type=count, default=1, help="of equal size; ranks are neighbours in them"
+    )
+    where.add_argument("--inside", metavar="LINK", help="what joins the ranks of a node: nvlink4")
+    where.add_argument("--between", metavar="LINK", help="what joins the nodes: ib-ndr, ...")
+    where.add_argument("--network", metavar="FILE", help="what `pfeife bench-network` has measured")
+    where.add_argument("--memory", metavar="BYTES", type=bytes_of, help="of a rank, such as 80GB")
+    how = parser.add_argument_group("the plan")
+    how.add_argument(
+        "--microbatches",
+        metavar=one_or_more,
+        type=many(count),
+        required=True,
+        help="into how many parts the batch of all replicas is cut",
+    )
+    how.add_argument(
+        "--replicas",
+        metavar=one_or_more,
+        type=many(count),
+        default=default(1),
+        help="pipelines that share the batch; each has ranks / replicas ranks",
+    )
+    how.add_argument("--stages", type=count, help="of a pipeline; one a rank unless given")
+    how.add_argument(
+        "--schedule",
+        metavar=one_or_more or "NAME",
+        type=many(str),
+        default=default("1f1b"),
+        help="a family (1f1b, gpipe, zb-h1, ...), search, or the CSV of a schedule",
+    )
+    how.add_argument("--search-seconds", type=seconds, help="of a search; 20 unless given")
+    how.add_argument(
+        "--recompute", help="never, always, except_last, auto (what memory asks for), or a number"
+    )
+    how.add_argument(
+        "--optimizer", help="whose state counts: AdamW, SGD, ... or bytes for each parameter"
+    )
+    how.add_argument(
+        "--data-parallel",
+        choices=("average", "shard"),
+        default="average",
+        help="what replicas do with gradients; shard: each owns a part of the optimizer's state",
+    )
+
+
+def number_or_text(text: str | None) -> Any:
+    """What may be a name or a number."""
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text

@@ -1,0 +1,209 @@
+"""What a step would take on machines that nobody has at hand: captured, planned, nothing run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.cost import estimate
+from pfeife.cost import machine as machine_of
+from pfeife.data.forecast import Forecast
+from pfeife.data.machine import Machine, Mesh
+from pfeife.data.network import Network
+from pfeife.data.optimizers import Optimizer
+from pfeife.data.plan import Plan
+from pfeife.data.progress import Progress
+from pfeife.data.replicas import DataParallel, Replicas
+from pfeife.data.schedule import Schedule
+from pfeife.frontend.capture import capture
+from pfeife.frontend.capture_cache import Folder
+from pfeife.ir.program import Program, Role
+from pfeife.lowering.lower import lower
+from pfeife.lowering.verify import verify_schedule
+from pfeife.passes import annotate, fuse, master_weights, record, split_backward
+from pfeife.passes.apply import apply, passes_of
+from pfeife.passes.compose import Recorded, compose
+from pfeife.report import Run, Target, expected, forecast_of
+from pfeife.sched import plan as make_plan
+from pfeife.sched.by_family import Scheduling, splits
+from pfeife.sched.cutting import RecomputePolicy, split_at
+
+
+@attrs.frozen(kw_only=True)
+class Question:
+    """What a step is to be planned for.
+
+    machine: a `Machine`, the name of a shipped one ("h100-sxm"), or the path of its JSON.
+    ranks: how many there are, in all replicas together.
+    microbatches: into how many parts the batch of all replicas is cut.
+    stages, schedule, recompute, cuts, memory_limit, optimizer, search_seconds, jobs: as of
+        `sched.plan`; the stages and ranks of a given schedule are its own.
+    split_at: cuts by hand, {"blocks.4": "begin"}.
+    replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
+        "average" or "shard".
+    network: the links between all ranks, where they are not the machine's own; pipelines are
+        neighbours in it.
+    master: the type of the parameters that an optimizer steps, where the step computes in a
+        narrower one ("float32": master weights, see `master_weights`).
+    plan: a plan that there is already; nothing is decided then.
+    """
+
+    machine: Machine | str = "h100-sxm"
+    ranks: int
+    microbatches: int
+    replicas: int = 1
+    data_parallel: DataParallel = "average"
+    stages: int | None = None
+    schedule: Scheduling = "1f1b"
+    network: Network | None = None
+    optimizer: Optimizer | None = None
+    memory_limit: int | None = None
+    recompute: RecomputePolicy | None = None
+    split_at: dict[str, str] | None = None
+    master: str | None = None
+    search_seconds: float | None = None
+    jobs: int = 1
+    plan: Plan | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("ranks", "microbatches"):
+            if getattr(self, name) % self.replicas:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} and replicas={self.replicas}: every replica has "
+                    "the same number of them"
+                )
+
+    @property
+    def each(self) -> int:
+        """The ranks of a replica."""
+        return self.ranks // self.replicas
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.each, self.replicas)
+
+
+@attrs.frozen(eq=False)
+class Outlook:
+    """A step with its plan and all that is expected of it: `run` is its timeline, critical path and
+    memory on the `target`. `clusters` with their costs is what was planned, `ranks` the program
+    of the plan, and `schedule` what its ranks do, transfers and all."""
+
+    clusters: Program
+    ranks: Program
+    schedule: Schedule
+    plan: Plan
+    target: Target
+    run: Run
+    forecast: Forecast
+    replicas: Replicas
+
+    def history(self) -> tuple[Recorded, ...]:
+        """The programs from the clusters to that of the ranks, with what each pass has changed."""
+        return record(self.clusters, *passes_of(self.plan, self.clusters, self.replicas))
+
+
+def forecast(
+    step: Callable[..., Any] | Program,
+    *microbatch: Any,
+    cache: Folder = None,
+    progress: Progress | None = None,
+    **question: Any,
+) -> Outlook:
+    """The plan of a step for a machine, and its forecast; nothing is run and nothing allocated.
+
+    `step` is called with one `microbatch`, whose tensors may be on the meta device, as the model
+    may be; or it is a flat program that `flat_program` gave, so that a second question needs no
+    second capture. The other arguments are the fields of `Question`. Raises ValueError for a
+    question without an answer, as `capture` and `sched.plan` do.
+
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> step = lambda x: net(x).square().mean()
+    >>> found = pfeife.forecast(step, torch.ones(2, 4), machine="cpu-core", ranks=2, microbatches=4)
+    >>> found.plan.stages, found.forecast.parameters, found.forecast.step_seconds < 1
+    (2, 40, True)
+    """
+    asked = Question(**question)
+    flat = step if isinstance(step, Program) else flat_program(step, *microbatch, cache=cache)
+    return answer(flat, asked, progress)
+
+
+def flat_program(
+    step: Callable[..., Any], *microbatch: Any, cache: Folder = None, **kwargs: Any
+) -> Program:
+    """A step captured for planning: as `capture` does, where all tensors of a microbatch have their
+    rows in front, and nobody asks how the losses of microbatches combine."""
+    found = capture(step, *microbatch, loss_reduction="mean", cache=cache, **kwargs)
+    inputs = (
+        attrs.evolve(port, batch_dim=0) if port.role == Role.BATCH and port.shape else port
+        for port in found.inputs
+    )
+    return attrs.evolve(found, inputs=tuple(inputs))
+
+
+def answer(flat: Program, asked: Question, progress: Progress | None = None) -> Outlook:
+    """What `forecast` says of a flat program."""
+    machine = asked.machine if isinstance(asked.machine, Machine) else machine_of(asked.machine)
+    clusters = _clusters(flat, asked, machine)
+    mesh, replicas = asked.mesh, Replicas(asked.replicas, asked.data_parallel)
+    network = asked.network.within(mesh) if asked.network else None
+    between = asked.network.between(mesh) if asked.network and asked.replicas > 1 else None
+    plan = asked.plan or _plan(clusters, asked, machine, network, replicas, progress)
+    program = apply(plan, replicas)(clusters)
+    schedule = verify_schedule(lower(plan.schedule, program))
+    target = Target(machine, network, between, asked.optimizer, asked.memory_limit)
+    run = expected(program, schedule, target)
+    figures = forecast_of(plan, clusters, program, run, target, schedule_name(asked))
+    return Outlook(clusters, program, schedule, plan, target, run, figures, replicas)
+
+
+def schedule_name(asked: Question) -> str:
+    """What a question's schedule is called."""
+    if asked.plan is not None:
+        return "the given plan"
+    given = asked.schedule
+    return given if isinstance(given, str) else f"a {type(given).__name__}"
+
+
+def _clusters(flat: Program, asked: Question, machine: Machine) -> Program:
+    """The clusters with costs."""
+    passes = []
+    if asked.master is not None:
+        wide = getattr(torch, asked.master, None)
+        if not isinstance(wide, torch.dtype):
+            raise ValueError(f"master={asked.master!r}: must be a dtype such as 'float32'")
+        passes.append(master_weights(wide))
+    passes.append(fuse(boundaries=asked.split_at or {}))  # type: ignore[arg-type]
+    if splits(asked.schedule) and flat.ports(Role.TANGENT) and asked.plan is None:
+        passes.append(split_backward())
+    fused = compose(*passes)(flat)
+    return annotate(estimate(fused, machine))(fused)
+
+
+def _plan(
+    clusters: Program,
+    asked: Question,
+    machine: Machine,
+    network: Network | None,
+    replicas: Replicas,
+    progress: Progress | None,
+) -> Plan:
+    given = isinstance(asked.schedule, Schedule)
+    return make_plan(
+        clusters,
+        machine=machine,
+        microbatches=asked.microbatches // asked.replicas,
+        ranks=asked.each,
+        stages=None if given else asked.stages,
+        schedule=asked.schedule,
+        cuts=split_at(clusters, asked.split_at) if asked.split_at else None,
+        memory_limit=asked.memory_limit,
+        network=network,
+        optimizer=asked.optimizer,
+        replicas=replicas,
+        search_seconds=asked.search_seconds,
+        jobs=asked.jobs,
+        recompute=asked.recompute,
+        progress=progress,
+    )

@@ -1,0 +1,174 @@
+"""The commands, each in this process, as somebody types them."""
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+
+import pfeife
+from pfeife.__main__ import main
+from pfeife.data import plain
+from pfeife.data.forecast import Forecast
+from pfeife.data.machine import Machine
+from pfeife.data.plan import Plan
+
+STEP = """
+import torch
+from torch import nn
+
+
+def example(batch: int = 8, width: int = 16, depth: int = 4):
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    net = nn.Sequential(*layers)
+    step = lambda x, y: (net(x) - y).square().mean()
+    return step, torch.ones(batch, width), torch.ones(batch, width)
+
+
+def wrong():
+    raise KeyError("of mine")
+"""
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+ASKED = ("--ranks", "2", "--microbatches", "4")
+
+
+@pytest.fixture
+def said(capsys, tmp_path, monkeypatch):
+    """Runs a command where there is a step of one's own; its status, and what it prints."""
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "mine.py").write_text(STEP)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    yield run
+    sys.path[:] = before
+    sys.modules.pop("mine", None)
+
+
+def test_a_plan_is_one_that_compile_takes(said, tmp_path):
+    """The figures of a plan are consistent, and its file fits the step that is then trained."""
+    status, out, err = said(
+        *("plan", "mine.py:example", *ASKED, "--batch", "8", "--machine", "cpu-core"),
+        *("--optimizer", "AdamW", "--out", "plan.json", "--json", "figures.json"),
+        *("--csv", "rows.csv", "--trace", "trace.json", "--save-program", "program.json"),
+    )
+    assert (status, err) == (0, "")
+    assert all(word in out for word in ("MFU", "bubble", "limit", "rank 1 computes", "saved"))
+    found = plain.load(Forecast, tmp_path / "figures.json")
+    assert [one.rank for one in found.stages] == [0, 1] == [one.rank for one in found.by_rank]
+    assert found.parameters == 4 * (16 * 16 + 16) == sum(one.parameters for one in found.stages)
+    assert found.samples == 8 and found.flops == 3 * 2 * 8 * 4 * 16 * 16 - 2 * 8 * 16 * 16
+    assert sum(one.seconds for one in found.waits) == pytest.approx(found.step_seconds)
+    assert len(list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))) == 2
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    plan = plain.load(Plan, tmp_path / "plan.json")
+    step, *batch = sys.modules["mine"].example()
+    compiled = pfeife.compile(step, microbatches=4, plan=tmp_path / "plan.json", progress=False)
+    compiled(*batch)
+    assert compiled.backend.compiled[0].plan == plan
+    for path, word in (
+        *(("plan.json", "a plan"), ("figures.json", "a forecast"), ("trace.json", "ui.perfetto")),
+        ("program.json", "a captured program"),
+    ):
+        status, out, err = said("show", path)
+        assert status == 0 and word in out, (path, err)
+    again = said("plan", "program.json", *ASKED, "--machine", "cpu-core", "--json", "-")
+    assert again[0] == 0 and json.loads(again[1])["step_seconds"] == found.step_seconds
+
+
+def test_a_configuration_is_planned_by_its_class_or_its_file(said, tmp_path):
+    """Both are the same model; its second question is answered from the cache."""
+    options = [f"{name}={value}" for name, value in LLAMA.items()]
+    shape = ("--batch", "4", "--sequence", "32", "--precision", "bf16-mixed", "--json", "-")
+    settings = [word for one in options for word in ("--set", one)]
+    status, out, err = said("plan", "transformers:LlamaConfig", *settings, *ASKED, *shape)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["tokens"] == 4 * 32 and found["machine"] == "h100-sxm"
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
+    kept = list((tmp_path / "cache").rglob("*.json"))
+    again = said("plan", "config.json", *ASKED, *shape)
+    assert json.loads(again[1]) == found
+    third = said("plan", "config.json", *ASKED, *shape)
+    assert third == again and kept
+
+
+def test_what_is_compared_is_captured_once(said, tmp_path):
+    """The fastest first; what does not fit has a reason; memory decides between the rest."""
+    small = tmp_path / "small.json"
+    machine = pfeife.cost.machine("cpu-core")
+    plain.save(plain.from_json(Machine, plain.to_json(machine)), small)
+    small.write_text(small.read_text().replace(str(machine.memory), "4000").replace("sha256", "x"))
+    text = json.loads(small.read_text())
+    text.pop("x")
+    small.write_text(json.dumps(text))
+    status, out, err = said(
+        *("compare", "mine.py:example", "--batch", "8", "--ranks", "2,4", "--microbatches", "4,8"),
+        *("--schedule", "1f1b,zb-h1", "--machine", "cpu-core,small.json", "--no-cache"),
+    )
+    assert status == 0, err
+    rows = [line for line in out.splitlines() if line.startswith("cpu-core")]
+    assert len(rows) == 8 and "step" in rows[0] and sum("rate" in row for row in rows) == 1
+    assert "memory: " in out
+    machine = said("compare", "mine.py:example", *ASKED, "--machine", "cpu-core", "--json", "-")
+    assert json.loads(machine[1])[0]["refused"] == ""
+
+
+def test_schedules_are_simulated_and_go_to_torch_and_back(said):
+    status, drawn, err = said("simulate", "1f1b", "--stages", "2", "--microbatches", "4")
+    assert status == 0 and "20.0% of the ranks' time is bubble" in drawn, err  # (p-1)/(m+p-1)
+    said("simulate", "1f1b", "--stages", "2", "--microbatches", "4", "--csv", "s.csv")
+    assert said("simulate", "s.csv")[1] == drawn
+    assert said("show", "s.csv")[1].startswith("a schedule of 2 stages on 2 ranks")
+
+
+def test_explain_says_how_a_step_is_captured(said):
+    status, out, err = said("explain", "mine.py:example", "--set", "depth=2")
+    assert status == 0 and "100 % of it is pipelined" in out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "mine.py:exampel", *ASKED), "nearest is 'example'"),
+        (("plan", "nothing", *ASKED), "is no step"),
+        (("plan", "no_such_module:f", *ASKED), "no module"),
+        (("plan", "mine.py:wrong", *ASKED), "raised KeyError: 'of mine'"),
+        (("plan", "mine.py:example", *ASKED, "--set", "depht=2"), "depht"),
+        (("plan", "mine.py:example", *ASKED, "--sequence", "8"), "no argument 'sequence'"),
+        (("plan", "mine.py:example", *ASKED, "--machine", "h100"), "nearest is 'h100-sxm'"),
+        (("plan", "mine.py:example", *ASKED, "--schedule", "1f2b"), "1f1b"),
+        (("plan", "mine.py:example", *ASKED, "--memory", "1KB"), "bytes"),
+        (("plan", "mine.py:example", *ASKED, "--out", "no/such/x.json"), "no such folder"),
+        (("plan", "mine.py:example", *ASKED, "--nodes", "2"), "--inside"),
+        (("plan", "transformers:LlamaConfig", *ASKED, "--set", "hidden_siez=2"), "hidden_size"),
+        (("show", "mine.py"), "is not an action"),
+        (("show", "nothing.json"), "No such file"),
+        (("simulate", "2f2b"), "1f1b"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(said, arguments, words):
+    status, out, err = said(*arguments)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and words in err
+
+
+def test_the_demo_shows_a_timeline_and_the_same_losses(said):
+    status, out, err = said("demo")
+    assert status == 0 and "20 of 20 losses are those of one device" in out, err
+    assert "rank 1  " in out
