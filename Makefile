@@ -16,7 +16,7 @@ CHECKED := data lowering cost/test_machine.py frontend/test_capture.py passes/te
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 $(CHECKED:%=tests/%) \
-		-k "not readme_runs and not side_by_side and not wiring and not killed \
+		-k "not side_by_side and not wiring and not killed \
 		and (not edges or batch-1 or words-1)"
 
 test-all: .venv/dev

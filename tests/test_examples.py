@@ -18,6 +18,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 # What is said to an example that runs in one process, and what it says.
 SAME = "3 of 3 losses are the same"
 ALONE: dict[str, tuple[list[str], str]] = {
+    "default_backend.py": ([], "default backend"),
     "elastic.py": (["runs"], "rank 0 has logged"),
     "explain.py": ([], "mended is captured by Dynamo as one graph"),
     "hf_accelerate.py": ([], "rank 0 has logged"),
@@ -57,7 +58,7 @@ def on_ranks(name: str, *arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", ["own_compiler.py", whole("train_gpt.py")])
+@pytest.mark.parametrize("name", ["default_backend.py", "own_compiler.py", whole("train_gpt.py")])
 def test_in_this_process(run, name):
     arguments, said = ALONE[name]
     assert said in run(name, *arguments)

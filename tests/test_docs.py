@@ -1,0 +1,91 @@
+"""The documentation: each block of code runs by itself, and what is said of the code is so."""
+
+import importlib
+import inspect
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import attrs
+import pytest
+
+import pfeife
+from pfeife.backend.options import Options
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def blocks(language: str) -> list:
+    """The code blocks of a language on all pages: page, line and text."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, block.start()) + 1
+            found.append(pytest.param(line, block[1], id=f"{page.name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize("line, code", blocks("python"))
+def test_a_block_runs_by_itself(line, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(DOCS)
+    importlib.reload(importlib.import_module("example_model"))  # the same module for Dynamo
+    script = tmp_path / "block.py"
+    script.write_text("\n" * line + code)
+    runpy.run_path(str(script))
+
+
+@pytest.mark.parametrize("line, code", blocks("sh"))
+def test_a_command_can_be_given(line, code):
+    """The shell can parse it, and there are the files that it names."""
+    parsed = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
+    assert not parsed.returncode, parsed.stderr
+    for name in re.findall(r"(?:examples|benchmarks|docs)/\w+\.\w+", code):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_option_has_a_row_with_its_default():
+    defaults = {"in_dims": inspect.signature(pfeife.compile).parameters["in_dims"].default}
+    for field in attrs.fields(Options):
+        default = field.default
+        made = default.factory() if isinstance(default, attrs.Factory) else default
+        defaults[field.name] = made
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (DOCS / "options.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted((name, said(value)) for name, value in defaults.items())
+
+
+def said(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def test_the_reference_has_every_public_name():
+    text = (DOCS / "api.md").read_text()
+    assert [
+        n for n in pfeife.__all__ if not re.search(rf"^\.\. auto\w+:: .*\b{n}$", text, re.M)
+    ] == []
+
+
+def messages() -> list[str]:
+    """The messages of the page on troubleshooting: `### ` and a message in backticks."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    return re.findall(r"^### `+(.*?)`+$", text, re.MULTILINE)
+
+
+def test_messages_are_those_of_the_code():
+    sources = "".join(path.read_text() for path in (ROOT / "pfeife").rglob("*.py"))
+    code = re.sub(r"""["']\n\s+f?["']""", "", sources)  # strings that go on in the next line
+    found = {message: message.split("...") for message in messages()}
+    assert len(found) > 30 and all(max(map(len, parts)) > 15 for parts in found.values())
+    assert not [message for message, parts in found.items() if not is_in(code, parts)]
+
+
+def is_in(code: str, parts: list[str]) -> bool:
+    """Whether all parts are in the code, one behind the other and close together."""
+    longest = re.escape(max(parts, key=len))
+    near = (code[max(0, at.start() - 300) : at.end() + 300] for at in re.finditer(longest, code))
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(pattern.search(one) for one in near)
