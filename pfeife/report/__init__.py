@@ -3,7 +3,7 @@
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
 `step_line` has a step in a line, `forecast` what a plan is expected to do. `page/` is a report as
 HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
-libraries that draw.
+libraries that draw. `picture` draws a schedule as papers do.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
@@ -15,6 +15,7 @@ from pfeife.report.forecast import (
     waits_of,
 )
 from pfeife.report.page import About, html
+from pfeife.report.picture import picture
 from pfeife.report.run import Run, Target, expected
 from pfeife.report.spans import Span, What, idle, spans
 from pfeife.report.step_line import step_line
@@ -60,6 +61,7 @@ __all__ = [
     "memory_chart",
     "memory_table",
     "network_table",
+    "picture",
     "plan_table",
     "rank_part",
     "size",

@@ -1,4 +1,4 @@
-"""What the libraries of the extra `report` give; they are imported when something is drawn."""
+"""The libraries of the extra `report`; they are imported when something is drawn."""
 
 from typing import Any
 
@@ -12,13 +12,17 @@ def plotly_script() -> str:
     return str(offline.get_plotlyjs())
 
 
-def canvas(width: float, height: float) -> Any:
-    """An empty figure of matplotlib, in inches. Raises ImportError that says how to install it."""
+def matplotlib() -> Any:
+    """The library, with what pictures need of it. Raises ImportError that says how to install
+    it."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib
+        import matplotlib.figure
+        import matplotlib.patches
+        import matplotlib.path
     except ImportError as error:
         raise _missing("matplotlib") from error
-    return Figure((width, height))
+    return matplotlib
 
 
 def _missing(name: str) -> ImportError:
