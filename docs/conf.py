@@ -19,6 +19,7 @@ default_role = "code"  # docstrings have `names` in single backticks
 html_theme = "furo"
 html_title = f"Pfeife {release}"
 html_show_sourcelink = False
+html_show_copyright = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

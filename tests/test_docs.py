@@ -15,6 +15,8 @@ from pfeife.backend.options import Options
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+FRAMEWORKS = re.compile("^from (transformers|lightning|pfeife.integrations)", re.MULTILINE)  # slow
+THEIRS = [pytest.mark.whole, pytest.mark.filterwarnings("ignore")]
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -25,7 +27,8 @@ def blocks(language: str) -> list:
         text = page.read_text()
         for block in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, block.start()) + 1
-            found.append(pytest.param(line, block[1], id=f"{page.name}:{line}"))
+            marks = THEIRS if FRAMEWORKS.search(block[1]) else []
+            found.append(pytest.param(line, block[1], id=f"{page.name}:{line}", marks=marks))
     return found
 
 
