@@ -37,12 +37,14 @@ def check_pass(
     microbatches: Sequence[Any],
     *,
     rounding: Collection[str] | None = (),
+    within: float | None = None,
 ) -> Program:
     """Asserts what every pass keeps, and returns its output.
 
     The input is unchanged; the output is well formed and evaluates to what the input evaluates
-    to, bit for bit but for the gradients named in `rounding` (None: for nothing); a second run
-    gives the same text. What `settle` does for a pass, it does here too.
+    to, bit for bit but for the gradients named in `rounding` (None: for nothing), which agree to
+    within rounding, or differ by no more than `within` of the largest value of their tensor; a
+    second run gives the same text. What `settle` does for a pass, it does here too.
     """
     before = fingerprint(program)
     result = one(program)
@@ -52,14 +54,24 @@ def check_pass(
     result = settle(verify(result))
     assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
     assert_same(
-        evaluate(program, state, microbatches), evaluate(result, state, microbatches), rounding
+        evaluate(program, state, microbatches),
+        evaluate(result, state, microbatches),
+        rounding,
+        within=within,
     )
     return result
 
 
-def assert_same(one: Result, other: Result, rounding: Collection[str] | None = ()) -> None:
+def assert_same(
+    one: Result,
+    other: Result,
+    rounding: Collection[str] | None = (),
+    *,
+    within: float | None = None,
+) -> None:
     """Asserts that two results are the same bits, but for gradients named in `rounding`, which
-    agree to within rounding; None lets the loss and every gradient differ by rounding."""
+    agree to within rounding, or differ by no more than `within` of the largest value of their
+    tensor; None lets the loss, every gradient, buffer and output differ so."""
     assert set(one.gradients) == set(other.gradients), "other parameters have gradients"
     assert set(one.buffers) == set(other.buffers), "other buffers are updated"
     pairs = [(name, one.gradients[name], other.gradients[name]) for name in one.gradients]
@@ -72,13 +84,17 @@ def assert_same(one: Result, other: Result, rounding: Collection[str] | None = (
         pairs += [(f"{name} of microbatch {index}", first[name], second[name]) for name in first]
     for name, first_value, second_value in pairs:
         close = rounding is None or name in rounding
-        _assert_tensor(name, first_value, second_value, close)
+        _assert_tensor(name, first_value, second_value, close, within)
 
 
-def _assert_tensor(name: str, one: torch.Tensor, other: torch.Tensor, close: bool) -> None:
+def _assert_tensor(
+    name: str, one: torch.Tensor, other: torch.Tensor, close: bool, within: float | None
+) -> None:
     assert one.shape == other.shape and one.dtype == other.dtype, f"{name} has another form"
     if close and one.dtype.is_floating_point:
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+        most = one.abs().max().item() if within and one.numel() else 0.0
+        rtol, atol = (0.0, within * most) if within else (1e-4, 1e-5)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
     else:
         same = torch.equal(_bits(one), _bits(other))
         assert same, f"{name} differs by up to {(one - other).abs().max().item()}"

@@ -1,13 +1,16 @@
 """The passes under test, in the order in which a program meets them, with strategies for their
 options. A new pass needs no more than a row here."""
 
+import operator
 from collections.abc import Callable, Collection
 
 import attrs
 import torch
 from hypothesis import strategies as st
+from torch import fx
 
 import pfeife
+from pfeife.ir.rewrite import Operation
 from pfeife.passes import join_backward
 from pfeife.testing import plans, tied_across
 
@@ -63,6 +66,27 @@ def in_replicas(program: pfeife.Program, microbatches: int) -> st.SearchStrategy
     )
 
 
+def with_plain_nodes(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn]:
+    """Operations beside the bodies, between calls: some values negated twice."""
+
+    def negated_twice(chosen: Collection[int]) -> pfeife.Pass:
+        def change(operation: Operation) -> fx.Node | None:
+            value = operation.value
+            known = isinstance(value, torch.Tensor) and value.dtype != torch.bool
+            if operation.target is not operator.getitem or not known:
+                return None
+            if len(operation.node.name) % 4 not in chosen:
+                return None
+            part = operation.make(operator.getitem, *operation.args)
+            once = operation.make(torch.ops.aten.neg.default, part)
+            return operation.make(torch.ops.aten.neg.default, once)
+
+        return lambda program: program.rewrite(change, of="calls")
+
+    return st.sets(st.integers(0, 3)).map(lambda chosen: (negated_twice(chosen), ()))
+
+
+PLAIN = Row("plain nodes", with_plain_nodes, sometimes=True)
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
 
 ROWS = (
@@ -70,9 +94,13 @@ ROWS = (
     SPLIT,  # of clusters
     Row("join_backward", lambda program, _: exactly(join_backward()), sometimes=True),
     Row("annotate", with_costs),
+    PLAIN,
     Row("partition", by_plan),
+    PLAIN,
     SPLIT,  # of stages
     Row("insert_send_recv", lambda program, _: exactly(pfeife.insert_send_recv())),
+    PLAIN,
     Row("dp_wrap", in_replicas),
+    Row("absorb", lambda program, _: exactly(pfeife.absorb), sometimes=True),
     Row("place", on_devices),
 )

@@ -15,7 +15,8 @@ from pfeife.lowering.problem import StageCosts, chain_edges
 
 FIRST = [
     *(pfeife.compile, pfeife.capture, pfeife.evaluate, pfeife.record, pfeife.deferred_init),
-    pfeife.Checkpoints,
+    *(pfeife.Checkpoints, pfeife.totals),
+    *(pfeife.Program.rewrite, pfeife.Program.replace, pfeife.Program.edit),
     *(pfeife.fuse, pfeife.partition, pfeife.insert_send_recv, pfeife.apply, pfeife.Family),
     *(sched.plan, sched.families.one_f_one_b, sched.search_schedule),
     *(sched.simulate, sched.predict, cost.machine, cost.memory_curves, pfeife.Network.of),

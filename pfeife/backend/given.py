@@ -15,6 +15,7 @@ from pfeife.compilers import compiler_name
 from pfeife.data import plain
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
+from pfeife.ir.absorb import absorb
 from pfeife.ir.digest import fingerprint
 from pfeife.ir.program import Program
 from pfeife.ir.settle import settle
@@ -136,7 +137,7 @@ def _guarded(level: str, one: Pass) -> Pass:
         if not isinstance(result, Program):
             raise ValueError(f"{where} it returned {type(result).__name__}, not a Program")
         try:
-            result = settle(verify(result))
+            result = absorb(settle(verify(result)))
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if (program.inputs, program.outputs) != (result.inputs, result.outputs):

@@ -13,6 +13,7 @@ from pfeife.compilers.draws import around_draws, draws
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
+from pfeife.ir.absorb import absorb
 from pfeife.ir.outline import KIND_WORDS, owns_storage
 from pfeife.ir.program import (
     Call,
@@ -58,6 +59,7 @@ def compile_bodies(
     how many calls are done.
     """
     checked(compiler)
+    program = absorb(program)
     calls = [call for call in program.calls if rank is None or call.rank == rank]
     if cuda_graphs:
         check_devices(program, calls)

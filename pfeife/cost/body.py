@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
+from pfeife.ir.absorb import absorb
 from pfeife.ir.outline import storage_owner
 from pfeife.ir.program import Kind, Program, Role, node_bytes, receive, returned
 from pfeife.ir.travel import call_of, holders
@@ -27,6 +28,7 @@ class StageMemory:
 
 def stage_memory(program: Program) -> tuple[StageMemory, ...]:
     """The account of every stage of a partitioned program."""
+    program = absorb(program)
     sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
     parameters, saved, most = ([0] * program.units for _ in range(3))
     for name, users in holders(program).items():
@@ -78,6 +80,7 @@ def storage_in(
 
 def kept_storages(program: Program) -> tuple[frozenset[Storage], ...]:
     """For every stage what forwards made and its backward reads."""
+    program = absorb(program)
     calls = {call.node: call for call in program.calls}
     kept: list[set[Storage]] = [set() for _ in range(program.units)]
     for value in program.module.graph.nodes:

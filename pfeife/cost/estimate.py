@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
+from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
 from pfeife.ir.outline import is_view
 from pfeife.ir.program import Program, Role, returned
@@ -21,6 +22,7 @@ def estimate(program: Program, machine: Machine) -> Costs:
     FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
     add up a gradient reads two tensors and writes one.
     """
+    program = absorb(program)
     seconds = {
         call.node: sum(node_seconds(node, machine) for node in program.body(call).graph.nodes)
         for call in program.calls

@@ -20,6 +20,7 @@ from pfeife.compilers.piece import inputs
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import (
     Call,
     Kind,
@@ -61,6 +62,7 @@ def measure(
     of a Dynamo backend; without it bodies run as they are.
     `progress` is called with how many of how many runs are done.
     """
+    program = absorb(program)
     bodies = {call.node: _measured_body(program, call, device, compiler) for call in program.calls}
     distinct = {body.key: body for body in bodies.values()}
     known: dict[str, Measured] = {}

@@ -17,6 +17,7 @@ from pfeife.cost.sized import Ledger, SizedBody, SizedMessages, Value
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import STATE_ROLES, Program, Role
 from pfeife.ir.travel import holders
 from pfeife.ir.underflow import underflows
@@ -61,6 +62,7 @@ def memory_curves(
     >>> [curve.peak for curve in curves]  # bytes
     [664, 768]
     """
+    program = absorb(program)
     ranks = range(len(schedule.ranks))
     places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
     known = acknowledged(schedule)

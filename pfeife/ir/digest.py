@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Kind, Program, Role, is_source
 
 
@@ -17,6 +18,7 @@ def program_digest(program: Program) -> str:
     of the batch, no devices and no versions: a plan holds for other ones, as long as these make
     the same clusters of the same operations. Whether backwards are split makes no difference.
     """
+    program = absorb(program)
     text = "\n".join([*_ports(program), *_forwards(program)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -7,6 +7,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
@@ -39,6 +40,7 @@ def flops_of(program: Program) -> dict[torch.dtype, int]:
     """The floating-point operations of a microbatch, forward and backward, by the dtype in which
     they are done; those of a program that recomputes have what it computes twice."""
     found: dict[torch.dtype, int] = {}
+    program = absorb(program)
     bodies = [program.body(call) for call in program.calls] or [program.module]
     for body in bodies:
         for dtype, count in graph_flops(body.graph).items():

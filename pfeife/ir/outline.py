@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import (
     STATE_ROLES,
     Call,
@@ -58,6 +59,7 @@ def inline(program: Program) -> tuple[Program, dict[str, Group]]:
 
     Node names are kept where they are unique. A flat program comes back as an equal copy.
     """
+    program = absorb(program)
     inliner = _Inliner(program)
     for node in program.module.graph.nodes:
         inliner.add(node)

@@ -5,14 +5,18 @@ receives) the graph takes one microbatch: its placeholders are the input ports, 
 dict from the names of the output ports to tensors.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import networkx as nx
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from pfeife.ir.rewrite import Edit, Rewrite, Where
 
 
 class Role(StrEnum):
@@ -257,6 +261,59 @@ class Program:
         from pfeife.ir.graph import to_networkx  # which needs this module
 
         return to_networkx(self)
+
+    def rewrite(self, function: "Rewrite", of: "Where" = "bodies") -> "Program":
+        """A copy in which each operation is what `function` makes of it.
+
+        As with fx's Transformer, but on a copy, on every body of a graph of calls (`of="calls"`:
+        on the graph around them, with its sends and receives), and with all that a program needs:
+        new nodes keep the line of the model and get their fake values. `function` is given an
+        `ir.rewrite.Operation` and returns a node, mostly of `operation.make(...)`, or None to keep
+        the operation. Raises ValueError if it gives something else, or an output another form.
+
+        >>> aten = torch.ops.aten
+        >>> flat = pfeife.capture(lambda x: x.relu().sum(), torch.ones(2))
+        >>> def smooth(operation):
+        ...     if operation.target is aten.relu.default:
+        ...         return operation.make(aten.silu.default, *operation.args)
+        >>> [node.name for node in flat.rewrite(smooth).module.graph.nodes]
+        ['x', 'silu_default', 'sum_1', 'output']
+        """
+        from pfeife.ir.rewrite import rewrite
+
+        return rewrite(self, function, of)
+
+    def replace(
+        self,
+        pattern: Callable[..., Any],
+        replacement: Callable[..., Any],
+        of: "Where" = "bodies",
+    ) -> "Program":
+        """A copy in which each part that matches one function of torch.ops is another one: both are
+        functions of the same arguments, as torch.fx.subgraph_rewriter takes them. What others read
+        from the inside of a match keeps it from being one.
+
+        >>> aten = torch.ops.aten
+        >>> flat = pfeife.capture(lambda x: (x * x).sum(), torch.ones(2))
+        >>> square = flat.replace(lambda x: aten.mul.Tensor(x, x), lambda x: aten.square.default(x))
+        >>> [node.name for node in square.module.graph.nodes]
+        ['x', 'square_default', 'sum_1', 'output']
+        """
+        from pfeife.ir.rewrite import replace
+
+        return replace(self, pattern, replacement, of)
+
+    def edit(self, change: "Edit", of: "Where" = "bodies") -> "Program":
+        """A copy of which `change` has edited every graph module in place (or has returned another
+        one), by whatever fx offers. Raises ValueError if a body takes or gives other values than
+        before, or an output has another form.
+
+        >>> flat = pfeife.capture(lambda x: x.sum(), torch.ones(2))
+        >>> lean = flat.edit(lambda module: module.graph.eliminate_dead_code())
+        """
+        from pfeife.ir.rewrite import edit
+
+        return edit(self, change, of)
 
     def __str__(self) -> str:
         lines = [f"# {port}" for port in self.inputs]

@@ -3,6 +3,7 @@
 import attrs
 from torch import fx
 
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Call, Program, Role, node_bytes, returned, send
 
 
@@ -16,6 +17,7 @@ def call_of(value: fx.Node) -> fx.Node:
 def holders(program: Program, *roles: Role) -> dict[str, set[Call]]:
     """For every parameter (or state of other `roles`) the calls that read it, or make a part of
     its gradient or its update; a parameter that the step updates has the role of a buffer."""
+    program = absorb(program)
     kinds = {*(roles or (Role.PARAMETER, Role.BUFFER)), Role.GRADIENT, Role.BUFFER_UPDATE}
     wanted = {port.fqn for port in program.ports(*(roles or (Role.PARAMETER, Role.GRADIENT)))}
     names = {p.name: p.fqn for p in program.ports(*kinds) if p.fqn in wanted}
@@ -51,6 +53,7 @@ class Message:
 
 def messages(program: Program) -> tuple[Message, ...]:
     """All messages of a program with sends and receives, in the order of the sends."""
+    program = absorb(program)
     calls = {call.node: call for call in program.calls}
     order = {call: index for index, call in enumerate(program.calls)}
     found = []

@@ -2,9 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from operator import getitem
+from typing import Any
 
 from torch import fx
 
+from pfeife.ir.absorb import misplaced
 from pfeife.ir.program import INPUT_ROLES, Program, Role, is_source, receive, returned, send
 
 
@@ -13,8 +16,9 @@ def verify(program: Program) -> Program:
 
     Well formed: the graph and every body pass fx's own lint; placeholders are exactly the
     input ports and the returned dict has exactly the output ports; no body keeps parameters or
-    buffers of its own; calls name call_module nodes, each node once; and after the ranks are
-    known and messages inserted, every call reads only what its own rank defined or received.
+    buffers of its own; calls name call_module nodes, each node once; plain nodes between calls have
+    a call that can absorb them (see `absorb`); and after the ranks are known and messages inserted,
+    every call reads only what its own rank defined or received.
     """
     problems = list(_problems(program))
     if problems:
@@ -29,7 +33,9 @@ def _problems(program: Program) -> Iterator[str]:
         return  # what follows would stumble over it
     yield from _wrong_ports(program)
     yield from _wrong_bodies(program)
+    yield from misplaced(program)
     if any(node.target is send for node in program.module.graph.nodes):
+        yield from _wrong_messages(program)
         yield from _misplaced_reads(program)
 
 
@@ -79,6 +85,20 @@ def _lint(module: fx.GraphModule) -> str | None:
     return None
 
 
+def _wrong_messages(program: Program) -> Iterator[str]:
+    for node in program.module.graph.nodes:
+        if node.target is send and [user.target for user in node.users] != [receive]:
+            yield f"{node.name} is to be read by one receive, and nothing else"
+        elif node.target is receive:
+            sent: Any = node.args[0]
+            parts = sorted(user.args[1] for user in node.users if user.target is getitem)
+            if parts != list(range(len(sent.args[0]))) or len(parts) != len(node.users):
+                yield (
+                    f"{sent.name} sends {len(sent.args[0])} values, of which {node.name} hands on "
+                    f"{parts}; each is to be read once, by operator.getitem"
+                )
+
+
 def _misplaced_reads(program: Program) -> Iterator[str]:
     ranks = {call.node: call.rank for call in program.calls}
     rank_of: dict[fx.Node, int | None] = {}
@@ -104,4 +124,5 @@ def _rank_of(
         return int(node.args[2 if node.target is receive else 1])  # type: ignore[arg-type]
     if node.op == "call_module":
         return ranks.get(node.name)
-    return next((rank_of[source] for source in node.all_input_nodes), None)
+    known = (rank_of[source] for source in node.all_input_nodes)
+    return next((rank for rank in known if rank is not None), None)

@@ -7,6 +7,7 @@ import attrs
 from torch import fx
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
+from pfeife.ir.absorb import absorb
 from pfeife.ir.outline import owns_storage
 from pfeife.ir.program import (
     STATE_ROLES,
@@ -43,9 +44,9 @@ def summed_in_place(program: Program, call: Call) -> set[str]:
 
 @attrs.frozen(eq=False, slots=False)
 class Wiring:
-    """A program seen from its schedule's actions."""
+    """A program seen from its schedule's actions: calls with all that they absorb, and messages."""
 
-    program: Program
+    program: Program = attrs.field(converter=absorb)
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:

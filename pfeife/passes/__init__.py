@@ -7,6 +7,7 @@ what each has made, `apply` puts those together that a plan decides, `changes` s
 changed.
 """
 
+from pfeife.ir.absorb import absorb
 from pfeife.passes.annotate import annotate
 from pfeife.passes.apply import apply, passes_of
 from pfeife.passes.changes import Totals, difference, totals
@@ -24,6 +25,7 @@ __all__ = [
     "History",
     "Pass",
     "Totals",
+    "absorb",
     "accumulate_in",
     "annotate",
     "apply",

@@ -10,6 +10,7 @@ import attrs
 from torch import fx
 
 from pfeife.data.units import duration, flops, size
+from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import flops_of
 from pfeife.ir.graph import origins
 from pfeife.ir.program import Program, node_bytes, receive, send
@@ -59,7 +60,7 @@ def totals(program: Program) -> Totals:
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
     >>> print(pfeife.totals(pfeife.fuse()(flat)))
-    20 operations, 320 FLOP; calls 2F 2B; across cuts 64 B
+    20 operations; 320 FLOP; calls 2F 2B; across cuts 64 B
     """
     graphs = [program.module.graph, *(program.body(call).graph for call in program.calls)]
     sent: Counter[tuple[int, int]] = Counter()
@@ -99,6 +100,7 @@ def _computes(node: fx.Node) -> bool:
 
 def _cuts(program: Program) -> tuple[int, ...]:
     """The bytes of the values that cross the border below unit 1, 2 and so on, each once."""
+    program = absorb(program)
     units = {call.node: call.unit for call in program.calls}
     found = origins(program)
     ends: dict[fx.Node, set[int]] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Program
 
 
@@ -27,6 +28,7 @@ def place(devices: Sequence[torch.device | str]) -> Callable[[Program], Program]
                 f"{len(places)} devices do not place {beyond or 'a flat program'}: partition the "
                 "program first and give every rank a device"
             )
+        program = absorb(program)
         ranks = {call.node: call.rank or 0 for call in program.calls}
         graph, held = _copy(program.module.graph, {}), {}
         for node in graph.nodes:

@@ -7,6 +7,7 @@ import attrs
 from torch import fx
 
 from pfeife import _torch
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Call, Kind, Program, Reduction, Role, is_source, receive, send
 from pfeife.ir.travel import call_of, holders
 
@@ -34,6 +35,7 @@ def insert_send_recv(
         unplaced = [call.node for call in program.calls if call.rank is None]
         if unplaced:
             raise ValueError(f"{unplaced} have no rank; partition the program first")
+        program = absorb(program)
         module = _torch.graph_module(program.module, _Sender(program).graph())
         shared = _shared_gradients(program, owners or {})
         return attrs.evolve(program, module=module, reductions=shared)

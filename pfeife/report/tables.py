@@ -12,6 +12,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.data.units import size
+from pfeife.ir.absorb import absorb
 from pfeife.ir.program import Program, Role, receive, send
 from pfeife.ir.travel import holders, messages
 from pfeife.report.compare import Compared
@@ -50,6 +51,7 @@ def calls_table(program: Program) -> str:
 def rank_part(program: Program, rank: int) -> str:
     """What one rank does for a microbatch, from a program with messages: its calls, sends and
     receives, a line each."""
+    program = absorb(program)
     calls = {call.node for call in program.calls if call.rank == rank}
     lines = [
         node.format_node()

@@ -66,10 +66,11 @@ class RankRunner:
         bodies: Mapping[str, Callable] | None = None,
         known: Acknowledged | None = None,
     ):
-        self.program, self.schedule, self.rank = program, schedule, rank
+        self.schedule, self.rank = schedule, rank
         self.actions = schedule.ranks[rank]
         self.wiring = Wiring(program)
-        self.constants = _constants(program)
+        self.program = self.wiring.program
+        self.constants = _constants(self.program)
         self.handlers = Handlers(self.wiring, rank, bodies or {})
         self.envelopes = self.handlers.envelopes
         arrived = (acknowledged(schedule) if known is None else known)[rank]

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from pfeife.data.schedule import Schedule
+from pfeife.ir.absorb import absorb
 from pfeife.ir.evaluate import (
     Result,
     State,
@@ -66,7 +67,7 @@ class Pipeline(ABC, Generic[S]):
     """A program and its lowered schedule, ready to run steps of `microbatches` microbatches."""
 
     def __init__(self, program: Program, schedule: Schedule):
-        self.program, self.schedule = program, schedule
+        self.program, self.schedule = absorb(program), schedule
         self.microbatches = schedule.microbatches * program.replicas
 
     def start(

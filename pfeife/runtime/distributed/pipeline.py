@@ -68,6 +68,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         apart: bool = False,
     ):
         super().__init__(program, schedule)
+        program = self.program
         self.device, self.timeout = device or torch.device("cpu"), timeout
         self.mesh = mesh or Mesh(len(schedule.ranks), program.replicas)
         self.apart = apart

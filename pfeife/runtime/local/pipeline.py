@@ -152,6 +152,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
         if devices is not None and len(devices) != ranks:
             raise ValueError(f"{len(devices)} devices for {ranks} ranks")
         super().__init__(program, schedule)
+        program = self.program
         if program.replicas > 1:  # they share bodies
             _torch.write(program.module)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks

@@ -1,0 +1,291 @@
+"""Plain nodes between calls: operations that a pass puts there, beside the bodies."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import networkx as nx
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.ir.program import (
+    Program,
+    has_effects,
+    is_number,
+    node_bytes,
+    receive,
+    returned,
+    send,
+    source_line,
+    value_of,
+)
+from pfeife.ir.settle import settle
+
+
+def absorb(program: Program) -> Program:
+    """The same program, whose plain nodes between calls are parts of the calls' bodies.
+
+        before   (a,) = A(x);  q = half(a);  f = float(q);  (b,) = B(f)
+        after    (q,) = A(x);  (b,) = B(q)                  A ends with half, B begins with float
+
+    A node goes to the call that makes the last of what it reads, or to those that read it: so that
+    the fewest bytes wait, or travel, between them; to its maker where that makes no difference. It
+    stays on its side of a message, and its `meta["side"]` may say "maker" or "reader". What several
+    calls read, each of them computes. What nobody reads is left out. Whoever runs, lowers or
+    accounts a program does this first; a program without such nodes is returned as it is. Raises
+    ValueError for a node that has no place.
+    """
+    plain = plain_nodes(program)
+    if not plain:
+        return program
+    problems = list(misplaced(program))
+    if problems:
+        raise ValueError("; ".join(problems))
+    if any("val" not in node.meta for node in plain):
+        program = settle(program)  # tells how large they are
+    return _Absorber(program).build()
+
+
+def plain_nodes(program: Program) -> list[fx.Node]:
+    """The nodes of a graph of calls that compute by themselves."""
+    if not program.calls:
+        return []
+    return [node for node in program.module.graph.nodes if _is_plain(node)]
+
+
+def _is_plain(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or node.target in (send, receive):
+        return False
+    return not (node.target is operator.getitem and _passes_on(node.args[0]))
+
+
+def _passes_on(node: object) -> bool:
+    """Whether a node has the results of a call, or a message's values."""
+    return isinstance(node, fx.Node) and (node.op == "call_module" or node.target is receive)
+
+
+def misplaced(program: Program) -> Iterator[str]:
+    """What cannot become a part of a body, in words."""
+    plain = plain_nodes(program)
+    known = set(plain)
+    for node in plain:
+        reason = _refused(node)
+        if reason:
+            yield f"the plain node {node.name} {reason} ({source_line(node)})"
+    first, last = _pinned(plain, known)
+    for node in plain:
+        if node in first and node in last and not _refused(node):
+            yield (
+                f"the plain node {node.name} is sent or returned, so that a call before it has to "
+                "compute it, and it reads an input, a received value or a node of its readers, "
+                f"which that call has not; put it into a body ({source_line(node)})"
+            )
+
+
+def _refused(node: fx.Node) -> str | None:
+    if node.op == "call_method":
+        return f"calls the method {node.target}; call a function of torch.ops instead"
+    if has_effects(node):
+        return "writes in place or has another effect; take the operation that returns a new value"
+    for source in node.all_input_nodes:
+        if source.target is send or _passes_on(source):
+            return f"reads {source.name} as a whole; read its parts, by operator.getitem"
+        if source.op == "get_attr" and value_of(source) is None and "val" in source.meta:
+            return f"calls the graph {source.target}; put it into a body"
+    return None
+
+
+def _pinned(plain: list[fx.Node], known: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The nodes that only a maker can have, since they are sent or returned, and what these read;
+    and those that only a reader can have, for no call has made what they read, and who reads
+    these."""
+    first: set[fx.Node] = set()
+    for node in reversed(plain):
+        given_out = any(u.op == "output" or u.target is send or u in first for u in node.users)
+        if given_out or node.meta.get("side") == "maker":
+            first.add(node)
+    last: set[fx.Node] = set()
+    for node in plain:
+        arrived = any(_arrived(source) for source in node.all_input_nodes)
+        made = any(source in known or _made(source) for source in node.all_input_nodes)
+        late = is_number(node) or node.meta.get("side") == "reader"
+        if arrived or not made or late or not last.isdisjoint(node.all_input_nodes):
+            last.add(node)
+    return first, last
+
+
+def _arrived(node: fx.Node) -> bool:
+    read = node.args[0] if node.target is operator.getitem else None
+    return isinstance(read, fx.Node) and read.target is receive
+
+
+def _made(node: fx.Node) -> bool:
+    read = node.args[0] if node.target is operator.getitem else None
+    return isinstance(read, fx.Node) and read.op == "call_module"
+
+
+def _late(plain: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that their readers are to compute, so that the fewest bytes are carried: the far
+    side of a minimum cut. One that does not make a tensor stays with those who read it."""
+    known = set(plain)
+    first, last = _pinned(plain, known)
+    cut = nx.DiGraph()
+    cut.add_nodes_from(["maker", "reader"])
+    made = dict.fromkeys(s for node in plain for s in node.all_input_nodes if _made(s))
+    readers = _readers(plain)
+    for value in (*made, *plain):
+        name, carried = ("maker" if value in made else value), ("carried", value)
+        whole = not isinstance(value.meta.get("val"), torch.Tensor)
+        later = {call for user in known.intersection(value.users) for call in readers[user]}
+        if value in known or later.isdisjoint(value.users):  # else it goes there in any case
+            cut.add_edge(name, carried, capacity=max(1, node_bytes(value)))
+            for user in value.users:
+                if value in known or user in known:
+                    cut.add_edge(carried, user if user in known else "reader")
+        for user in known.intersection(value.users) if value in known else ():
+            cut.add_edge(user, value)  # what reads a late node is late
+            if whole:
+                cut.add_edge(value, user)
+    for node in plain:
+        if node in first:
+            cut.add_edge("maker", node)
+        if node in last:
+            cut.add_edge(node, "reader")
+    _, (_, late) = nx.minimum_cut(cut, "maker", "reader")
+    return known & late
+
+
+def _readers(plain: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """The calls that read a plain node, by themselves or through others."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in reversed(plain):
+        found[node] = {user for user in node.users if user.op == "call_module"}
+        found[node].update(*(found.get(user, ()) for user in node.users))
+    return found
+
+
+class _Absorber:
+    def __init__(self, program: Program):
+        self.program, self.nodes = program, list(program.module.graph.nodes)
+        self.plain = _read(plain_nodes(program))
+        self.late = _late(self.plain)
+        self.maker = self._makers()  # the call that makes a value, or what is not late
+        calls = [node for node in self.nodes if node.op == "call_module"]
+        self.before = {call: self._needed(call) for call in calls}
+        self.after: dict[fx.Node, list[fx.Node]] = {call: [] for call in calls}
+        for node in self.plain:
+            if node not in self.late:
+                self.after[self.maker[node]].append(node)
+        readers = [node for node in self.nodes if node.op == "output" or node.target is send]
+        self.carried = {source for node in readers for source in node.all_input_nodes}
+        self.carried.update(source for call in calls for source in self._arguments(call))
+        self.graph, self.held = fx.Graph(), dict[str, Any]()
+        self.here: dict[fx.Node, fx.Node] = {}
+
+    def _makers(self) -> dict[fx.Node, fx.Node]:
+        place = {node: index for index, node in enumerate(self.nodes)}
+        own = set(self.plain) - self.late
+        found: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            if _made(node):
+                found[node] = node.all_input_nodes[0]
+            elif node in own:
+                made = [found[source] for source in node.all_input_nodes if source in found]
+                found[node] = max(made, key=place.__getitem__)
+        return found
+
+    def _needed(self, call: fx.Node) -> list[fx.Node]:
+        """The late nodes that a call computes before all else, in their order."""
+        wanted: set[fx.Node] = set()
+        pending = list(call.all_input_nodes)
+        while pending:
+            node = pending.pop()
+            if node in self.late and node not in wanted:
+                wanted.add(node)
+                pending += node.all_input_nodes
+        return [node for node in self.plain if node in wanted]
+
+    def _arguments(self, call: fx.Node) -> list[fx.Node]:
+        """What a call is given, all that it absorbs included, each value once."""
+        members = [call, *self.before[call], *self.after[call]]
+        reads = dict.fromkeys(source for node in members for source in node.all_input_nodes)
+        inside = set(members)
+        return [s for s in reads if s not in inside and self.maker.get(s) is not call]
+
+    def build(self) -> Program:
+        plain = set(plain_nodes(self.program))
+        for node in self.nodes:
+            if node.op == "call_module":
+                self._call(node)
+            elif node not in plain and node not in self.maker:
+                self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
+                if node.op == "get_attr":
+                    self._hold(str(node.target))
+        module = _torch.graph_module(self.held, self.graph)
+        return attrs.evolve(self.program, module=module)
+
+    def _hold(self, target: str) -> None:
+        self.held[target] = operator.attrgetter(target)(self.program.module)
+
+    def _call(self, node: fx.Node) -> None:
+        values = [value for value, maker in self.maker.items() if maker is node]
+        arguments: Sequence[Any] = node.args
+        if self.before[node] or self.after[node]:
+            values = [value for value in values if value in self.carried]
+            indices: list[Any] = list(range(len(values)))
+            target, arguments = node.name, self._arguments(node)
+            self.held[target] = self._body(node, arguments, values)
+        else:
+            target = str(node.target)
+            indices = [value.args[1] for value in values]
+            self._hold(target)
+        read = tuple(self.here[argument] for argument in arguments)
+        call = self.graph.create_node("call_module", target, read, name=node.name)
+        call.meta = dict(node.meta)
+        for index, value in zip(indices, values, strict=True):
+            part = self.graph.create_node(
+                "call_function", operator.getitem, (call, index), name=value.name
+            )
+            part.meta = dict(value.meta)
+            self.here[value] = part
+
+    def _body(
+        self, call: fx.Node, arguments: Sequence[fx.Node], values: list[fx.Node]
+    ) -> fx.GraphModule:
+        """A call's body with all that it absorbs: so many arguments in, these values out."""
+        old = self.program.module.get_submodule(str(call.target))
+        assert isinstance(old, fx.GraphModule)
+        body, held = fx.Graph(), dict[str, Any]()
+        inside: dict[fx.Node, fx.Node] = {}  # of both graphs
+        for argument in arguments:
+            inside[argument] = body.create_node("placeholder", argument.name, name=argument.name)
+            inside[argument].meta = dict(argument.meta)
+        for node in self.before[call]:
+            inside[node] = body.node_copy(node, inside.__getitem__)
+        given: Iterator[Any] = iter(call.args)
+        for node in old.graph.nodes:
+            if node.op == "placeholder":
+                inside[node] = inside[next(given)]
+            elif node.op != "output":
+                inside[node] = body.node_copy(node, inside.__getitem__)
+            if node.op == "get_attr":
+                held[str(node.target)] = operator.attrgetter(str(node.target))(old)
+        results = returned(old)
+        for part in call.users:
+            inside[part] = inside[results[part.args[1]]]
+        for node in self.after[call]:
+            inside[node] = body.node_copy(node, inside.__getitem__)
+        body.output(tuple(inside[value] for value in values))
+        return _torch.graph_module(held, body, call.name)
+
+
+def _read(plain: list[fx.Node]) -> list[fx.Node]:
+    """Those that somebody reads, in their order."""
+    read: set[fx.Node] = set()
+    known = set(plain)
+    for node in reversed(plain):
+        if any(user in read or user not in known for user in node.users):
+            read.add(node)
+    return [node for node in plain if node in read]

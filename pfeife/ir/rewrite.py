@@ -1,0 +1,150 @@
+"""Changing a program as fx's own tools change a graph, on copies."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import attrs
+from torch import fx
+from torch.fx import subgraph_rewriter
+
+from pfeife import _torch
+from pfeife.ir.program import Program, returned, value_of
+from pfeife.ir.settle import settle
+
+Where = Literal["bodies", "calls"]
+Edit = Callable[[fx.GraphModule], object]
+
+
+@attrs.frozen
+class Operation:
+    """One operation of a graph that is rewritten: `target` with `args` and `kwargs`, whose nodes
+    are those of the new graph; `node` is the old one, with its `meta` and users."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    graph: fx.Graph
+
+    @property
+    def target(self) -> Any:
+        return self.node.target
+
+    @property
+    def value(self) -> Any:
+        """The fake tensor that stands for the old node's value: its shape, dtype and device."""
+        return self.node.meta.get("val")
+
+    def make(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node here, of the same line of the model."""
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {name: one for name, one in self.node.meta.items() if name not in _TOLD}
+        return made
+
+
+_TOLD = ("val", "tensor_meta")  # of a value: told anew
+Rewrite = Callable[[Operation], fx.Node | None]
+
+
+def rewrite(program: Program, function: Rewrite, of: Where = "bodies") -> Program:
+    """See `Program.rewrite`."""
+    return edit(program, lambda module: _rewritten(module, function), of)
+
+
+def _rewritten(module: fx.GraphModule, function: Rewrite) -> fx.GraphModule:
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        found = None
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), here.__getitem__)
+            found = function(Operation(node, args, kwargs, graph))
+        if found is not None and not (isinstance(found, fx.Node) and found.graph is graph):
+            raise ValueError(
+                f"the rewrite of {node.format_node()} gave {found!r}; it gives a node that "
+                "`make` has made or that is in the operation's arguments, or None to keep it"
+            )
+        here[node] = found or graph.node_copy(node, here.__getitem__)
+    return _torch.graph_module(module, graph, type(module).__name__)
+
+
+def replace(
+    program: Program,
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+    of: Where = "bodies",
+) -> Program:
+    """See `Program.replace`."""
+
+    def change(module: fx.GraphModule) -> None:
+        found = subgraph_rewriter.replace_pattern_with_filters(module, pattern, replacement)
+        for one in found:
+            lines = {k: v for k, v in one.anchor.meta.items() if k not in _TOLD}
+            for node in one.replacements:
+                node.meta = lines | node.meta
+
+    return edit(program, change, of)
+
+
+def edit(program: Program, change: Edit, of: Where = "bodies") -> Program:
+    """See `Program.edit`."""
+    if program.calls and of == "bodies":
+        module = _copy(program.module)
+        new: dict[int, fx.GraphModule] = {}  # calls may share a body
+        for call in program.calls:
+            body, target = program.body(call), str(program.node(call.node).target)
+            new[id(body)] = new.get(id(body)) or _edited(body, change)
+            _check_ends(call.node, body, new[id(body)])
+            module.add_submodule(target, new[id(body)])
+    else:
+        module = _edited(program.module, change)
+    result = settle(attrs.evolve(program, module=module))
+    _check_ports(program, result)
+    return result
+
+
+def _edited(module: fx.GraphModule, change: Edit) -> fx.GraphModule:
+    copy = _copy(module)
+    found = change(copy)
+    result = found if isinstance(found, fx.GraphModule) else copy
+    result.graph.lint()
+    result.recompile()
+    return result
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        here[node] = graph.node_copy(node, here.__getitem__)
+    return _torch.graph_module(module, graph, type(module).__name__)
+
+
+def _check_ends(call: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """A call passes what its body has taken, and takes what this has returned, by position."""
+    one, other = ((_arguments(body), len(returned(body))) for body in (before, after))
+    if one != other:
+        raise ValueError(
+            f"the body of {call} took {one[0]} arguments and gave {one[1]} results, now {other[0]} "
+            f'and {other[1]}; to change what calls exchange, edit their graph too (of="calls")'
+        )
+
+
+def _arguments(body: fx.GraphModule) -> int:
+    return sum(node.op == "placeholder" for node in body.graph.nodes)
+
+
+def _check_ports(before: Program, after: Program) -> None:
+    """Ports say what goes in and comes out: a pass that changes one changes the port too."""
+    for name, node in returned(before.module).items():
+        found = returned(after.module).get(name)
+        if found is None or _form(found) != _form(node):
+            has = "is gone" if found is None else f"has become {_form(found)}"
+            raise ValueError(
+                f"the rewrite changes the output {name}: it was {_form(node)} and {has}; cast or "
+                "reshape it back, for whoever runs the program goes by its ports"
+            )
+
+
+def _form(node: fx.Node) -> str:
+    value = value_of(node)
+    return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
