@@ -3,7 +3,7 @@
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
 `step_line` has a step in a line, `forecast` what a plan is expected to do. `page/` is a report as
 HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
-libraries that draw. `picture` draws a schedule as papers do.
+libraries that draw. `picture` draws a schedule as papers do, `perfetto` writes a trace.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
@@ -15,15 +15,14 @@ from pfeife.report.forecast import (
     waits_of,
 )
 from pfeife.report.page import About, html
+from pfeife.report.perfetto import chrome_trace
 from pfeife.report.picture import picture
 from pfeife.report.run import Run, Target, expected
 from pfeife.report.spans import Span, What, idle, spans
 from pfeife.report.step_line import step_line
 from pfeife.report.tables import (
     calls_table,
-    chrome_trace,
     comparison_table,
-    critical_shares,
     critical_table,
     links_table,
     memory_chart,
@@ -48,7 +47,6 @@ __all__ = [
     "compare_memory",
     "compare_times",
     "comparison_table",
-    "critical_shares",
     "critical_table",
     "expected",
     "forecast_csv",

@@ -1,6 +1,7 @@
 """One step as it is shown: its timeline, what it waits for, and the bytes of its ranks."""
 
 import functools
+from collections.abc import Iterator
 
 import attrs
 
@@ -23,6 +24,21 @@ class Run:
     timeline: Timeline
     memory: tuple[MemoryCurve, ...] = ()
     path: Timeline | None = None
+
+    def moments(self, curve: MemoryCurve) -> Iterator[tuple[float, int]]:
+        """When a rank has how many bytes, in the order of time: each until the next one."""
+        always, last = sum(curve.held.values()), 0
+        times = {e.action: (e.start, e.end) for e in self.timeline.events if e.rank == curve.rank}
+        yield 0.0, always
+        for point in curve.points:
+            if point.action in times:
+                for moment, beside in zip(
+                    times[point.action], (point.peak, point.after), strict=True
+                ):
+                    if beside != last:
+                        yield moment, always + beside
+                        last = beside
+        yield self.timeline.seconds, always + last
 
 
 @attrs.frozen

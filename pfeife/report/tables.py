@@ -1,6 +1,5 @@
 """Results as people read them: text tables of programs, plans and timelines."""
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -9,7 +8,7 @@ from pfeife.cost import stage_memory
 from pfeife.data.link import LinkKind
 from pfeife.data.network import Network
 from pfeife.data.plan import Plan
-from pfeife.data.schedule import RECEIVES, Do
+from pfeife.data.schedule import RECEIVES
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.data.units import size
 from pfeife.ir.absorb import absorb
@@ -124,8 +123,9 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())
 
 
-def critical_shares(path: Timeline) -> list[tuple[int, str, int, float]]:
-    """What a step waits for: a rank, what it does, in how many actions, and their seconds."""
+def critical_table(path: Timeline) -> str:
+    """What a step waits for (see `critical_path`): a row for what a rank computes and for the
+    messages on their way to it, a share of the step each."""
     seconds: dict[tuple[int, str], list[float]] = {}
     for event in path.events:
         do = event.action.do
@@ -133,47 +133,12 @@ def critical_shares(path: Timeline) -> list[tuple[int, str, int, float]]:
             continue
         word = "computes" if do.kind else "is sent" if do in RECEIVES else do.name.lower()
         seconds.setdefault((event.rank, word), []).append(event.end - event.start)
-    return [(*key, len(each), sum(each)) for key, each in sorted(seconds.items())]
-
-
-def critical_table(path: Timeline) -> str:
-    """What a step waits for (see `critical_path`): a row for what a rank computes and for the
-    messages on their way to it, a share of the step each."""
     whole = path.seconds or 1.0
     rows = [
-        (f"rank {rank}", word, count, f"{1e3 * seconds:.3f} ms", f"{seconds / whole:.1%}")
-        for rank, word, count, seconds in critical_shares(path)
+        (f"rank {rank}", word, len(each), f"{1e3 * sum(each):.3f} ms", f"{sum(each) / whole:.1%}")
+        for (rank, word), each in sorted(seconds.items())
     ]
     return table(rows, ("rank", "what it does", "actions", "time", "of the step"))
-
-
-def chrome_trace(timeline: Timeline) -> str:
-    """A timeline as JSON that chrome://tracing and Perfetto open: a row a rank, and one for what it
-    reduces meanwhile; times in us."""
-    ranks = 1 + max((event.rank for event in timeline.events), default=-1)
-    rows = [
-        (event, event.rank + (ranks if event.action.do == Do.REDUCE_GRAD else 0))
-        for event in timeline.events
-    ]
-    events = [
-        {
-            "name": str(event.action),
-            "cat": event.action.do.name.lower(),
-            "ph": "X",
-            "ts": 1e6 * event.start,
-            "dur": 1e6 * (event.end - event.start),
-            "pid": 0,
-            "tid": row,
-            "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
-        }
-        for event, row in rows
-    ]
-    names = {row: f"rank {event.rank}{', reductions' * (row >= ranks)}" for event, row in rows}
-    named = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": names[row]}}
-        for row in sorted(names)
-    ]
-    return json.dumps({"traceEvents": [*named, *events]}, allow_nan=False)
 
 
 def summary(plan: Plan, program: Program) -> str:

@@ -16,6 +16,7 @@ from pfeife.data.tried import Tried
 from pfeife.data.units import duration, size
 from pfeife.passes.compose import Recorded
 from pfeife.report.extra import plotly_script
+from pfeife.report.forecast import waits_of
 from pfeife.report.page.elements import Figure, Html, lines, tag
 from pfeife.report.page.passes import passes
 from pfeife.report.page.searched import search_figure, search_words
@@ -27,7 +28,6 @@ from pfeife.report.page.timelines import (
     timelines,
 )
 from pfeife.report.run import Run
-from pfeife.report.tables import critical_shares
 
 
 @attrs.frozen
@@ -141,13 +141,13 @@ def _bound(plan: Plan | None, name: str) -> str:
 
 def _limits(path: Timeline) -> str:
     """What the step waits for, in a sentence."""
-    shares = sorted(critical_shares(path), key=lambda one: -one[3])
-    if not shares:
+    ranks = {event.action.stage: event.rank for event in path.events}
+    waits = waits_of(path, [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))])
+    if not waits:
         return ""
-    whole = path.seconds or 1.0
-    said = [f"rank {rank} {word} ({s / whole:.0%})" for rank, word, _, s in shares[:4]]
-    more = f", and {len(shares) - 4} parts more" if len(shares) > 4 else ""
-    return f"What limits the step, by its critical path: {', '.join(said)}{more}."
+    said = "; ".join(f"{one.share:.0%} {one.what}" for one in waits[:4])
+    more = f"; and {len(waits) - 4} parts more" if len(waits) > 4 else ""
+    return f"What limits the step, by its critical path: {said}{more}."
 
 
 def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> str:

@@ -1,9 +1,9 @@
 """What ranks do and hold over time: a row a rank, predicted and measured on one clock."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pfeife.data.timeline import MemoryCurve, Timeline
+from pfeife.data.timeline import Timeline
 from pfeife.data.units import size
 from pfeife.report.page.elements import Figure, Html, table
 from pfeife.report.run import Run
@@ -185,22 +185,6 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
     return Figure("memory", f"Memory of {len(ranks)} ranks over time", data, layout)
 
 
-def _moments(run: Run, curve: MemoryCurve) -> Iterator[tuple[float, int]]:
-    """When how many bytes are there: each until the next one."""
-    always, last = sum(curve.held.values()), None
-    times = {(e.rank, e.action): (e.start, e.end) for e in run.timeline.events}
-    yield 0.0, always
-    for point in curve.points:
-        start, end = times.get((curve.rank, point.action), (None, None))
-        if start is None or end is None:
-            continue
-        for moment, beside in ((start, point.peak), (end, point.after)):
-            if beside != last:
-                yield moment, always + beside
-                last = beside
-    yield run.timeline.seconds, always + (last or 0)
-
-
 def _height(row: int, share: float) -> float:
     return round(row + 0.4 - 0.8 * share, 5)
 
@@ -208,7 +192,7 @@ def _height(row: int, share: float) -> float:
 def _curve(name: str, run: Run, rows: dict[int, int], top: int, *, dashed: bool) -> dict[str, Any]:
     x, y, said = list[Any](), list[Any](), list[Any]()
     for curve in run.memory:
-        for moment, bytes_ in _moments(run, curve):
+        for moment, bytes_ in run.moments(curve):
             x.append(_ms(moment))
             y.append(_height(rows[curve.rank], bytes_ / top))
             said.append(size(bytes_))

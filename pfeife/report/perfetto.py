@@ -1,0 +1,128 @@
+"""Timelines as a trace that Perfetto and chrome://tracing open.
+
+The format is Chrome's Trace Event Format, as JSON: a process a rank, a thread for what it does and
+others for what it reduces meanwhile, arrows from sends to receives, counters of bytes.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pfeife.data.schedule import RECEIVES, SENDS, Action, received_as
+from pfeife.data.timeline import Timeline
+from pfeife.report.run import Run
+from pfeife.report.spans import Span, What, spans
+
+# Chrome's reserved colours; Perfetto takes one for each name without its digits, so for each kind.
+_COLOURS = {
+    What.FORWARD: "thread_state_runnable",
+    What.BACKWARD: "thread_state_iowait",
+    What.INPUT_BACKWARD: "rail_animation",
+    What.WEIGHT_BACKWARD: "thread_state_running",
+    What.SEND: "rail_load",
+    What.RECEIVE: "terrible",
+    What.REDUCE: "yellow",
+    What.WAIT: "grey",
+}
+_LANES = 100  # threads of one side: what a rank does, and lanes of its reductions
+
+
+def chrome_trace(predicted: Run | Timeline, measured: Run | Timeline | None = None) -> str:
+    """One or two runs as JSON for ui.perfetto.dev or chrome://tracing, on one clock from the start
+    of the step; times in us.
+
+    Each rank is a process, with a thread for each run; names are those of actions, such as 1F3.
+    The critical path, where there is one, is a process of its own. The same runs give the same
+    text.
+    """
+    both = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
+    sides = {name: one if isinstance(one, Run) else Run(one) for name, one in both.items()}
+    label = list(sides) if len(sides) > 1 else [""]
+    events: list[dict[str, Any]] = []
+    names: dict[tuple[int, int], str] = {}
+    for side, (said, run) in enumerate(zip(label, sides.values(), strict=True)):
+        events += _slices(run, side, said, names)
+        events += _arrows(run.timeline, side)
+        events += _counters(run, said or "predicted")
+    ranks = sorted({pid for pid, _ in names})
+    path = [(name, run.path) for name, run in sides.items() if run.path is not None]
+    for at, (_, found) in enumerate(path):
+        pid = 1 + max(ranks, default=0)
+        names[pid, at] = "critical path"
+        mine = (e for e in found.events if e.end > e.start)
+        events += [_slice(f"rank {e.rank}: {e.action}", pid, at, e.start, e.end) for e in mine]
+    events.sort(key=lambda one: one["ts"])
+    whole = {"displayTimeUnit": "ms", "traceEvents": [*_metadata(names, ranks), *events]}
+    return json.dumps(whole, allow_nan=False)
+
+
+def _slices(
+    run: Run, side: int, said: str, names: dict[tuple[int, int], str]
+) -> Iterator[dict[str, Any]]:
+    """What ranks do, with the names of their threads."""
+    ends: dict[int, list[float]] = {}  # of the lanes of reductions, which may overlap
+    for one in sorted(spans(run.timeline), key=lambda span: span.start):
+        lane = 0
+        if one.what == What.REDUCE:
+            lane = 1 + _lane(ends.setdefault(one.rank, []), one)
+        thread = side * _LANES + lane
+        words = [said, "reductions" if lane else ""]
+        names[one.rank, thread] = ", ".join(filter(None, words)) or "actions"
+        name = f"wait for {one.action}" if one.what == What.WAIT else str(one.action)
+        found = _slice(name, one.rank, thread, one.start, one.end)
+        given = {"stage": one.action.stage, "microbatch": one.action.microbatch}
+        yield {**found, "cat": one.what.value, "cname": _COLOURS[one.what], "args": given}
+
+
+def _lane(ends: list[float], one: Span) -> int:
+    """The first lane that is free."""
+    at = next((lane for lane, end in enumerate(ends) if end <= one.start), len(ends))
+    ends[at : at + 1] = [one.end]
+    return at
+
+
+def _slice(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    ts, dur = _us(start), round(_us(end) - _us(start), 3)
+    same = {"name": name, "cat": "path", "ph": "X", "pid": pid, "tid": tid}
+    return {**same, "ts": ts, "dur": dur}
+
+
+def _arrows(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
+    """From each send to its receive, inside of both: an arrow ends at the slice that is open."""
+    received: dict[Action, tuple[int, float]] = {
+        e.action: (e.rank, max(e.start, e.end - 1e-9))
+        for e in timeline.events
+        if e.action.do in RECEIVES
+    }
+    sent = [event for event in timeline.events if event.action.do in SENDS]
+    for index, event in enumerate(sent):
+        rank, end = received.get(received_as(event.action), (None, 0.0))
+        if rank is None:
+            continue
+        same = {"name": "message", "cat": "message", "id": 2 * index + side, "tid": side * _LANES}
+        yield {**same, "ph": "s", "pid": event.rank, "ts": _us(event.start)}
+        yield {**same, "ph": "f", "bp": "e", "pid": rank, "ts": _us(end)}
+
+
+def _counters(run: Run, said: str) -> Iterator[dict[str, Any]]:
+    for curve in run.memory:
+        for moment, bytes_ in run.moments(curve):
+            at = {"ph": "C", "pid": curve.rank, "tid": 0, "ts": _us(moment)}
+            yield {"name": f"bytes, {said}", **at, "args": {"bytes": bytes_}}
+
+
+def _metadata(names: dict[tuple[int, int], str], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The names of processes and threads."""
+    for pid in sorted({pid for pid, _ in names}):
+        name = f"rank {pid}" if pid in ranks else "critical path"
+        said = {"ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_name", **said}
+        yield {"name": "process_sort_index", **said, "args": {"sort_index": pid}}
+    for (pid, tid), name in sorted(names.items()):
+        said = {"ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"name": "thread_name", **said}
+        yield {"name": "thread_sort_index", **said, "args": {"sort_index": tid}}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
