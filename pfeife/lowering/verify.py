@@ -62,6 +62,13 @@ def _check_memory(rank: int, actions: tuple[Action, ...], problem: Problem) -> N
 
 _BACKWARDS = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD)
 _LAST = (Do.BACKWARD, Do.WEIGHT_BACKWARD)  # after which nothing of a microbatch is left to do
+# What comes in the order of the microbatches: an I or W may add to the gradients that a B adds to.
+_IN_ORDER = {
+    Do.FORWARD: (Do.FORWARD,),
+    Do.BACKWARD: (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD),
+    Do.INPUT_BACKWARD: (Do.BACKWARD, Do.INPUT_BACKWARD),
+    Do.WEIGHT_BACKWARD: (Do.BACKWARD, Do.WEIGHT_BACKWARD),
+}
 _MAKERS = {
     Do.SEND_F: (Do.FORWARD,),
     Do.SEND_B: (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD),
@@ -127,7 +134,7 @@ class _Done:
         return None
 
     def _computation(self, stage: int, do: Do, k: int | None) -> str | None:
-        if k is None or k <= self.latest.get((stage, do), -1):
+        if k is None or any(k <= self.latest.get((stage, one), -1) for one in _IN_ORDER[do]):
             return (
                 "microbatches of a stage run in ascending order, forwards and backwards each, so "
                 "that every schedule adds up gradients in one order"

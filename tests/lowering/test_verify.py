@@ -25,8 +25,8 @@ def edited(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Schedule
 
 def ascending(order: Schedule) -> bool:
     for rank in order.ranks:
-        for key in {(a.stage, a.do) for a in rank}:
-            found = [a.microbatch for a in rank if (a.stage, a.do) == key]
+        for stage, kinds in {(a.stage, kinds) for a in rank for kinds in ("F", "BI", "BW")}:
+            found = [a.microbatch for a in rank if a.stage == stage and a.do in tuple(kinds)]
             if found != sorted(found):
                 return False
     return True
@@ -50,6 +50,7 @@ def ascending(order: Schedule) -> bool:
         ("0F0,0W0,0I0\n", r"rank 0: 0F0 \[0W0\] 0I0: a weight-backward comes after its input"),
         ("0F1,0F0,0B0,0B1\n", r"rank 0: 0F1 \[0F0\] 0B0 0B1: microbatches .* ascending"),
         ("0F0,0F1,0B1,0B0\n", r"rank 0: 0F1 0B1 \[0B0\]: microbatches of a stage .* ascending"),
+        ("0F0,0F1,0I0,0B1,0W0\n", r"rank 0: 0I0 0B1 \[0W0\]: microbatches of a stage .* ascending"),
         ("0F\n", r"rank 0: \[0F\]: microbatches of a stage run in ascending"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2B0,2F0,2F1,2B1\n", r"rank 2: \[2B0\] 2F0 2F1: a ba"),
         ("1F0,0F0,1B0,0B0\n", r"rank 0: \[1F0\] 0F0 1B0: stage 0 of the same rank comes before"),
