@@ -28,6 +28,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "nanogpt.py": ([], "rank 0 has logged"),
     "own_compiler.py": ([], SAME),
     "resume.py": (["runs"], "rank 0 has logged"),
+    "paper_family.py": ([], "three steps have the gradients of plain accumulation"),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
 }
@@ -58,7 +59,10 @@ def on_ranks(name: str, *arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", ["default_backend.py", "own_compiler.py", whole("train_gpt.py")])
+HERE = ["default_backend.py", "own_compiler.py", "paper_family.py", whole("train_gpt.py")]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_in_this_process(run, name):
     arguments, said = ALONE[name]
     assert said in run(name, *arguments)

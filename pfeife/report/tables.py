@@ -117,7 +117,7 @@ def timeline_chart(timeline: Timeline, width: int = 80) -> str:
         if kind is None or event.action.microbatch is None:
             continue
         mark = "0123456789" if kind.value == "F" else "ABCDEFGHIJ"
-        first, last = (int(t / whole * width) for t in (event.start, event.end))
+        first, last = (int(t * width / whole) for t in (event.start, event.end))
         for column in range(first, max(last, first + 1)):
             rows[event.rank][min(column, width - 1)] = mark[event.action.microbatch % 10]
     return "\n".join(f"rank {rank}  {''.join(row)}" for rank, row in rows.items())

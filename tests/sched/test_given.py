@@ -7,6 +7,7 @@ from small import CORE, clusters
 
 import pfeife
 from pfeife import sched
+from pfeife.sched import given
 from pfeife.sched.cutting.room import curves_of
 
 
@@ -14,7 +15,7 @@ def test_a_plan_keeps_to_where_state_is_trained():
     program, plan = clusters(), pfeife.Plan((0, 0, 1, 1), sched.families.one_f_one_b(2, 4))
     first = program.ports(pfeife.Role.PARAMETER)[0].fqn
     adopt = functools.partial(
-        sched.given.adopted,
+        given.adopted,
         plan,
         program,
         microbatches=4,
