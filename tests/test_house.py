@@ -179,3 +179,15 @@ def test_unsafe_code_is_seen(text):
 def test_safe_code_is_not_blamed():
     for text in ("torch.compile(step)", "re.compile(x)", "torch.load(f, weights_only=True)"):
         assert not unsafe(ast.parse(text))
+
+
+def test_the_reference_has_every_public_name():
+    """A new name stands in docs/api.md too."""
+    listed = ast.parse((ROOT / "pfeife" / "__init__.pyi").read_text()).body
+    names = {
+        one.asname or one.name for n in listed if isinstance(n, ast.ImportFrom) for one in n.names
+    }
+    shown = re.findall(
+        r"^\.\. auto\w+:: (?:\S+\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.M
+    )
+    assert not names - set(shown)
