@@ -5,7 +5,7 @@ what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`)
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
 `kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and
 `trace` are about what their names say, `checkpoints` reads the list of one, `hollow` about tensors
-whose memory is not there.
+whose memory is not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import speech as speech
@@ -65,6 +65,7 @@ from pfeife._torch.hollow import (
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
 from pfeife._torch.modules import graph_module, is_unwritten, running_ddp, saved_state, write
+from pfeife._torch.profiling import is_profiled
 from pfeife._torch.questions import (
     as_answer,
     as_number,
@@ -167,6 +168,7 @@ __all__ = [
     "is_last_compilation",
     "is_limit_of_compilations",
     "is_operation",
+    "is_profiled",
     "is_shared",
     "is_there",
     "is_torchs",

@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
@@ -151,9 +152,14 @@ class RankRunner:
         return step
 
     def _loop(self, step: Step, indices: range, observe: Observer | None) -> None:
+        is_profiled = _torch.is_profiled()
         for step.at in indices:
             handler, microbatch, drops, arrived = self.instructions[step.at]
-            handler(step, microbatch)
+            if is_profiled:
+                with record_function(f"pfeife {self.actions[step.at]}"):
+                    handler(step, microbatch)
+            else:
+                handler(step, microbatch)
             values = step.values[microbatch]
             for name in drops:
                 values.pop(name, None)

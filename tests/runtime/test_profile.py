@@ -40,3 +40,19 @@ def test_what_lives_on_another_device_is_not_counted():
         del kept
         live(0)(Action(0, Do.FORWARD, 1))
     assert [(point.peak, point.after) for point in live.points] == [(32, 32), (32, 0)]
+
+
+def test_torchs_profiler_sees_the_actions():
+    """By their names, with the operations inside; a profiler of all threads sees those of ranks
+    that are threads."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    step = pfeife.compile(lambda x: model(x).square().sum(), microbatches=2, stages=2)
+    step(torch.randn(4, 3))
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=every) as found:
+        step(torch.randn(4, 3)).backward()
+    schedule = step.backend.compiled[0].schedule
+    named = sorted(e.name for e in found.events() if e.name.startswith("pfeife "))
+    assert named == sorted(f"pfeife {action}" for rank in schedule.ranks for action in rank)
+    forward = next(e for e in found.events() if e.name == "pfeife 0F0")
+    assert any(e.name == "aten::addmm" for e in forward.cpu_children)
