@@ -26,7 +26,7 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 88  # a parameter a line beyond that
 
-ARGUMENT = re.compile(r"^(`?[\w, ]+`?(?: \([^)]*\))?): (.*)")
+ARGUMENT = re.compile(r"^((?:`?\w+`?, )*`?\w+`?(?: \([^)]*\))?): (.*)")
 
 
 def spell(lines: list[str]) -> list[str]:
@@ -37,9 +37,9 @@ def spell(lines: list[str]) -> list[str]:
     for line in lines:
         found = ARGUMENT.match(line)
         begins = not text or not text[-1].strip() or listed
-        if found and begins and len(found[1].split()) < 5:
+        if found and begins:
             text += [""] if text and not listed else []
-            text.append(f"* **{found[1].strip('`')}**: {found[2]}")
+            text.append(f"* **{found[1].replace('`', '')}**: {found[2]}")
             listed = True
         elif listed and line.startswith("    "):
             text.append(f"  {line.strip()}")
