@@ -5,7 +5,7 @@ import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 
 import attrs
@@ -81,10 +81,11 @@ _STAGES = (
     "time for a microbatch over the mean of all; lines have the bytes that go forward."
 )
 _TIMELINE = (
-    "A row a rank; numbers are microbatches. Drag to zoom in, double-click to see all; point at a "
-    "span to see what it is. Waiting is drawn thin, and nothing is where a rank has nothing to do."
+    "A row a rank, predicted above measured where there are both, with the bubble in brackets; "
+    "numbers are microbatches. Waiting for a message is thin, and blank is where a rank has "
+    "nothing to do. Drag to zoom in, double-click to see all, point at a span to see what it is."
 )
-_MEMORY = "The bytes of each rank: its row is as high as what is drawn dotted."
+_MEMORY = "The bytes of each rank, below what is drawn dotted."
 _SEARCH = "Schedules that were timed while cuts, placement and schedule were searched together."
 _PASSES = "What each pass has changed in the printed program."
 
@@ -105,20 +106,12 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     found: list[tuple[str, str, str]] = []
     if plan is not None:
         ranks, microbatches = len(plan.schedule.ranks), plan.schedule.microbatches
-        found.append(
-            ("stages on ranks", f"{plan.stages} on {ranks}", f"{microbatches} microbatches")
-        )
+        of = f"{microbatches} microbatches"
+        found.append(("stages on ranks", f"{plan.stages} on {ranks}", of))
     if about.machine:
         found.append(("machine", about.machine, ""))
-    for name, run in sides:
-        found.append((f"step, {name}", duration(run.timeline.seconds), _bound(plan, name)))
-        found.append(
-            (f"bubble, {name}", f"{100 * run.timeline.bubble:.1f} %", "of all ranks' time")
-        )
-        if run.memory:
-            worst = max(run.memory, key=lambda curve: curve.peak)
-            of = f"rank {worst.rank}" + (f", limit {size(about.limit)}" if about.limit else "")
-            found.append((f"peak memory, {name}", size(worst.peak), of))
+    if sides:
+        found += _figures(plan, sides, about.limit)
     boxes = (
         tag("div", tag("dt", word), tag("dd", figure, tag("small", more) if more else ""))
         for word, figure, more in found
@@ -133,21 +126,41 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     return tag("header", *parts)
 
 
-def _bound(plan: Plan | None, name: str) -> str:
-    if plan is None or name != "predicted" or not plan.bound_seconds:
-        return ""
-    return f"no schedule of these stages below {duration(plan.bound_seconds)}"
+def _figures(
+    plan: Plan | None, sides: Sequence[tuple[str, Run]], limit: int | None
+) -> Iterator[tuple[str, str, str]]:
+    """The step, its bubble and the highest peak, those of the first run large."""
+    steps = [(name, duration(run.timeline.seconds)) for name, run in sides]
+    bound = plan.bound_seconds if plan is not None else None
+    of = [f"no schedule of these stages below {duration(bound)}"] if bound else []
+    yield _figure("step", steps, of)
+    bubbles = [(name, f"{100 * run.timeline.bubble:.1f} %") for name, run in sides]
+    yield _figure("bubble", bubbles, ["of all ranks' time"])
+    worst = [(n, max(r.memory, key=lambda one: one.peak)) for n, r in sides if r.memory]
+    if worst:
+        of = [f"rank {worst[0][1].rank}", *([f"limit {size(limit)}"] if limit else [])]
+        yield _figure("peak memory", [(name, size(one.peak)) for name, one in worst], of)
+
+
+def _figure(
+    word: str, figures: Sequence[tuple[str, str]], more: Sequence[str]
+) -> tuple[str, str, str]:
+    """A figure, what it is of, and what else there is to say of it."""
+    (first, figure), *rest = figures
+    said = [f"{name} {other}" for name, other in rest]
+    return f"{word}, {first}", figure, "; ".join([*said, *more])
 
 
 def _limits(path: Timeline) -> str:
     """What the step waits for, in a sentence."""
     ranks = {event.action.stage: event.rank for event in path.events}
     waits = waits_of(path, [ranks.get(stage, 0) for stage in range(1 + max(ranks, default=0))])
-    if not waits:
-        return ""
-    said = "; ".join(f"{one.share:.0%} {one.what}" for one in waits[:4])
-    more = f"; and {len(waits) - 4} parts more" if len(waits) > 4 else ""
-    return f"What limits the step, by its critical path: {said}{more}."
+    shown = [one for one in waits[:4] if one.share >= 0.02]
+    said = [f"{one.share:.0%} {one.what}" for one in shown]
+    rest = 1 - sum(one.share for one in shown)
+    if len(waits) > len(shown) and rest >= 0.005:
+        said.append(f"{rest:.0%} in {len(waits) - len(shown)} smaller parts")
+    return f"What limits the step, by its critical path: {'; '.join(said)}." if shown else ""
 
 
 def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> str:
@@ -169,18 +182,21 @@ def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> 
         tag("main", lines(inside)),
         tag("div", id="tip", role="status", hidden=True),
         tag("noscript", "The drawings of this page need JavaScript; its tables do not."),
-        tag("script", _json(data), type="application/json", id="page-data"),
-        tag("script", Html(_plotly()), type="text/plain", id="plotly"),
+        tag("script", Html(_packed(_json(data))), type="text/plain", id="page-data"),
+        tag("script", Html(_plotly() if figures else ""), type="text/plain", id="plotly"),
         tag("script", Html(script)),
     ]
     page = tag("html", tag("head", lines(head)), tag("body", lines(body)), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 
-def _json(data: object) -> Html:
-    """JSON that ends no element."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
-    return Html(text.replace("<", "\\u003c"))
+def _json(data: object) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def _packed(text: str) -> str:
+    """A text compressed, the same at every call, in letters that end no element."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
 def _asset(name: str) -> str:
@@ -189,6 +205,5 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _plotly() -> str:
-    """plotly.js, compressed, the same at every call."""
-    packed = gzip.compress(plotly_script().encode(), 9, mtime=0)
-    return base64.b64encode(packed).decode()
+    """plotly.js, compressed."""
+    return _packed(plotly_script())

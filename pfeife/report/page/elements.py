@@ -6,6 +6,8 @@ from typing import Any
 
 import attrs
 
+OPEN = 12  # rows of a table that is open
+
 
 class Html(str):
     """Text that is HTML."""
@@ -34,7 +36,8 @@ def lines(parts: Iterable[object]) -> Html:
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -> Html:
-    """Cells under their heads; columns of numbers are aligned to the right, empty ones left out."""
+    """Cells under their heads; columns of numbers are aligned to the right, empty ones left out.
+    A long one is closed."""
     columns = [(title, list(map(str, cells))) for title, *cells in zip(head, *rows, strict=True)]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     classes = [_class(cells) for _, cells in columns]
@@ -44,8 +47,9 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -
         tag("tr", *(tag("td", cells[at], class_=kind) for (_, cells), kind in kinds))
         for at in range(len(rows))
     )
-    inside = tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", *body)
-    return tag("div", tag("table", *inside), class_="wide")
+    inside = tag("thead", tag("tr", *titles)), tag("tbody", *body)
+    whole = tag("div", tag("table", *inside), class_="wide")
+    return tag("details", tag("summary", caption), whole, open=len(rows) <= OPEN)
 
 
 def _class(cells: Sequence[str]) -> str | None:

@@ -1,27 +1,57 @@
 "use strict";
 (async () => {
-  const page = JSON.parse(document.getElementById("page-data").textContent);
   const $ = (id) => document.getElementById(id);
 
-  // plotly is in the page, compressed.
-  const packed = Uint8Array.from(atob($("plotly").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const url = URL.createObjectURL(
-    new Blob([await new Response(stream).arrayBuffer()], { type: "text/javascript" }));
-  await new Promise((done, failed) => {
-    const script = document.createElement("script");
-    Object.assign(script, { src: url, onload: done, onerror: failed });
-    document.head.append(script);
+  // Passes, one at a time; the arrow keys step through them.
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const show = (at) => {
+    tabs.forEach((tab, i) => {
+      tab.setAttribute("aria-selected", i === at);
+      tab.tabIndex = i === at ? 0 : -1;
+      $(tab.getAttribute("aria-controls")).hidden = i !== at;
+    });
+  };
+  const shown = () => tabs.findIndex((tab) => tab.getAttribute("aria-selected") === "true");
+  tabs.forEach((tab, i) => tab.addEventListener("click", () => show(i)));
+  document.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || !tabs.length || event.altKey || event.ctrlKey || event.metaKey) return;
+    const at = Math.min(Math.max(shown() + step, 0), tabs.length - 1);
+    show(at);
+    if (tabs.includes(document.activeElement)) tabs[at].focus();
+    event.preventDefault();
   });
-  URL.revokeObjectURL(url);
+
+  // Tables that are closed are open on paper.
+  const closed = [...document.querySelectorAll("details:not([open])")];
+  addEventListener("beforeprint", () => closed.forEach((one) => { one.open = true; }));
+  addEventListener("afterprint", () => closed.forEach((one) => { one.open = false; }));
+
+  // Data and plotly are in the page, compressed.
+  const unpacked = (id) => {
+    const packed = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream);
+  };
+  const page = await unpacked("page-data").json();
+  if (page.figures.length) {
+    const code = await unpacked("plotly").arrayBuffer();
+    const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+    await new Promise((done, failed) => {
+      const script = document.createElement("script");
+      Object.assign(script, { src: url, onload: done, onerror: failed });
+      document.head.append(script);
+    });
+    URL.revokeObjectURL(url);
+  }
 
   // Spans are polygons, one trace a kind: bars of their own would be too many elements.
   const corners = (one) => {
     const x = [], y = [];
     one.starts.forEach((start, i) => {
       const low = one.rows[i] + one.middle - one.half, high = low + 2 * one.half, end = one.ends[i];
-      x.push(start, end, end, start, start, null);
-      y.push(low, low, high, high, low, null);
+      x.push(start, end, end, start, null);
+      y.push(low, low, high, high, null);
     });
     return { x, y };
   };
@@ -87,26 +117,6 @@
     });
     timeline.addEventListener("mouseleave", () => { tip.hidden = true; });
   }
-
-  // Passes, one at a time; the arrow keys step through them.
-  const tabs = [...document.querySelectorAll("[role=tab]")];
-  const show = (at) => {
-    tabs.forEach((tab, i) => {
-      tab.setAttribute("aria-selected", i === at);
-      tab.tabIndex = i === at ? 0 : -1;
-      $(tab.getAttribute("aria-controls")).hidden = i !== at;
-    });
-  };
-  const shown = () => tabs.findIndex((tab) => tab.getAttribute("aria-selected") === "true");
-  tabs.forEach((tab, i) => tab.addEventListener("click", () => show(i)));
-  document.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step || !tabs.length || event.altKey || event.ctrlKey || event.metaKey) return;
-    const at = Math.min(Math.max(shown() + step, 0), tabs.length - 1);
-    show(at);
-    if (tabs.includes(document.activeElement)) tabs[at].focus();
-    event.preventDefault();
-  });
 
   document.documentElement.dataset.ready = "yes";
 })();

@@ -1,6 +1,6 @@
 """What ranks do and hold over time: a row a rank, predicted and measured on one clock."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pfeife.data.timeline import Timeline
@@ -19,15 +19,16 @@ _HATCHES = {  # beside the colours
     What.WAIT: ".",
 }
 _HALF = {What.WAIT: 0.12, What.SEND: 0.55, What.RECEIVE: 0.55, What.REDUCE: 0.35}  # of a row
+_MANY = 2_000  # spans of a run
 _LETTERED = 700  # computations that are numbered by their microbatches
 
 
-def ticks(ranks: Sequence[int]) -> dict[str, Any]:
-    """An axis with a row for each rank, rank 0 above."""
+def ticks(ranks: Sequence[int], said: Mapping[int, str]) -> dict[str, Any]:
+    """An axis with a row for each rank, the first above, and what is said of some of them."""
     return {
         "range": [len(ranks) - 0.4, -0.6],
         "tickvals": list(range(len(ranks))),
-        "ticktext": [f"rank {rank}" for rank in ranks],
+        "ticktext": [f"rank {rank}{said.get(rank, '')}" for rank in ranks],
         "zeroline": False,
         "showgrid": False,
         "automargin": True,
@@ -62,7 +63,8 @@ def timeline_figure(sides: Sides) -> Figure | None:
             mine = [one for one in found if one.what == what]
             if not mine:
                 continue
-            data.append(_trace(what, first=all(d.get("legendgroup") != what for d in data)))
+            is_first = all(one.get("legendgroup") != what for one in data)
+            data.append(_trace(what, len(found) > _MANY) | {"showlegend": is_first})
             drawn.append(
                 {
                     "side": name,
@@ -84,12 +86,21 @@ def timeline_figure(sides: Sides) -> Figure | None:
         "height": height,
         "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
         "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
-        "yaxis": {**ticks(ranks), "fixedrange": True},
+        "yaxis": {**ticks(ranks, _bubbles(sides)), "fixedrange": True},
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         "hovermode": False,
         "dragmode": "zoom",
     }
     return Figure("timeline", label, data, layout, {"spans": drawn, "ranks": ranks})
+
+
+def _bubbles(sides: Sides) -> dict[int, str]:
+    """By ranks, their bubbles in brackets."""
+    found: dict[int, list[str]] = {}
+    for _, run in sides:
+        for rank, share in idle(run.timeline).items():
+            found.setdefault(rank, []).append(f"{100 * share:.0f}")
+    return {rank: f" ({', '.join(shares)} %)" for rank, shares in found.items()}
 
 
 def _places(count: int) -> list[tuple[float, float]]:
@@ -105,20 +116,16 @@ def _whole(sides: Sides) -> float:
     return _ms(max((run.timeline.seconds for _, run in sides), default=0.0)) or 1.0
 
 
-def _trace(what: What, *, first: bool) -> dict[str, Any]:
-    """The spans of one kind; page.js has their corners."""
-    pattern = {
-        "shape": _HATCHES.get(what, ""),
-        "fgcolor": "rgba(0,0,0,.45)",
-        "bgcolor": COLOURS[what],
-    }
-    fill = {"fillpattern": {**pattern, "size": 5, "solidity": 0.25}} if what in _HATCHES else {}
+def _trace(what: What, is_many: bool) -> dict[str, Any]:
+    """The spans of one kind; page.js has their corners. Many have no outline: it would hide their
+    colours."""
+    hatch = {"fgcolor": "rgba(0,0,0,.45)", "bgcolor": COLOURS[what], "size": 5, "solidity": 0.25}
+    fill = {"fillpattern": {**hatch, "shape": _HATCHES[what]}} if what in _HATCHES else {}
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "none" if is_many else "lines",
         "name": what.value,
         "legendgroup": what.value,
-        "showlegend": first,
         "fill": "toself",
         "fillcolor": COLOURS[what],
         "line": {"width": 0.4, "color": "rgba(0,0,0,.55)", "simplify": False},
@@ -166,7 +173,7 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
     ranks = sorted({curve.rank for curve in curves})
     rows = {rank: row for row, rank in enumerate(ranks)}
     most = max(curve.peak for curve in curves)
-    top = (limit if limit and most > 0.3 * limit else most) or 1
+    top = (max(limit, most) if limit and most > 0.3 * limit else most) or 1
     data: list[dict[str, Any]] = []
     for name, run in sides:
         is_first = not data
@@ -178,7 +185,7 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
         "height": 110 + 40 * len(ranks),
         "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
         "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
-        "yaxis": {**ticks(ranks), "fixedrange": True},
+        "yaxis": {**ticks(ranks, {}), "fixedrange": True},
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         "hovermode": "closest",
     }
@@ -236,9 +243,10 @@ def _held(run: Run, rows: dict[int, int], top: int) -> dict[str, Any]:
 def _limits(sides: Sides, rows: dict[int, int], top: int, limit: int | None) -> dict[str, Any]:
     """The limit of each rank; without one, the highest peak of all."""
     end = _whole(sides)
-    y = [_height(row, 1.0) for row in rows.values()]
+    is_near = limit is not None and limit <= top
+    y = [_height(row, (limit or 0) / top if is_near else 1.0) for row in rows.values()]
     beyond = f" (the limit is {size(limit)})" if limit else ""
-    said = f"limit, {size(top)}" if limit == top else f"highest peak, {size(top)}{beyond}"
+    said = f"limit, {size(limit or 0)}" if is_near else f"highest peak, {size(top)}{beyond}"
     return {
         "type": "scatter",
         "mode": "lines",

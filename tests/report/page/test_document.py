@@ -1,15 +1,21 @@
 """The page: what is in it, and that what it is given stays text."""
 
+import base64
+import gzip
 import json
 from html.parser import HTMLParser
 
 import attrs
+import browser
 import pytest
 from programs import CPU_CORE, captured, clusters, lowered
 
 import pfeife
 from pfeife import report, sched
+from pfeife.data.tried import Tried
 from pfeife.passes.compose import Recorded
+
+LEFT, RIGHT = "\ue012", "\ue014"  # keys, as WebDriver has them
 
 
 class Read(HTMLParser):
@@ -48,8 +54,12 @@ def made():
     return history, plan, run
 
 
+def unpacked(page: Read) -> dict:
+    return json.loads(gzip.decompress(base64.b64decode(page.texts["page-data"])))
+
+
 def figures(page: Read) -> dict[str, dict]:
-    return {one["name"]: one for one in json.loads(page.texts["page-data"])["figures"]}
+    return {one["name"]: one for one in unpacked(page)["figures"]}
 
 
 def test_a_page_has_what_is_known(made):
@@ -99,3 +109,48 @@ def test_texts_stay_texts(made):
     kinds = [tag for tag, _ in page.elements]
     assert kinds.count("script") == 3 and "img" not in kinds
     assert page.said.count(evil) > plain.said.count(evil) > 2
+
+
+@pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
+def test_the_page_in_a_browser(made, tmp_path):
+    """Everything is drawn, the console stays empty, pointing says what is there, the clocks zoom
+    together, keys step through the passes."""
+    history, plan, run = made
+    tried = tuple(Tried(0.1 * at, "rule", 2, 1.0 / (at + 1), 1.0 / (at + 1)) for at in range(3))
+    about = report.About("GPT", "cpu-core", 2**17, tried=tried)
+    path = tmp_path / "page.html"
+    path.write_text(report.html(history, plan, run, run, about))
+    with browser.chromium() as driver:
+        browser.opened(driver, path)
+        run_script = driver.execute_script
+        drawn = run_script(
+            "return [...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"
+        )
+        assert drawn == ["stages", "timeline", "memory", "search"]
+        paths = run_script("return document.querySelectorAll('#timeline path.js-fill').length")
+        assert paths >= 8  # kinds of two runs
+        moved = """
+            const plot = document.getElementById("timeline"), {xaxis, yaxis} = plot._fullLayout;
+            const box = plot.getBoundingClientRect();
+            plot.dispatchEvent(new MouseEvent("mousemove", {
+              clientX: box.left + xaxis._offset + xaxis.d2p(arguments[0]),
+              clientY: box.top + yaxis._offset + yaxis.d2p(arguments[1])}));
+            const tip = document.getElementById("tip");
+            return tip.hidden ? "" : tip.textContent;"""
+        first = next(event for event in run.timeline.events if event.rank == 0)
+        middle = 500 * (first.start + first.end)
+        said = run_script(moved, middle, -0.22)
+        assert said.startswith(f"rank 0, predicted: forward ({first.action})")
+        assert run_script(moved, middle, 0.22).startswith("rank 0, measured: forward")
+        assert run_script(moved, middle, 0.5) == ""
+        zoomed = """
+            const [end, done] = arguments, whole = document.getElementById("memory");
+            Plotly.relayout("timeline", {"xaxis.range": [0, end]});
+            setTimeout(() => done(whole._fullLayout.xaxis.range[1]), 300);"""
+        assert driver.execute_async_script(zoomed, 0.25) == 0.25
+        shown = "return [...document.querySelectorAll('[role=tabpanel]')].map(e => !e.hidden)"
+        for at, key in ((0, ""), (1, RIGHT), (2, RIGHT), (1, LEFT)):
+            if key:
+                driver.find_element("tag name", "body").send_keys(key)
+            assert run_script(shown) == [index == at for index in range(len(history))]
+        assert driver.get_log("browser") == []
