@@ -20,7 +20,7 @@ from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.meshes import MeshLike
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
-from pfeife.sched.cutting import Partition, RecomputePolicy
+from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy
 
 PathOf = str | os.PathLike[str]
 Where = int | str | tuple[int | str, ...]  # of a result: its index, name or path
@@ -44,6 +44,8 @@ class Asked(TypedDict, total=False):
     mesh: MeshLike | None
     costs: str | Costs | Callable[[Program], Costs]
     partition: Partition | None
+    cut_at: CutAt
+    message_tolerance: float
     recompute: RecomputePolicy | None
     passes: Passes
     machine: Machine | PathOf | None

@@ -192,7 +192,12 @@ class Build:
     def _fused(self, program: Program, split: bool) -> History:
         """The clusters, with their backwards split if they shall be, and what passes make of
         them."""
-        borders = {**(self.options.split_at or {}), **boundaries(self.options.partition)}
+        asked = self.options
+        borders = {
+            **(asked.split_at or {}),
+            **boundaries(asked.partition),
+            **boundaries(asked.cut_at),
+        }
         passes = [fuse(boundaries=borders)]  # type: ignore[arg-type]
         if split and program.ports(Role.TANGENT):
             passes.append(split_backward())

@@ -132,6 +132,8 @@ def planner_of(
         watched=watched,
         recompute=options.recompute,
         passes=passes,
+        message_tolerance=options.message_tolerance,
+        cut_at=options.cut_at,
     )
 
 

@@ -22,7 +22,7 @@ from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES
-from pfeife.sched.cutting import Partition
+from pfeife.sched.cutting import CutAt, Partition, check_cut_at, checked_tolerance
 from pfeife.sched.cutting.recompute_policy import WORDS
 from pfeife.sched.families import Family
 from pfeife.sched.planner import check_recomputed
@@ -195,6 +195,17 @@ def check_partition(instance: object, attribute: attrs.Attribute, value: Any) ->
         )
 
 
+def check_where(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    """Of cut_at and message_tolerance: what the planner says of them."""
+    try:
+        if attribute.name == "cut_at":
+            check_cut_at(value)
+        else:
+            checked_tolerance(value)
+    except ValueError as error:
+        raise ValueError(f"option {error}") from None
+
+
 def check_recompute(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     listed = isinstance(value, tuple) and bool(value) and all(isinstance(v, str) for v in value)
     counted = type(value) is int and value > 0
@@ -213,8 +224,8 @@ def check_runtime(instance: object, attribute: attrs.Attribute, value: Any) -> N
         )
 
 
-def boundaries(partition: Partition | None) -> dict[str, str]:
-    """The modules at which a partition wants clusters to start."""
+def boundaries(partition: Partition | CutAt | None) -> dict[str, str]:
+    """The modules at which a partition, or a choice of borders, wants clusters to start."""
     named = isinstance(partition, tuple) and all(isinstance(one, str) for one in partition)
     return {str(one): "begin" for one in partition} if named else {}  # type: ignore[union-attr]
 
@@ -233,6 +244,13 @@ def check_together(options: Any) -> None:
             raise ValueError(f"options plan and {name}={asked!r}: the plan has decided that")
     if options.partition is not None and options.split_at:
         raise ValueError("options partition and split_at: both say where to cut; take one of them")
+    if options.cut_at != "anywhere":
+        for name in ("partition", "split_at", "plan"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"options cut_at={options.cut_at!r} and {name}: the second one says where to "
+                    "cut; leave one of them out"
+                )
     check_recomputed(schedule, options.recompute)
     what, order = ("plan", plan.schedule) if plan is not None else ("schedule", schedule)
     if not isinstance(order, Schedule):

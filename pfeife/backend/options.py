@@ -22,6 +22,7 @@ from pfeife.backend.given import (
     check_runtime,
     check_schedule,
     check_together,
+    check_where,
     described,
     described_passes,
     dtype_of,
@@ -40,7 +41,7 @@ from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
-from pfeife.sched.cutting import Partition, RecomputePolicy
+from pfeife.sched.cutting import MESSAGE_TOLERANCE, CutAt, Partition, RecomputePolicy
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -182,6 +183,12 @@ class Options:
     partition: where to cut, if not by the seconds: "uniform", "parameters" or "type:Regex", as
         DeepSpeed's partition_method has them; a list of clusters (numbers) or modules (names) at
         which stages start; or a function of a program that gives the stage of every cluster.
+    cut_at: where stages may start: "anywhere" between clusters; "blocks", at the borders of the
+        model's repeated blocks (elements of a ModuleList or Sequential that are alike); or a list
+        of modules, at whose borders alone.
+    message_tolerance: how much longer (a fraction, 0.01) a step may take whose messages take less,
+        by as much of that as they take less: seconds are estimates, bytes are exact. 0 for the
+        shortest step by estimate.
     recompute: what stages recompute: "never", "always", "except_last" (the last stage), a number k
         (the inside of every k-th block), a list of modules, or "auto": as little as keeps to the
         limit of memory. See `sched.cutting.with_recompute`.
@@ -263,6 +270,8 @@ class Options:
     partition: Partition | None = attrs.field(
         default=None, converter=_tuple, validator=check_partition, repr=described
     )
+    cut_at: CutAt = attrs.field(default="anywhere", converter=_tuple, validator=check_where)
+    message_tolerance: float = attrs.field(default=MESSAGE_TOLERANCE, validator=check_where)
     recompute: RecomputePolicy | None = attrs.field(
         default=None, converter=_tuple, validator=check_recompute
     )

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -10,12 +10,13 @@ from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.schedule import Do, Schedule
 from pfeife.ir.program import Kind, Program, Role
 from pfeife.lowering.lower import insert_actions
-from pfeife.lowering.problem import Problem, seconds_of, transfers
+from pfeife.lowering.problem import Problem, makespan, seconds_of, transfers
 from pfeife.lowering.simulate import simulate
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.cutting.account import Account, with_left_out
-from pfeife.sched.cutting.balanced import balanced
-from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.balanced import Cutter
+from pfeife.sched.cutting.judged import best_cut, message_seconds
+from pfeife.sched.cutting.layouts import Constraints, even_cuts
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.families.family import Family, splits_backwards
@@ -43,32 +44,15 @@ def of_family(
     made = (family if trained else forward_only)(count, m, placed)
     _refuse_other(f"the family {family}", made, placed, m)
     order = _over(made, constraints.ranks)
-    stage_of = constraints.cuts or balanced(
-        account,
-        placed,
-        machine=constraints.machine,
-        in_flight=(0,) * count if saved_is_open(recompute) else in_flight(order),
-        microbatches=m,
-        memory_limit=constraints.memory_limit,
-        left_out=constraints.left_out,
-    )
-    problem = stage_problem(
-        account,
-        stage_of,
-        placed,
-        m,
-        machine=constraints.machine,
-        network=constraints.network,
-    )
+    _check_split(order, program)
+    flying = (0,) * count if saved_is_open(recompute) else in_flight(order)
+    stage_of = constraints.cuts or cut_for(account, constraints, order, flying)
+    problem = _problem(account, stage_of, placed, constraints)
     if trained and callable(schedule) and not isinstance(schedule, Family):
         always = with_left_out(account.always(stage_of, placed, m), constraints.left_out)
         limited = attrs.evolve(problem, memory=room_for(constraints.memory_limit, always))
         order = _over(_asked(schedule, limited), constraints.ranks)
-    if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
-        raise ValueError(
-            "the schedule has backwards in two parts, and those of the program are whole: apply "
-            "split_backward() to it first (the backend does so for a Family with splits=True)"
-        )
+    _check_split(order, program)
     lowered = insert_actions(verify_schedule(order), transfers(problem))
     plan = Plan(stage_of, order, account.work.duplicated)
     if recompute is not None:
@@ -80,6 +64,66 @@ def of_family(
         step_seconds=simulate(lowered, seconds_of(problem)).seconds,
         bound_seconds=lower_bound(problem) if trained else None,
     )
+
+
+def _problem(
+    account: Account,
+    stage_of: Sequence[int],
+    stage_ranks: Sequence[int],
+    constraints: Constraints,
+    busy: bool = False,
+) -> Problem:
+    machines, network, m = constraints.machines, constraints.network, constraints.microbatches
+    return stage_problem(
+        account, stage_of, stage_ranks, m, machine=machines, network=network, busy=busy
+    )
+
+
+def cut_for(
+    account: Account, constraints: Constraints, order: Schedule, flying: Sequence[int]
+) -> tuple[int, ...]:
+    """The cut with which a schedule takes least, or little longer with smaller messages."""
+    placed = order.stage_ranks
+    trained = any(action.do != Do.FORWARD for actions in order.ranks for action in actions)
+    cutter = Cutter(
+        account,
+        placed,
+        constraints.machines,
+        constraints.network,
+        flying,
+        constraints.microbatches,
+        constraints.memory_limit,
+        constraints.left_out,
+    )
+
+    def judge(cut: tuple[int, ...]) -> tuple[float, float]:
+        problem = _problem(account, cut, placed, constraints, busy=True)
+        if trained:
+            return makespan(problem, order), message_seconds(problem)
+        lowered = insert_actions(order, transfers(problem))
+        return simulate(lowered, seconds_of(problem)).seconds, message_seconds(problem)
+
+    each = sum(map(len, order.ranks))
+    return best_cut(cutter, _others(cutter, constraints), judge, constraints.tolerance, each)
+
+
+def _others(cutter: Cutter, constraints: Constraints) -> Iterator[tuple[int, ...]]:
+    """Cuts that may be better than the one whose slowest stage is the fastest: as if all links were
+    the slowest one, or carried one message at a time whatever its direction; and, with several
+    stages a rank, those whose ranks are loaded evenly."""
+    slow = constraints.machine
+    for machine in (slow, attrs.evolve(slow, link_bandwidth=slow.link_bandwidth / 2)):
+        yield attrs.evolve(cutter, machine=machine, network=None).even()
+    if len(cutter.stage_ranks) > len(set(cutter.stage_ranks)):
+        yield from even_cuts(cutter.account, constraints, tuple(cutter.stage_ranks))
+
+
+def _check_split(order: Schedule, program: Program) -> None:
+    if splits_backwards(order) and all(c.kind != Kind.INPUT_BACKWARD for c in program.calls):
+        raise ValueError(
+            "the schedule has backwards in two parts, and those of the program are whole: apply "
+            "split_backward() to it first (the backend does so for a Family with splits=True)"
+        )
 
 
 def saved_is_open(recompute: RecomputePolicy | None) -> bool:

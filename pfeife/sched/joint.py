@@ -16,8 +16,9 @@ from pfeife.ir.program import Program
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.account import Account, units_of
-from pfeife.sched.cutting.balanced import clusters_of
 from pfeife.sched.cutting.borders import borders, stages_from
+from pfeife.sched.cutting.clusters import clusters_of
+from pfeife.sched.cutting.judged import STEPS, Score, message_seconds
 from pfeife.sched.cutting.layouts import (
     Constraints,
     Layout,
@@ -201,16 +202,19 @@ def _moved(
     budget: Budget,
     whole: _Whole,
 ) -> tuple[Layout, Schedule]:
-    """Cuts moved border by border as long as the step with the same schedule becomes shorter by
-    it."""
-    best, units = whole.seconds(layout, schedule), account.work.units
+    """Cuts moved border by border as long as the step with the same schedule counts less by it
+    (see `Score`)."""
+    units = account.work.units
+    first = whole.seconds(layout, schedule), message_seconds(layout.problem)
+    score = Score(*first, constraints.tolerance)
+    best = score.of(*first)
     starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
     clusters = clusters_of(account.work)
     each = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None
     while moved:
         moved = False
-        for at, step in itertools.product(range(len(starts)), (-1, 1, -2, 2)):
+        for at, step in itertools.product(range(len(starts)), STEPS):
             if budget.left < each or budget.over(each):
                 return layout, schedule
             tried = [s + step if index == at else s for index, s in enumerate(starts)]
@@ -220,9 +224,9 @@ def _moved(
             cut = stages_from(tried, units)
             other = layout_of(account, constraints, cut, placement, layout.relief)
             if other.shortage <= 0 and fits(other.problem, schedule):
-                seconds = whole.seconds(other, schedule)
-                if seconds < best * (1 - 1e-9):
-                    layout, best, starts, moved = other, seconds, tried, True
+                found = score.of(whole.seconds(other, schedule), message_seconds(other.problem))
+                if found < best * (1 - 1e-9):
+                    layout, best, starts, moved = other, found, tried, True
     return layout, schedule
 
 

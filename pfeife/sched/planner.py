@@ -23,8 +23,11 @@ from pfeife.lowering.verify import verify_schedule
 from pfeife.passes.compose import Passes
 from pfeife.sched.by_family import Scheduling, family_of, of_family, saved_is_open
 from pfeife.sched.cutting.account import Account
+from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
+from pfeife.sched.cutting.clusters import clusters_of
 from pfeife.sched.cutting.cuts import marked
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
+from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
@@ -61,6 +64,8 @@ def plan(
     watched: Watched | None = None,
     recompute: RecomputePolicy | None = None,
     passes: Passes | None = None,
+    message_tolerance: float = MESSAGE_TOLERANCE,
+    cut_at: CutAt = "anywhere",
 ) -> Plan:
     """A plan for a fused and annotated program, split into input- and weight-backwards if the
     schedule shall be; no rank of it needs more than `memory_limit` bytes.
@@ -74,12 +79,17 @@ def plan(
     searches run side by side.
 
     `cuts` has the stage of every cluster (see `split_at` and `follow`). Without it the cuts are the
-    `stage_boundary` markers in the model; without those they minimise the seconds of the slowest
-    stage. There are as many ranks as stages, and stages as ranks, where one of them is not given;
-    more stages than ranks are assigned to them in turn. `placement` has the ranks of the stages
-    where they are given. With `owners`, the ranks that hold some of the state, stages, cuts and
-    placement are those of `follow`, and a family that is not for such a placement gives way to
-    1F1B, which is for any. A measured `network` takes the place of the machine's figures for links.
+    `stage_boundary` markers in the model; without those they minimise the seconds of the step, in
+    which each message goes over the link of its two ranks. Where its messages take less, a step
+    may take up to `message_tolerance` (a fraction) longer, by as much of that as they take less
+    (see `Score`). `cut_at` says where they may be: "anywhere" between clusters, at the borders of
+    the model's repeated "blocks" (see `blocks_of`), or of modules by their paths; cuts that are
+    given, and those of `owners`, are taken as they are. There are as many ranks as stages, and
+    stages as ranks, where one of them is not given; more stages than ranks are assigned to them in
+    turn. `placement` has the ranks of the stages where they are given. With `owners`, the ranks
+    that hold some of the state, stages, cuts and placement are those of `follow`, and a family that
+    is not for such a placement gives way to 1F1B, which is for any. A `network`, measured or
+    `Network.of`, takes the place of the machine's figures for links.
     A search calls `progress` with how many of its seconds are over and `watched` with every
     schedule that this process has timed (`Tried`), and ranks what it has found with the reductions
     of replicas.
@@ -128,12 +138,14 @@ def plan(
         stages=stages,
         cuts=by_hand,
         placement=tuple(placement) if placement else None,
+        tolerance=checked_tolerance(message_tolerance),
     )
     _check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
     given = replicas_of(replicas)
-    account = _account(program, constraints, owners or (), given.shards)
+    check_cut_at(cut_at)
+    account = _account(program, constraints, owners or (), given.shards, cut_at)
     _check_order(account, by_hand)
     reductions = reductions_of(account, constraints, given)
     asked = _Asked(
@@ -174,11 +186,20 @@ def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int
 
 
 def _account(
-    program: Program, constraints: Constraints, owned: Collection[str], shards: int
+    program: Program,
+    constraints: Constraints,
+    owned: Collection[str],
+    shards: int,
+    cut_at: CutAt,
 ) -> Account:
-    """The sums of a program; what is `owned` on some ranks is read there alone."""
+    """The sums of a program, whose cuts are where it was said; what is `owned` on some ranks is
+    read there alone."""
     duplicated = cheap_to_recompute(program, constraints.machine, owned)
-    return Account(workload_of(program, duplicated, constraints.optimizer, shards))
+    work = workload_of(program, duplicated, constraints.optimizer, shards)
+    if constraints.cuts is None:
+        closed = closed_borders(program, clusters_of(work), cut_at, constraints.count)
+        work = attrs.evolve(work, blocked=work.blocked | closed)
+    return Account(work)
 
 
 @attrs.frozen

@@ -4,59 +4,152 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import cached_property
+from reprlib import repr as short
 
 import attrs
 import numpy as np
 
 from pfeife.data.machine import Machine
+from pfeife.data.network import Network
 from pfeife.sched.cutting.account import Account, held_from, posted, with_left_out
 from pfeife.sched.cutting.borders import (
-    between,
     climbed,
     evenest,
+    least,
     open_borders,
     stages_from,
     worst_of,
 )
+from pfeife.sched.cutting.clusters import Clusters, StageTimes, clusters_of
+from pfeife.sched.cutting.joints import Border, Machines, borders_of
 from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.cutting.workload import Workload
 
-
-@attrs.frozen
-class Clusters:
-    """A workload per cluster and per border.
-
-    `seconds` are of one microbatch, forward and backward; `crossing[c]` are the bytes of
-    activations and gradients that a cut before cluster c sends for each microbatch; `blocked` has
-    the borders at which a cut would tear a buffer's updates apart.
-    """
-
-    seconds: tuple[float, ...]
-    crossing: tuple[int, ...]
-    blocked: frozenset[int] = frozenset()
-
-    def allowed(self, starts: Sequence[int]) -> bool:
-        """Whether stages may start at these clusters: in their order, at open borders."""
-        edges = [0, *starts, len(self.seconds)]
-        rising = all(low < high for low, high in itertools.pairwise(edges))
-        return rising and self.blocked.isdisjoint(starts)
-
-
-def clusters_of(work: Workload) -> Clusters:
-    """A workload as `balanced` looks at it: per cluster its seconds and bytes, summed over forward
-    and backward, and per border the bytes that a cut there would send."""
-    seconds = tuple(sum(work.of(kind, unit) for kind in work.seconds) for unit in range(work.units))
-    change = [0] * work.units
-    for flow in work.flows:
-        ends = [flow.unit, *(unit for unit, _ in flow.readers)]
-        change[min(ends)] += flow.bytes
-        change[max(ends)] -= flow.bytes
-    return Clusters(seconds, (0, *accumulate(change[:-1])), work.blocked)
-
-
 _HALVINGS = 6  # of the room that a stage has on a rank with several
 _FEW = 4000  # cuts that are looked at one by one where memory is short
+
+
+@attrs.frozen(slots=False)
+class Cutter:
+    """Contiguous cuts for stages on given ranks, by dynamic programming over (stages so far,
+    clusters so far).
+
+    A stage's seconds are its computation on its rank and what the transfers over its borders take
+    of its time (see `Machine.overlap`), or the transfer over its first border if that is longer,
+    each over the link of the two ranks (of the `machine`s without a `network`). Its bytes
+    are what it has all the time and what `in_flight[stage]` microbatches save (see `account`), with
+    what is `left_out` of that on every rank; of the `limit` bytes of a rank no stage has much more
+    than its share.
+    """
+
+    account: Account
+    stage_ranks: Sequence[int]
+    machine: Machines
+    network: Network | None
+    in_flight: Sequence[int]
+    microbatches: int
+    limit: float
+    left_out: Sequence[int] = ()
+
+    @cached_property
+    def clusters(self) -> Clusters:
+        return clusters_of(self.account.work)
+
+    @cached_property
+    def edges(self) -> list[int]:
+        work = self.account.work
+        return [0, *open_borders(work.units, work.blocked), work.units]
+
+    @cached_property
+    def times(self) -> StageTimes:
+        return StageTimes(self.account.work, self.edges, self.stage_ranks, self.borders)
+
+    @cached_property
+    def borders(self) -> tuple[Border | None, ...]:
+        return borders_of(self.stage_ranks, self.machine, self.network)
+
+    @cached_property
+    def memory(self) -> "_Memory":
+        return _Memory(
+            self.account,
+            self.edges,
+            self.stage_ranks,
+            self.in_flight,
+            self.microbatches,
+            self.left_out,
+        )
+
+    @cached_property
+    def shares(self) -> list[np.ndarray]:
+        return self.memory.shares(self.limit)
+
+    def even(self) -> tuple[int, ...]:
+        """The stage of every cluster, such that the slowest stage is as fast as can be, and among
+        such cuts the most even (see `evenest`). Raises ValueError if there are more stages than
+        clusters or open borders, NoRoom if none of the cuts fits (with several stages a rank: none
+        that was found)."""
+        stages, units = len(self.stage_ranks), self.account.work.units
+        self._check()
+        if math.isinf(self.limit):
+            return stages_from(evenest(self.edges, stages, self.times.of) or (), units)
+
+        def fastest(room: float) -> list[int] | None:
+            return evenest(self.edges, stages, lambda stage: self._within(stage, room))
+
+        found = _roomy(fastest, self.memory.worst, self.limit)
+        if found is None:
+            every = self.memory.shares(math.inf)
+            _, start = worst_of(self.edges, stages, every.__getitem__) or (math.inf, [])
+            found = roomiest(self.clusters, start, self.memory.worst, self.limit)
+            if self.lacking(found) > 0:
+                raise _refusal(self.clusters, stages, self.limit, self.lacking(found))
+        return stages_from(found, units)
+
+    def quiet(self, slack: float) -> tuple[int, ...] | None:
+        """The cut whose messages take least, each over its own link, among those whose slowest
+        stage takes at most so much (a fraction) longer than that of `even`; None where none was
+        found that fits."""
+        stages = len(self.stage_ranks)
+
+        def quietest(room: float) -> list[int] | None:
+            slowest = worst_of(self.edges, stages, lambda stage: self._within(stage, room))
+            if slowest is None:
+                return None
+            most = slowest[0] * (1 + slack)
+
+            def messages(stage: int) -> np.ndarray:
+                seconds = self._within(stage, room)
+                # Between cuts with the same messages the more even one.
+                return self.times.messages(stage)[:, None] + np.where(
+                    seconds <= most, 1e-3 * seconds**2 / max(most, 1e-30), np.inf
+                )
+
+            return least(self.edges, stages, messages)
+
+        found = _roomy(quietest, self.memory.worst, self.limit)
+        return None if found is None else stages_from(found, self.account.work.units)
+
+    def lacking(self, starts: Sequence[int]) -> float:
+        """Bytes that the worst rank lacks, of the clusters at which stages start; not positive
+        where they fit."""
+        return -math.inf if math.isinf(self.limit) else self.memory.worst(starts) - self.limit
+
+    def _within(self, stage: int, room: float) -> np.ndarray:
+        """The seconds of a stage, endless where it has more than so many bytes."""
+        seconds = self.times.of(stage)
+        return (
+            seconds if math.isinf(room) else np.where(self.shares[stage] <= room, seconds, np.inf)
+        )
+
+    def _check(self) -> None:
+        stages, units = len(self.stage_ranks), self.account.work.units
+        if stages > units:
+            raise ValueError(
+                f"{stages} stages, but the program has only {units} clusters to cut between"
+            )
+        if stages > len(self.edges) - 1:
+            raise ValueError(f"no cut into {stages} stages: {_closed(self.clusters)}")
 
 
 def balanced(
@@ -66,50 +159,16 @@ def balanced(
     machine: Machine,
     in_flight: Sequence[int],
     microbatches: int,
+    network: Network | None = None,
     memory_limit: float | None = None,
     left_out: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """The stage of every cluster, contiguous, such that the slowest stage is as fast as can be.
-
-    Dynamic programming over (stages so far, clusters so far), twice (see `evenest`). A
-    stage's seconds are its computation and what the transfers over its borders take of its time
-    (see `Machine.overlap`), or the transfer over its first border if that is longer; its bytes are
-    what it has all the time and what `in_flight[stage]` microbatches save (see `account`), with
-    what is `left_out` of that on every rank; of the `memory_limit` bytes of a rank no stage has
-    much more than its share. Raises ValueError if there are more stages than clusters or open
-    borders, NoRoom if none of the cuts fits (with several stages a rank: none that was found).
-    """
-    work, stages = account.work, len(stage_ranks)
-    clusters = clusters_of(work)
-    if stages > work.units:
-        raise ValueError(
-            f"{stages} stages, but the program has only {work.units} clusters to cut between"
-        )
-    edges = [0, *open_borders(work.units, work.blocked), work.units]
-    if stages > len(edges) - 1:
-        raise ValueError(f"no cut into {stages} stages: {_closed(clusters)}")
+    """`Cutter.even` within a machine's memory, unless another limit is given."""
     limit = machine.memory if memory_limit is None else memory_limit
-    seconds = _stage_seconds(clusters, machine, edges)
-    if math.isinf(limit):
-        found = evenest(edges, stages, lambda stage: seconds)
-        return stages_from(found or (), work.units)
-    memory = _Memory(account, edges, stage_ranks, in_flight, microbatches, left_out)
-    within = memory.shares(limit)
-
-    def fastest(room: float) -> list[int] | None:
-        """The cut with stages of at most so many bytes."""
-        return evenest(
-            edges, stages, lambda stage: np.where(within[stage] <= room, seconds, np.inf)
-        )
-
-    found = _roomy(fastest, memory.worst, limit)
-    if found is None:
-        every = memory.shares(math.inf)
-        _, start = worst_of(edges, stages, every.__getitem__) or (math.inf, [])  # there is one
-        found = roomiest(clusters, start, memory.worst, limit)
-        if memory.worst(found) > limit:
-            raise _refusal(clusters, stages, limit, memory.worst(found) - limit)
-    return stages_from(found, work.units)
+    cutter = Cutter(
+        account, stage_ranks, machine, network, in_flight, microbatches, limit, left_out
+    )
+    return cutter.even()
 
 
 @attrs.frozen
@@ -141,17 +200,6 @@ class _Memory:
         stage_of = stages_from(starts, self.account.work.units)
         needed = self.account.needed(stage_of, self.stage_ranks, self.microbatches, self.in_flight)
         return max(with_left_out(needed, self.left_out))
-
-
-def _stage_seconds(clusters: Clusters, machine: Machine, edges: Sequence[int]) -> np.ndarray:
-    """Seconds of a stage between two edges, endless unless the second comes after the first."""
-    inner = range(1, len(clusters.seconds))
-    sizes = [clusters.crossing[at] if at in inner else None for at in edges]
-    busy = np.array([0.0 if size is None else machine.send_seconds(size) for size in sizes])
-    arriving = [0.0 if size is None else machine.transfer_seconds(size) for size in sizes]
-    time = np.array([0.0, *accumulate(clusters.seconds)])[edges]
-    needed = between(time) + (busy[:, None] + busy)
-    return np.maximum(needed, np.array(arriving)[:, None])
 
 
 def _spans(
@@ -214,7 +262,10 @@ def roomiest(
 
 def _closed(clusters: Clusters) -> str:
     closed = sorted(clusters.blocked)
-    return f"no cut may part what updates and reads one buffer, so borders {closed} are closed"
+    return (
+        f"borders {short(closed)} are closed, where a cut would part what updates and reads one "
+        "buffer, or is not where cut_at says"
+    )
 
 
 def _refusal(clusters: Clusters, stages: int, limit: float, lacks: float) -> NoRoom:

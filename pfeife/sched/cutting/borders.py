@@ -55,6 +55,12 @@ def evenest(edges: Sequence[int], stages: int, cost: Cost) -> list[int] | None:
     return even and even[1]
 
 
+def least(edges: Sequence[int], stages: int, cost: Cost) -> list[int] | None:
+    """Where the stages but the first start, such that all together cost least."""
+    found = _best(edges, stages, cost, np.add)
+    return found and found[1]
+
+
 def worst_of(edges: Sequence[int], stages: int, cost: Cost) -> tuple[float, list[int]] | None:
     """The least that the worst stage can cost, and where the stages but the first then start."""
     return _best(edges, stages, cost, np.maximum)

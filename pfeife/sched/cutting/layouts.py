@@ -13,10 +13,13 @@ from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
-from pfeife.sched.cutting.balanced import Clusters, clusters_of, roomiest
+from pfeife.sched.cutting.balanced import roomiest
 from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_from
+from pfeife.sched.cutting.clusters import Clusters, clusters_of
+from pfeife.sched.cutting.joints import Border, Machines, borders_of
 from pfeife.sched.cutting.recompute_choice import cheapest
 from pfeife.sched.cutting.stages import room_for, stage_problem
+from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
 
 
@@ -24,7 +27,9 @@ from pfeife.sched.families.orders import folded, looped
 class Constraints:
     """What a plan is to keep to: the machine and its links, microbatches, ranks, bytes a rank, the
     optimizer, stages if their number is given, cuts and the stages' ranks likewise, and what the
-    account of bytes leaves out of every rank (negative where it says too much)."""
+    account of bytes leaves out of every rank (negative where it says too much). `of_ranks` are the
+    machines of the ranks where they differ; `tolerance` is how much longer (a fraction) a step may
+    take whose messages are smaller (see `Score`)."""
 
     machine: Machine
     microbatches: int
@@ -36,6 +41,13 @@ class Constraints:
     cuts: tuple[int, ...] | None = None
     placement: tuple[int, ...] | None = None
     left_out: tuple[int, ...] = ()
+    of_ranks: tuple[Machine, ...] = ()
+    tolerance: float = 0.0
+
+    @property
+    def machines(self) -> Machines:
+        """One for all ranks, or one a rank."""
+        return self.of_ranks or self.machine
 
     @property
     def count(self) -> int:
@@ -62,7 +74,7 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
     clusters, units = clusters_of(account.work), account.work.units
     found: dict[tuple, Layout] = {}
     for placement in _placements(units, constraints):
-        for cut in _cuts(clusters, constraints, placement):
+        for cut in even_cuts(account, constraints, placement):
             if (cut, placement) not in found:
                 found[cut, placement] = layout_of(account, constraints, cut, placement)
     if not found:
@@ -91,7 +103,7 @@ def layout_of(
         cut,
         placement,
         m,
-        machine=constraints.machine,
+        machine=constraints.machines,
         network=constraints.network,
         memory=room_for(limit, always),
         relief=relief,
@@ -115,21 +127,21 @@ def _placements(units: int, constraints: Constraints) -> Iterator[tuple[int, ...
             )
 
 
-def _cuts(
-    clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
+def even_cuts(
+    account: Account, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Cuts whose ranks are loaded evenly, from those whose stages are."""
+    """Cuts whose ranks are loaded evenly, from those whose stages are; or the one by hand."""
     if constraints.cuts:
         yield constraints.cuts
         return
-    units, stages = len(clusters.seconds), len(placement)
-    loads = Loads(clusters, placement, constraints.machine)
+    units, stages = account.work.units, len(placement)
+    loads = Loads(account.work, placement, constraints)
     start = loads.even()
     if start is not None:
         yield stages_from(start, units)
         yield stages_from(loads.improved(start), units)
     by_count = borders([unit * stages // units for unit in range(units)])
-    if clusters.allowed(by_count):
+    if loads.clusters.allowed(by_count):
         yield stages_from(by_count, units)
 
 
@@ -137,12 +149,24 @@ class Loads:
     """Seconds of every rank for cuts, given by the cluster at which each stage but the first
     starts."""
 
-    def __init__(self, clusters: Clusters, placement: tuple[int, ...], machine: Machine):
-        self.clusters, self.placement = clusters, placement
-        self.units = len(clusters.seconds)
-        self.before = [0.0, *accumulate(clusters.seconds)]
-        self.transfers = [
-            machine.transfer_seconds(size) if size else 0.0 for size in clusters.crossing
+    def __init__(self, work: Workload, placement: tuple[int, ...], constraints: Constraints):
+        self.clusters, self.placement = clusters_of(work), placement
+        self.units = work.units
+        self.before = [0.0, *accumulate(self.clusters.seconds)]
+        mine = {rank: clusters_of(work, rank).seconds for rank in work.elsewhere}
+        self.elsewhere = {rank: [0.0, *accumulate(each)] for rank, each in mine.items()}
+        ends = borders_of(placement, constraints.machines, constraints.network)
+        self.transfers = [self._transfers(border) for border in ends]
+
+    def _transfers(self, border: Border | None) -> list[float]:
+        """Seconds of the messages over a border, by the cluster at which it is."""
+        sizes = zip(self.clusters.ahead, self.clusters.back, strict=True)
+        if border is None:
+            return [0.0] * self.units
+        return [
+            (border.ahead.transfer_seconds(ahead) if ahead else 0.0)
+            + (border.back.transfer_seconds(back) if back else 0.0)
+            for ahead, back in sizes
         ]
 
     def cost(self, starts: Sequence[int]) -> tuple[float, float]:
@@ -150,8 +174,10 @@ class Loads:
         edges = [0, *starts, self.units]
         load = [0.0] * (1 + max(self.placement))
         for stage, (first, end) in enumerate(pairwise(edges)):
-            load[self.placement[stage]] += self.before[end] - self.before[first]
-        sent = sum(self.transfers[start] for start in starts)
+            rank = self.placement[stage]
+            before = self.elsewhere.get(rank, self.before)
+            load[rank] += before[end] - before[first]
+        sent = sum(each[at] for each, at in zip(self.transfers[1:], starts, strict=True))
         return max(load), sent + math.sqrt(sum(value**2 for value in load))
 
     def even(self) -> list[int] | None:
@@ -179,7 +205,7 @@ def _roomiest(
     account: Account, clusters: Clusters, constraints: Constraints, placement: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """The cut for a placement whose worst rank needs the least memory for one microbatch."""
-    start = Loads(clusters, placement, constraints.machine).even()
+    start = Loads(account.work, placement, constraints).even()
     if start is None:
         return
     m, limit, units = constraints.microbatches, constraints.memory_limit, account.work.units

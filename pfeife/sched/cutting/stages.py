@@ -1,14 +1,16 @@
 """The scheduling problem that cuts and placements make of a workload."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from pfeife.data.machine import Machine
+import attrs
+
 from pfeife.data.network import Network
 from pfeife.data.plan import Plan
 from pfeife.ir.program import Kind
-from pfeife.lowering.envelope import travel
+from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of
+from pfeife.sched.cutting.joints import Machines, joint
 from pfeife.sched.cutting.workload import Workload
 
 
@@ -18,28 +20,56 @@ def stage_problem(
     stage_ranks: Sequence[int],
     microbatches: int,
     *,
-    machine: Machine,
+    machine: Machines,
     network: Network | None = None,
     memory: tuple[float, ...] | None = None,
     relief: Relief = NO_RELIEF,
+    busy: bool = False,
 ) -> Problem:
     """The problem of scheduling given stages on given ranks, with so many bytes for activations on
-    each of them (see `room_for`), and what clusters compute again."""
+    each of them (see `room_for`), and what clusters compute again. Stages that are `busy` compute
+    for as much longer as messages take of their ranks' time."""
     sent = _messages(account.work, stage_of, stage_ranks)
 
-    def transfer(source: int, destination: int, forward: bool) -> float:
+    def transfer(source: int, destination: int, forward: bool) -> Travel:
         sizes = sent.get((source, destination, forward))
         ends = (stage_ranks[source], stage_ranks[destination])
         if not sizes or ends[0] == ends[1]:
-            return 0.0
-        link = network.link(*(ends if forward else ends[::-1])) if network else None
-        return travel(sizes, link or machine).arriving
+            return _NO_TRAVEL
+        link = joint(machine, network, *(ends if forward else ends[::-1]))
+        return travel(sizes, link)
 
     pairs = sorted({(source, destination) for source, destination, _ in sent})
-    edges = tuple(Edge(a, b, transfer(a, b, True), transfer(a, b, False)) for a, b in pairs)
+    both = {pair: (transfer(*pair, True), transfer(*pair, False)) for pair in pairs}
+    edges = tuple(
+        Edge(*pair, ahead.arriving, back.arriving) for pair, (ahead, back) in both.items()
+    )
     each = units_of(stage_of, len(stage_ranks))
-    stages = tuple(_costs(account, units, relief) for units in each)
+    stages = tuple(
+        _costs(account, units, relief, rank) for units, rank in zip(each, stage_ranks, strict=True)
+    )
+    if busy:
+        stages = _busy(stages, both)
     return Problem(stages, tuple(stage_ranks), microbatches, edges, memory)
+
+
+_NO_TRAVEL = Travel(0.0, 0.0, 0.0)
+
+
+def _busy(
+    stages: Sequence[StageCosts], messages: Mapping[tuple[int, int], tuple[Travel, Travel]]
+) -> tuple[StageCosts, ...]:
+    """The stages with what their messages take of the time of their ranks."""
+    forward, backward = ([0.0] * len(stages) for _ in range(2))
+    for (source, destination), (ahead, back) in messages.items():
+        forward[source] += ahead.sending
+        forward[destination] += ahead.receiving
+        backward[destination] += back.sending
+        backward[source] += back.receiving
+    return tuple(
+        attrs.evolve(one, forward=one.forward + there, input_backward=one.input_backward + here)
+        for one, there, here in zip(stages, forward, backward, strict=True)
+    )
 
 
 def _messages(
@@ -65,11 +95,11 @@ def _messages(
     return sent
 
 
-def _costs(account: Account, units: Sequence[int], relief: Relief) -> StageCosts:
+def _costs(account: Account, units: Sequence[int], relief: Relief, rank: int) -> StageCosts:
     work = account.work
 
     def total(kind: Kind) -> float:
-        return sum(work.of(kind, unit) for unit in units)
+        return sum(work.of(kind, unit, rank) for unit in units)
 
     again = sum(relief.options[unit].extra_seconds for unit in units if unit in relief.options)
     saved = float(account.saved(units, relief))
@@ -88,7 +118,7 @@ def room_for(limit: float, always: Iterable[int]) -> tuple[float, ...]:
     return tuple(float(max(limit - one, 0)) for one in always)
 
 
-def bytes_of(account: Account, plan: Plan, machine: Machine) -> list[int]:
+def bytes_of(account: Account, plan: Plan, machine: Machines) -> list[int]:
     """Bytes of every rank of a plan by the sums."""
     stage_of, stage_ranks = plan.stage_of_cluster, plan.stage_ranks
     units = units_of(stage_of, len(stage_ranks))

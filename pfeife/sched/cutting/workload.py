@@ -29,6 +29,9 @@ class Flow:
     storage: Storage | None
 
 
+Seconds = dict[Kind, tuple[float, ...]]  # of a microbatch, by kind and cluster
+
+
 @attrs.frozen(slots=False)
 class Workload:
     """A fused program with costs, cluster by cluster.
@@ -40,10 +43,11 @@ class Workload:
     over (those that a forward saves are counted with the flows), and the most that it needs beside
     these and beside what is saved. `blocked` are the borders at which a cut would tear a
     buffer's updates apart. `duplicated` are the values that flow nowhere, since every stage that
-    reads one computes it for itself.
+    reads one computes it for itself. `elsewhere` has the seconds on ranks whose machine is not that
+    of the program's costs.
     """
 
-    seconds: dict[Kind, tuple[float, ...]]
+    seconds: Seconds
     state: tuple[tuple[int, frozenset[int]], ...]
     gradients: tuple[int, ...]
     flows: tuple[Flow, ...]
@@ -51,6 +55,7 @@ class Workload:
     temporaries: dict[Kind, tuple[int, ...]]
     blocked: frozenset[int] = frozenset()
     duplicated: tuple[str, ...] = ()
+    elsewhere: Mapping[int, Seconds] = attrs.Factory(dict)
 
     @property
     def units(self) -> int:
@@ -72,8 +77,10 @@ class Workload:
         """By cluster the entries of the state that it holds."""
         return _by_cluster(self.units, (units for _, units in self.state))
 
-    def of(self, kind: Kind, unit: int) -> float:
-        return self.seconds[kind][unit] if kind in self.seconds else 0.0
+    def of(self, kind: Kind, unit: int, rank: int = 0) -> float:
+        """Seconds of a kind of call of a cluster, on a rank."""
+        seconds = self.elsewhere.get(rank, self.seconds)
+        return seconds[kind][unit] if kind in seconds else 0.0
 
 
 def _by_cluster(units: int, holders: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

@@ -8,44 +8,22 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workloads import chained
 
-from pfeife.cost.body import Storage
+from pfeife.data.link import LinkKind
 from pfeife.data.machine import Machine
+from pfeife.data.network import Network, Node
 from pfeife.ir.program import Kind
 from pfeife.lowering.channel import window
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.balanced import balanced
 from pfeife.sched.cutting.borders import borders, open_borders, stages_from
 from pfeife.sched.cutting.room import NoRoom
-from pfeife.sched.cutting.workload import Flow, Workload
+from pfeife.sched.cutting.workload import Workload
 
+SLOW = LinkKind("slow", 1.0, 2.0)  # as LINK, which is faster, in whole seconds and bytes
 LINK = Machine("slow link", 1.0, 1.0, 10**9, link_bandwidth=2.0, link_latency=1.0)
 small = st.integers(0, 6)
-
-
-def chained(
-    seconds: Sequence[float],
-    parameters: Sequence[int],
-    saved: Sequence[int],
-    crossing: Sequence[int],
-    blocked: frozenset[int] = frozenset(),
-) -> Workload:
-    """Clusters that save for their own backward and send to the next one."""
-    count = len(seconds)
-    flows = [(saved[c], c, (c, Kind.BACKWARD)) for c in range(count)]
-    flows += [(crossing[c], c - 1, (c, Kind.FORWARD)) for c in range(1, count)]
-    return Workload(
-        {Kind.FORWARD: tuple(seconds), Kind.BACKWARD: (0.0,) * count},
-        tuple((size, frozenset({c})) for c, size in enumerate(parameters)),
-        tuple(parameters),
-        tuple(
-            Flow(size, unit, Kind.FORWARD, (reader,), Storage(f"F{unit}", str(reader), size))
-            for size, unit, reader in flows
-        ),
-        {Kind.FORWARD: (0,) * count, Kind.BACKWARD: tuple(parameters)},
-        {Kind.FORWARD: (1,) * count, Kind.BACKWARD: (0,) * count},
-        blocked,
-    )
 
 
 @st.composite
@@ -64,10 +42,12 @@ def every_cut(
     limit: int,
     overlap: float = 0.0,
     left_out: Sequence[int] = (),
+    slow: int | None = None,
 ) -> dict[tuple[int, ...], list[float]]:
     """The stages' seconds of every allowed cut that fits, a stage a rank: parameters, gradients,
     the one that is not yet added up, or the byte that a forward takes; messages that are posted
-    ahead; what microbatches in flight save, and what they have sent."""
+    ahead; what microbatches in flight save, and what they have sent. The `slow` stage starts at
+    another link."""
     found, stages, count = {}, len(flying), work.units
     parameters = [size for size, _ in work.state]
     saved = [flow.bytes for flow in work.flows[:count]]
@@ -81,12 +61,26 @@ def every_cut(
             ahead = window([crossing[a]], microbatches) if crossing[a] else 0
             kept = flying[stage] * (sum(saved[a:b]) + crossing[b])
             fits &= 2 * state + max(1, state) + ahead + kept + less[stage] <= limit
-            sent = {at: 1.0 + crossing[at] / 2.0 for at in (a, b) if 0 < at < count}
+            links = {a: SLOW if stage == slow else LINK, b: SLOW if stage + 1 == slow else LINK}
+            sent = {
+                at: link.transfer_seconds(crossing[at])
+                for at, link in links.items()
+                if 0 < at < count
+            }
             busy = sum(work.seconds[Kind.FORWARD][a:b]) + (1 - overlap) * sum(sent.values())
             seconds.append(max(busy, sent.get(a, 0.0)))
         if fits:
             found[cuts] = seconds
     return found
+
+
+def _two_nodes(ranks: int, slow: int | None, overlap: float) -> Network | None:
+    """Nodes joined as LINK says; the second one starts at rank `slow`."""
+    if slow is None:
+        return None
+    inside = LinkKind("inside", LINK.link_bandwidth, LINK.link_latency, overlap)
+    nodes = (Node(tuple(range(slow)), inside), Node(tuple(range(slow, ranks)), inside))
+    return Network(nodes=nodes, across=attrs.evolve(SLOW, overlap=overlap))
 
 
 @settings(max_examples=300)
@@ -102,6 +96,7 @@ def test_balanced_equals_brute_force(work, data):
         needed, left_out = Account(work).needed(cut, ranks, m, flying), []
         limit = max(needed)  # by the byte
     link = attrs.evolve(LINK, overlap=data.draw(st.sampled_from((0.0, 0.5, 1.0))))
+    slow = data.draw(st.none() | st.integers(1, stages - 1)) if stages > 1 else None
     cut = functools.partial(
         balanced,
         Account(work),
@@ -111,10 +106,11 @@ def test_balanced_equals_brute_force(work, data):
         microbatches=m,
         memory_limit=limit,
         left_out=left_out,
+        network=_two_nodes(stages, slow, link.overlap),
     )
 
     def within(limit: int) -> dict[tuple[int, ...], list[float]]:
-        return every_cut(work, m, flying, limit, link.overlap, left_out)
+        return every_cut(work, m, flying, limit, link.overlap, left_out, slow)
 
     found = within(LINK.memory if limit is None else limit)
     if not found:

@@ -1,0 +1,128 @@
+"""A workload as cuts see it: seconds of clusters and stages, and what crosses borders."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import numpy as np
+
+from pfeife.ir.program import Kind
+from pfeife.sched.cutting.borders import between
+from pfeife.sched.cutting.joints import Border
+from pfeife.sched.cutting.workload import Workload
+
+
+@attrs.frozen
+class Clusters:
+    """A workload per cluster and per border.
+
+    `seconds` are of one microbatch, forward and backward; `ahead[c]` and `back[c]` are the bytes
+    of activations and of gradients that a cut before cluster c sends for each microbatch;
+    `blocked` has the borders at which there may be no cut.
+    """
+
+    seconds: tuple[float, ...]
+    ahead: tuple[int, ...]
+    back: tuple[int, ...]
+    blocked: frozenset[int] = frozenset()
+
+    def allowed(self, starts: Sequence[int]) -> bool:
+        """Whether stages may start at these clusters: in their order, at open borders."""
+        edges = [0, *starts, len(self.seconds)]
+        rising = all(low < high for low, high in itertools.pairwise(edges))
+        return rising and self.blocked.isdisjoint(starts)
+
+
+def clusters_of(work: Workload, rank: int = 0) -> Clusters:
+    """A workload as `balanced` looks at it: per cluster its seconds on a rank, summed over forward
+    and backward, and per border the bytes that a cut there would send."""
+    kinds = tuple(work.seconds)
+    seconds = tuple(sum(work.of(kind, unit, rank) for kind in kinds) for unit in range(work.units))
+    ahead, back = [0] * work.units, [0] * work.units
+    for flow in work.flows:
+        forward = flow.kind == Kind.FORWARD
+        readers = (unit for unit, kind in flow.readers if (kind == Kind.FORWARD) == forward)
+        ends = [flow.unit, *readers]
+        change = ahead if forward else back
+        change[min(ends)] += flow.bytes
+        change[max(ends)] -= flow.bytes
+    ahead, back = ([0, *accumulate(change[:-1])] for change in (ahead, back))
+    return Clusters(seconds, tuple(ahead), tuple(back), work.blocked)
+
+
+@attrs.frozen
+class _Taken:
+    """Seconds of the messages over a border, for every place where it may be: what they take of
+    the rank `before` it, of the one `after` it, the longer way to `arrive`, and both ways."""
+
+    before: np.ndarray
+    after: np.ndarray
+    arriving: np.ndarray
+    both: np.ndarray
+
+
+@attrs.frozen(slots=False)
+class StageTimes:
+    """Seconds of stages between two edges, each on its rank and with the links of its borders
+    (`borders[stage]` with the stage before it)."""
+
+    work: Workload
+    edges: Sequence[int]
+    stage_ranks: Sequence[int]
+    borders: Sequence[Border | None]
+
+    def of(self, stage: int) -> np.ndarray:
+        """Of a stage between every two edges, endless unless the second comes after the first."""
+        last = stage + 1 == len(self.stage_ranks)
+        ends = (self.borders[stage], None if last else self.borders[stage + 1])
+        rank = self.stage_ranks[stage]
+        return self._seconds(rank if rank in self.work.elsewhere else 0, *ends)
+
+    def messages(self, stage: int) -> np.ndarray:
+        """Of the messages over a stage's first border, both ways, by the edge where it is."""
+        return self._taken(self.borders[stage]).both
+
+    @cached_property
+    def _clusters(self) -> Clusters:
+        return clusters_of(self.work)
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _seconds(self, rank: int, first: Border | None, second: Border | None) -> np.ndarray:
+        def make() -> np.ndarray:
+            seconds = clusters_of(self.work, rank).seconds
+            time = np.array([0.0, *accumulate(seconds)])[list(self.edges)]
+            taken = self._taken(first)
+            needed = between(time) + (taken.after[:, None] + self._taken(second).before)
+            return np.maximum(needed, taken.arriving[:, None])
+
+        return self._once((rank, id(first), id(second)), make)
+
+    def _taken(self, border: Border | None) -> _Taken:
+        return self._once(id(border), lambda: self._made(border))
+
+    def _made(self, border: Border | None) -> _Taken:
+        inner, clusters = range(1, self.work.units), self._clusters
+        rows = []
+        for at in self.edges:
+            if border is None or at not in inner:
+                rows.append((0.0,) * 4)
+                continue
+            ahead, back, sizes = border.ahead, border.back, (clusters.ahead[at], clusters.back[at])
+            there = ahead.transfer_seconds(sizes[0])
+            here = back.transfer_seconds(sizes[1]) if sizes[1] else 0.0
+            answer = (back.receive_seconds(sizes[1]), back.send_seconds(sizes[1]))
+            before = ahead.send_seconds(sizes[0]) + (answer[0] if sizes[1] else 0.0)
+            after = ahead.receive_seconds(sizes[0]) + (answer[1] if sizes[1] else 0.0)
+            rows.append((before, after, max(there, here), there + here))
+        return _Taken(*np.array(rows).T)

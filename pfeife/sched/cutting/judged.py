@@ -1,0 +1,134 @@
+"""Cuts judged by the step that they make: its seconds, and what its messages take."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise, product
+
+import attrs
+
+from pfeife.lowering.problem import Problem
+from pfeife.sched.cutting.balanced import Cutter
+from pfeife.sched.cutting.borders import borders, stages_from
+
+# Seconds are estimates, whose errors are larger (benchmarks/fidelity.py); bytes are exact.
+MESSAGE_TOLERANCE = 0.01
+SLACKS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the slowest stage
+STEPS = (-1, 1, -2, 2, -3, 3, -4, 4)  # clusters that a border moves
+_MOST = 150_000  # operations of schedules that are run to judge cuts: a second or two
+
+
+@attrs.frozen
+class Score:
+    """What a step counts as, against the seconds of a first one and of its messages: shorter is
+    better, and so is a step that is longer by up to a `tolerance` (a fraction), by as much of that
+    as its messages take less.
+
+    Where a step of 100 ms has messages of 10 ms, one of 100.8 ms is better by a tolerance of 1 %
+    if its messages take 1 ms: 1.008 + 0.001 < 1 + 0.01.
+    """
+
+    seconds: float
+    messages: float
+    tolerance: float
+
+    def of(self, seconds: float, messages: float) -> float:
+        """Less is better."""
+        share = messages / self.messages if self.messages else 0.0
+        return seconds / (self.seconds or 1.0) + self.tolerance * share
+
+
+def checked_tolerance(given: float) -> float:
+    """A tolerance. Raises ValueError unless it is a fraction of a step."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1:
+        raise ValueError(
+            f"message_tolerance={given!r}: must be from 0 to 1, such as 0.01 for 1 % of the step"
+        )
+    return float(given)
+
+
+def message_seconds(problem: Problem) -> float:
+    """What all messages of a microbatch take, each over its own link: bytes, of which those on
+    slow links count more."""
+    ranks = problem.stage_ranks
+    between = (e for e in problem.edges if ranks[e.source] != ranks[e.destination])
+    return sum(edge.forward_seconds + edge.backward_seconds for edge in between)
+
+
+def best_cut(
+    cutter: Cutter,
+    more: Iterable[tuple[int, ...]],
+    judge: Callable[[tuple[int, ...]], tuple[float, float]],
+    tolerance: float,
+    each: int,
+) -> tuple[int, ...]:
+    """The cut that counts least (see `Score`), of those of a cutter and `more`, its borders moved
+    one by one as long as that helps.
+
+    `judge` has the seconds of a cut's step and of its messages, and looks at `each` operations for
+    it: what is tried depends on their number, not on a clock. Raises ValueError as `Cutter.even`
+    does.
+    """
+    first = cutter.even()
+    best = judge(first)
+    known, left = {first: best}, _MOST // max(each, 1)
+    for cut in _others(cutter, more):
+        if len(known) > left:
+            break
+        if cut not in known:
+            known[cut] = judge(cut)
+    fastest = min(known.values())
+    score = Score(*fastest, tolerance)
+
+    def counted(cut: tuple[int, ...]) -> float:
+        if cut not in known:
+            known[cut] = judge(cut)
+        return score.of(*known[cut])
+
+    found = min(known, key=counted)
+    return _moved(cutter, found, counted, lambda: len(known) > left)
+
+
+def _others(cutter: Cutter, more: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    for cut in more:
+        if cutter.lacking(borders(cut)) <= 0:
+            yield cut
+    for slack in SLACKS:
+        quiet = cutter.quiet(slack)
+        if quiet is not None:
+            yield quiet
+
+
+def _moved(
+    cutter: Cutter,
+    cut: tuple[int, ...],
+    counted: Callable[[tuple[int, ...]], float],
+    over: Callable[[], bool],
+) -> tuple[int, ...]:
+    """The cut with borders moved until nothing helps or it is `over`: one by one, and, where the
+    same two ranks have several, two of them in opposite directions, which leaves the ranks as much
+    to do as they have."""
+    starts, least, units = list(borders(cut)), counted(cut), len(cut)
+    moves = _moves(cutter.stage_ranks)
+    moved = True
+    while moved:
+        moved = False
+        for (at, other), step in product(moves, STEPS):
+            if over():
+                return stages_from(starts, units)
+            tried = list(starts)
+            tried[at] += step
+            if other is not None:
+                tried[other] -= step
+            if not cutter.clusters.allowed(tried) or cutter.lacking(tried) > 0:
+                continue
+            found = counted(stages_from(tried, units))
+            if found < least * (1 - 1e-9):
+                starts, least, moved = tried, found, True
+    return stages_from(starts, units)
+
+
+def _moves(stage_ranks: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Borders to move alone, and pairs of them between the same two ranks."""
+    pairs = [frozenset(pair) for pair in pairwise(stage_ranks)]
+    alone: list[tuple[int, int | None]] = [(at, None) for at in range(len(pairs))]
+    alike = combinations(range(len(pairs)), 2)
+    return alone + [(one, two) for one, two in alike if pairs[one] == pairs[two]]
