@@ -9,30 +9,28 @@ import attrs
 import torch
 import torch.nn.functional as F
 from gpt import GPT
-from torch import fx
 
 import pfeife
 from pfeife import report, sched
-from pfeife.cost.estimate import node_flops
 
 MICROBATCHES, RESHAPE = 8, torch.ops.aten.reshape.default
 
 
 def straight(program: pfeife.Program) -> pfeife.Program:
     """A pass: a reshape of a reshape is one reshape."""
-    graph, here = fx.Graph(), {}
-    for node in program.module.graph.nodes:
-        here[node] = graph.node_copy(node, here.__getitem__)
-        if node.target is RESHAPE and node.args[0].target is RESHAPE:
-            here[node].args = (here[node].args[0].args[0], *here[node].args[1:])
-    graph.eliminate_dead_code()
-    return attrs.evolve(program, module=fx.GraphModule(program.module, graph))
+
+    def once(operation):
+        if operation.target is RESHAPE and operation.args[0].target is RESHAPE:
+            return operation.make(RESHAPE, operation.args[0].args[0], *operation.args[1:])
+        return None
+
+    return program.rewrite(once).edit(lambda module: module.graph.eliminate_dead_code())
 
 
 def by_flops(program: pfeife.Program) -> pfeife.Costs:
     """A cost model: ten microseconds for a call, and fifty billion operations a second."""
-    flops = {c.node: sum(map(node_flops, program.body(c).graph.nodes)) for c in program.calls}
-    return pfeife.Costs("by FLOPs", {node: 1e-5 + found / 50e9 for node, found in flops.items()})
+    flops = program.graph().nodes(data="flops")
+    return pfeife.Costs("by FLOPs", {call: 1e-5 + count / 50e9 for call, count in flops})
 
 
 def in_rounds(stages, microbatches, ranks=None, *, size: int = 2) -> pfeife.Schedule:

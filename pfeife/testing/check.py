@@ -1,0 +1,132 @@
+"""What every pass must keep, and what plain PyTorch gives for a step."""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pfeife.data.plan import Plan
+from pfeife.ir.digest import fingerprint
+from pfeife.ir.evaluate import Result, State, combined, evaluate
+from pfeife.ir.program import Program, Role
+from pfeife.ir.settle import settle
+from pfeife.ir.verify import verify
+from pfeife.passes import partition
+from pfeife.passes.compose import Pass
+from pfeife.runtime.distributed.elsewhere import is_here
+
+
+def check_pass(
+    one: Pass,
+    program: Program,
+    state: State,
+    microbatches: Sequence[Any],
+    *,
+    rounding: Collection[str] | None = (),
+    within: float | None = None,
+) -> Program:
+    """Asserts what every pass keeps, and returns its output.
+
+    The input is unchanged; the output is well formed and evaluates to what the input evaluates
+    to, bit for bit but for the gradients named in `rounding` (None: for nothing), which agree to
+    within rounding, or differ by no more than `within` of the largest value of their tensor; a
+    second run gives the same text. What `settle` does for a pass, it does here too.
+    """
+    before = fingerprint(program)
+    result = one(program)
+    given = type(result).__name__
+    assert isinstance(result, Program), f"the pass returned {given}, not a Program"
+    assert fingerprint(program) == before, "the pass edited its input"
+    result = settle(verify(result))
+    assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
+    assert_same(
+        evaluate(program, state, microbatches),
+        evaluate(result, state, microbatches),
+        rounding,
+        within=within,
+    )
+    return result
+
+
+def assert_same(
+    one: Result,
+    other: Result,
+    rounding: Collection[str] | None = (),
+    *,
+    within: float | None = None,
+) -> None:
+    """Asserts that two results are the same bits, but for gradients named in `rounding`, which
+    agree to within rounding, or differ by no more than `within` of the largest value of their
+    tensor; None lets the loss, every gradient, buffer and output differ so."""
+    assert set(one.gradients) == set(other.gradients), "other parameters have gradients"
+    assert set(one.buffers) == set(other.buffers), "other buffers are updated"
+    pairs = [(name, one.gradients[name], other.gradients[name]) for name in one.gradients]
+    pairs += [(name, one.buffers[name], other.buffers[name]) for name in one.buffers]
+    if one.loss is not None or other.loss is not None:
+        assert one.loss is not None and other.loss is not None, "one has a loss"
+        pairs.append(("loss", one.loss, other.loss))
+    for index, (first, second) in enumerate(zip(one.outputs, other.outputs, strict=True)):
+        assert set(first) == set(second), "other outputs"
+        pairs += [(f"{name} of microbatch {index}", first[name], second[name]) for name in first]
+    for name, first_value, second_value in pairs:
+        close = rounding is None or name in rounding
+        _assert_tensor(name, first_value, second_value, close, within)
+
+
+def _assert_tensor(
+    name: str, one: torch.Tensor, other: torch.Tensor, close: bool, within: float | None
+) -> None:
+    assert one.shape == other.shape and one.dtype == other.dtype, f"{name} has another form"
+    if close and one.dtype.is_floating_point:
+        most = one.abs().max().item() if within and one.numel() else 0.0
+        rtol, atol = (0.0, within * most) if within else (1e-4, 1e-5)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+    else:
+        same = torch.equal(_bits(one), _bits(other))
+        assert same, f"{name} differs by up to {(one - other).abs().max().item()}"
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def eager_accumulation(
+    step: Callable[..., torch.Tensor], model: nn.Module, microbatches: Sequence[tuple]
+) -> Result:
+    """What plain PyTorch gives for a step: `(loss / microbatches).backward()` for each in order.
+
+    The model's gradients and buffers are put back afterwards.
+    """
+    before = copy.deepcopy(model.state_dict())
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for microbatch in microbatches:
+        loss = step(*microbatch)
+        losses.append(loss.detach())
+        (loss / len(microbatches)).backward()
+    changed = {
+        name: value.clone()
+        for name, value in model.named_buffers()
+        if name in before and not torch.equal(value, before[name])
+    }
+    gradients = own_gradients(model)
+    model.load_state_dict(before)
+    for parameter, gradient in kept.items():
+        parameter.grad = gradient
+    loss = combined(losses, [len(losses)] * len(losses))
+    return Result(loss, tuple({} for _ in losses), gradients, changed)
+
+
+def own_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that this process has, by the names of the parameters: under torchrun other
+    ranks have others."""
+    return {name: p.grad for name, p in model.named_parameters() if is_here(p.grad)}
+
+
+def tied_across(plan: Plan, program: Program) -> set[str]:
+    """The parameters whose gradient a plan sums over stages: it may differ by rounding."""
+    names = [port.fqn for port in partition(plan)(program).ports(Role.GRADIENT)]
+    return {name for name in names if names.count(name) > 1}
