@@ -21,6 +21,7 @@ from pfeife.frontend.capture import capture
 from pfeife.frontend.deferred import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
+from pfeife.ir.from_graph import from_graph
 from pfeife.ir.program import Call, Kind, Port, Program, Role
 from pfeife.ir.verify import verify
 from pfeife.passes import (
@@ -96,6 +97,7 @@ __all__ = [
     "evaluate",
     "explain",
     "forecast",
+    "from_graph",
     "from_rank0",
     "full_state_dict",
     "fuse",

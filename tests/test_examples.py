@@ -26,10 +26,13 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "hf_trainer.py": ([], "rank 0 has logged"),
     "lightning_gpt.py": ([], "rank 0 has logged"),
     "nanogpt.py": ([], "rank 0 has logged"),
+    "offload.py": ([], "bit for bit: True"),
+    "other_backend.py": ([], f"{SAME}, with all gradients"),
     "own_compiler.py": ([], SAME),
     "resume.py": (["runs"], "rank 0 has logged"),
     "paper_family.py": ([], "three steps have the gradients of plain accumulation"),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
+    "small_messages.py": ([], "all within their bounds"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
 }
 
@@ -59,10 +62,10 @@ def on_ranks(name: str, *arguments: str) -> str:
     return out
 
 
-HERE = ["default_backend.py", "own_compiler.py", "paper_family.py", whole("train_gpt.py")]
+HERE = ["default_backend.py", "own_compiler.py", "paper_family.py", "small_messages.py"]
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [*HERE, whole("train_gpt.py")])
 def test_in_this_process(run, name):
     arguments, said = ALONE[name]
     assert said in run(name, *arguments)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import os
 
 import torch
@@ -15,6 +16,8 @@ from share import random_cases
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
+from pfeife.ir.program import receive, send
+from pfeife.ir.travel import messages
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.testing import assert_same, eager_accumulation, nets, own_gradients, plans, tied_across
 
@@ -171,3 +174,39 @@ def parameters_without_influence_on_replicas() -> None:
     pfeife.compile(step, microbatches=4, replicas=2)(x).backward()
     for one, kind in zip(scales, kinds, strict=True):
         assert one.grad.dtype == kind and torch.equal(one.grad, torch.zeros(4, dtype=kind))
+
+
+@row(ranks=(2,))
+def messages_that_a_pass_has_made_small() -> None:
+    """Between processes they are of the smaller type, with the numbers of one process."""
+    one = case("GPT")
+    microbatches = [one.batch(2, seed) for seed in range(2)]
+    aten = torch.ops.aten._to_copy.default
+
+    def small(operation):
+        make, args = operation.make, operation.args
+        if operation.target is send:
+            halves = [make(aten, value, dtype=torch.bfloat16) for value in args[0]]
+            return make(send, tuple(halves), *args[1:])
+        if operation.target is operator.getitem and args[0].target is receive:
+            part = make(operator.getitem, *args)
+            return make(aten, part, dtype=operation.value.dtype)
+        return None
+
+    options = {"microbatches": 2, "stages": 2}
+    passes = {"ranks": [lambda program: program.rewrite(small, of="calls")]}
+    step = pfeife.compile(one.step, **options, passes=passes)
+    batch = tuple(torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    loss = step(*batch)
+    loss.backward()
+    program = step.backend.compiled[0].program
+    assert {one.dtype for one in sent_values(program)} == {torch.bfloat16}
+    expected = pfeife.evaluate(program, pfeife.full_state_dict(one.model), microbatches)
+    assert torch.equal(loss, expected.loss)
+    for name, gradient in own_gradients(one.model).items():
+        assert torch.equal(gradient, expected.gradients[name]), name
+
+
+def sent_values(program: pfeife.Program) -> list[torch.Tensor]:
+    names = [name for message in messages(program) for name in message.values]
+    return [program.node(name).meta["val"] for name in names]

@@ -1,0 +1,39 @@
+"""Other people's graphs as programs, so that passes may change them."""
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.ir.program import Port, Program, Role, output_node, value_of
+
+
+def from_graph(module: fx.GraphModule) -> Program:
+    """A graph of tensors as a flat program: what a torch.compile backend is given, or AOTAutograd's
+    forward or backward.
+
+    Its placeholders are batch ports, and its results, a tensor or a tuple, the outputs "result_0",
+    "result_1" and so on by their places; places with None are left out. The graph is copied. Nodes
+    need their fake values in `meta["val"]`. Raises ValueError for what is no tensor.
+    """
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "output":
+            here[node] = graph.node_copy(node, here.__getitem__)
+    found = output_node(module).args[0]
+    every = found if isinstance(found, tuple | list) else (found,)
+    results = {f"result_{at}": one for at, one in enumerate(every) if one is not None}
+    inputs = [_port(node.name, node, Role.BATCH) for node in here if node.op == "placeholder"]
+    outputs = [_port(name, one, Role.OUTPUT) for name, one in results.items()]
+    graph.output({name: here[one] for name, one in results.items()})
+    return Program(_torch.graph_module(module, graph), tuple(inputs), tuple(outputs))
+
+
+def _port(name: str, node: object, role: Role) -> Port:
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    if value is None or any(not isinstance(size, int) for size in value.shape):
+        has = value.shape if isinstance(value, torch.Tensor) else "no fake tensor"
+        raise ValueError(
+            f"{name} of the graph ({node}) has {has}; a program takes tensors of one shape each"
+        )
+    return Port(name, role, (name,), tuple(value.shape), value.dtype, value.device)
