@@ -51,8 +51,19 @@ def spell(lines: list[str]) -> list[str]:
     return text
 
 
+# What Python writes of a default or a type, and what a reader takes from it.
+PLAINLY = [(r"<function <lambda>>", "..."), (r"<function ([\w.]+)>", r"\1")]
+PLAINLY += [(r"\bNOTHING\b", "..."), (r"~typing\.~P", "Any")]
+
+
 def setup(app):
-    def process(app, what, name, thing, options, lines):
+    def docstring(app, what, name, thing, options, lines):
         lines[:] = spell(lines)
 
-    app.connect("autodoc-process-docstring", process)
+    def signature(app, what, name, thing, options, arguments, returned):
+        for written, plainly in PLAINLY:
+            arguments = arguments and re.sub(written, plainly, arguments)
+        return arguments, returned
+
+    app.connect("autodoc-process-docstring", docstring)
+    app.connect("autodoc-process-signature", signature)
