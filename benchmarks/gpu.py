@@ -16,6 +16,7 @@ same device, with deterministic algorithms; what may round says why.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,6 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from gpu.surroundings import devices, missing, versions  # noqa: E402
 
+LISTING = 180.0  # seconds in which a worker imports a part
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # or its results are not those of the run before
     "OMP_NUM_THREADS": "1",
@@ -83,17 +86,7 @@ def main() -> int:
     unknown = [part for part in parts if part not in rows.PARTS]
     if unknown:
         return refuse(f"there is no part {unknown[0]!r}; there are {', '.join(rows.PARTS)}", None)
-    chosen = {
-        part: [
-            (f"{part}/{row.name}", row)
-            for row in rows.rows_of(part)
-            if all(word in f"{part}/{row.name}" for word in arguments.only.split())
-        ]
-        for part in parts
-    }
-    if arguments.list:
-        print("\n".join(name for named in chosen.values() for name, _ in named))
-        return 0
+    words = arguments.only.split()
     told: list[rows.Verdict] = []
     about = versions()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
@@ -108,14 +101,37 @@ def main() -> int:
                 every = [attrs.asdict(one) for one in told]
                 write(arguments.json, {"machine": about, "rows": every})
 
-    passed_on = [flag for flag in ("--small",) if getattr(arguments, flag[2:])]
     command = [sys.executable, str(HERE / "gpu.py"), "--serve", "--device", arguments.device]
-    deadline = begun + 60 * arguments.minutes
-    together = workers.Together([*command, *passed_on], ENVIRONMENT, deadline, tell)
+    command += ["--small"] if arguments.small else []
+    make = functools.partial(workers.Worker, command, ENVIRONMENT)
+    together = workers.Together(make, begun + 60 * arguments.minutes, tell)
     cores = len(os.sched_getaffinity(0))
     jobs = arguments.jobs or (min(6, cores // 2) if setting.cuda else 1)
-    for part, named in chosen.items():
-        together(named, 1 if part in rows.TIMED else max(1, jobs))
+
+    def ready(part: str) -> tuple[workers.Worker, rows.Verdict]:
+        worker = make()
+        return worker, worker.ask(f"?{part}", LISTING)
+
+    # Where there are cores for it, a part's first worker imports while the part before it runs.
+    with ThreadPoolExecutor(1) as ahead:
+        upcoming = ahead.submit(ready, parts[0])
+        for index, part in enumerate(parts):
+            first, known = upcoming.result()
+            more = index + 1 < len(parts)
+            if more and cores > 4:
+                upcoming = ahead.submit(ready, parts[index + 1])
+            if known.verdict != "right":
+                tell(known)
+            every = {n: s for n, s in known.figures.items() if all(w in n for w in words)}
+            if arguments.list:
+                print("\n".join(every), flush=True)
+            else:
+                together(every, first, 1 if part in rows.TIMED else max(1, jobs))
+            first.end()
+            if more and cores <= 4:
+                upcoming = ahead.submit(ready, parts[index + 1])
+    if arguments.list:
+        return 0
     print(f"\n{table(told)}\n\n{counted(told)} in {time.monotonic() - begun:.0f} s")
     return 0 if all(one.verdict in rows.GOOD for one in told) else 1
 

@@ -27,8 +27,8 @@ def test_it_refuses_in_one_sentence(tmp_path):
 
 
 def test_a_row_on_the_cpu(tmp_path):
-    chosen = "--device", "cpu", "--parts", "correctness,nccl", "--only", "UNet zb-h1 one device"
+    chosen = "--device", "cpu", "--parts", "correctness", "--only", "dropout zb-h1 one device"
     said = run(*chosen, "--json", tmp_path / "found.json", code=0)
-    assert "| correctness/UNet by zb-h1 on one device twice | right |" in said
+    assert "| correctness/dropout by zb-h1 on one device twice | right |" in said
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row["verdict"] == "right" and row["figures"]["bitwise"] is True

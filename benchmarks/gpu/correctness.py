@@ -1,4 +1,4 @@
-"""The levels of the toolkit: capture, every pass, `evaluate`, every family of schedules, threads."""
+"""The toolkit by its levels: capture, every pass, `evaluate`, every family of schedules."""
 
 import contextlib
 import functools

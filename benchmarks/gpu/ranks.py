@@ -1,4 +1,4 @@
-"""What a rank of `nccl` does, with the variables of torchrun: the scenarios that it is asked for."""
+"""What a rank of `nccl` does, with the variables of torchrun: scenarios that it is asked for."""
 
 import os
 import signal

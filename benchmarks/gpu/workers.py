@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from gpu.rows import Figures, Row, Setting, Skipped, Verdict, Wrong, row_called
+from gpu.rows import Figures, Setting, Skipped, Verdict, Wrong, row_called, rows_of
 
 LONGEST = 300  # characters of a cause
 
@@ -100,32 +100,31 @@ def short(text: str) -> str:
 
 @attrs.frozen
 class Together:
-    """Runs rows in so many workers side by side, and `tells` of each as it ends. Nothing begins
-    after the `deadline` (time.monotonic), and nothing lasts longer."""
+    """Runs rows in workers side by side, and `tells` of each as it ends. Nothing begins after the
+    `deadline` (time.monotonic), and nothing lasts longer."""
 
-    command: Sequence[str]
-    environment: dict[str, str]
+    make: Callable[[], Worker]
     deadline: float
     tells: Callable[[Verdict], None]
 
-    def __call__(self, rows: Sequence[tuple[str, Row]], workers: int) -> None:
-        waiting: queue.SimpleQueue[tuple[str, Row]] = queue.SimpleQueue()
-        for named in rows:
+    def __call__(self, rows: Mapping[str, float], first: Worker, workers: int) -> None:
+        """Rows with their limits in seconds; `first` is a worker that is there already."""
+        waiting: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        for named in rows.items():
             waiting.put(named)
         threads = [
-            threading.Thread(target=self._work, args=(waiting,))
-            for _ in range(min(workers, len(rows)))
+            threading.Thread(target=self._work, args=(waiting, None if index else first))
+            for index in range(min(workers, len(rows)))
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _work(self, waiting: "queue.SimpleQueue[tuple[str, Row]]") -> None:
-        worker: Worker | None = None
+    def _work(self, waiting: "queue.SimpleQueue[tuple[str, float]]", worker: Worker | None) -> None:
         while not waiting.empty():
             try:
-                name, row = waiting.get_nowait()
+                name, seconds = waiting.get_nowait()
             except queue.Empty:
                 break
             left = self.deadline - time.monotonic()
@@ -133,8 +132,8 @@ class Together:
                 self.tells(Verdict(name, "skipped", why="no time was left"))
                 continue
             if worker is None or not worker.usable:
-                worker = Worker(self.command, self.environment)
-            self.tells(worker.ask(name, min(row.seconds, left)))
+                worker = self.make()
+            self.tells(worker.ask(name, min(seconds, left)))
         if worker is not None:
             worker.end()
 
@@ -149,6 +148,10 @@ def serve(run: Callable[[str], Figures]) -> None:
 
 
 def run_row(name: str, setting: Setting) -> Figures:
+    """What a row gives; for `?PART` the names of the part's rows, with their limits in seconds."""
+    if name.startswith("?"):
+        part = name.removeprefix("?")
+        return {f"{part}/{row.name}": row.seconds for row in rows_of(part)}
     row = row_called(name)
     if row.cuda and not setting.cuda:
         raise Skipped("only a GPU can say")
