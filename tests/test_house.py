@@ -1,9 +1,11 @@
 """The rules of the house that a machine can check: layers, private names, printing."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
+import attrs
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -191,3 +193,18 @@ def test_the_reference_has_every_public_name():
         r"^\.\. auto\w+:: (?:\S+\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.M
     )
     assert not names - set(shown)
+
+
+def test_every_option_has_a_row_with_its_default():
+    """In docs/options.md: `| name | default | meaning |`."""
+    import pfeife
+    from pfeife.backend.options import Options
+
+    defaults = {"in_dims": inspect.signature(pfeife.compile).parameters["in_dims"].default}
+    for field in attrs.fields(Options):
+        default = field.default
+        defaults[field.name] = default.factory() if isinstance(default, attrs.Factory) else default
+    text = (ROOT / "docs" / "options.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.MULTILINE)
+    said = {name: f'"{v}"' if isinstance(v, str) else repr(v) for name, v in defaults.items()}
+    assert len(rows) == len(set(rows)) and dict(rows) == said
