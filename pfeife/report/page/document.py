@@ -91,14 +91,14 @@ _PASSES = "What each pass has changed in the printed program."
 
 
 def _section(title: str, said: str, figure: Figure | None, *rest: Html | None) -> Html | None:
-    parts = [figure.html if figure else None, *rest]
-    shown = [one for one in parts if one]
-    if not shown:
+    shown = [one for one in rest if one]
+    if not (figure or shown):
         return None
     name = title.lower()
     heading = tag("h2", title, id=f"h-{name}")
     said_of = tag("p", said, class_="soft")
-    return tag("section", heading, said_of, *shown, aria_labelledby=f"h-{name}", id=f"s-{name}")
+    first = tag("div", heading, said_of, figure.html if figure else "", class_="first")
+    return tag("section", first, *shown, aria_labelledby=f"h-{name}", id=f"s-{name}")
 
 
 def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> Html:

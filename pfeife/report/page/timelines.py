@@ -7,7 +7,7 @@ from pfeife.data.timeline import Timeline
 from pfeife.data.units import size
 from pfeife.report.page.elements import Figure, Html, table
 from pfeife.report.run import Run
-from pfeife.report.spans import COLOURS, What, idle, spans
+from pfeife.report.spans import COLOURS, COMPUTES, Span, What, idle, spans
 
 Sides = Sequence[tuple[str, Run]]
 _HATCHES = {  # beside the colours
@@ -31,7 +31,6 @@ def ticks(ranks: Sequence[int], said: Mapping[int, str]) -> dict[str, Any]:
         "ticktext": [f"rank {rank}{said.get(rank, '')}" for rank in ranks],
         "zeroline": False,
         "showgrid": False,
-        "automargin": True,
     }
 
 
@@ -79,19 +78,22 @@ def timeline_figure(sides: Sides) -> Figure | None:
             )
         if run.path is not None:
             data += _path(run.path, rows, places[index][0])
-        data += _numbers(found, rows, places[index][0]) if run.timeline.events else []
-    height = 110 + len(ranks) * (26 if len(sides) == 1 else 44)
+        data += _numbers(found, rows, places[index][0], 0.011 * _whole(sides))
     label = f"Timeline of {len(ranks)} ranks, {' and '.join(name for name, _ in sides)}"
-    layout = {
-        "height": height,
-        "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
-        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
-        "yaxis": {**ticks(ranks, _bubbles(sides)), "fixedrange": True},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        "hovermode": False,
-        "dragmode": "zoom",
-    }
+    height = len(ranks) * (26 if len(sides) == 1 else 44)
+    layout = {**_layout(sides, height), "hovermode": False, "dragmode": "zoom"}
+    layout["yaxis"] = {**ticks(ranks, _bubbles(sides)), "fixedrange": True}
     return Figure("timeline", label, data, layout, {"spans": drawn, "ranks": ranks})
+
+
+def _layout(sides: Sides, height: int) -> dict[str, Any]:
+    """What timeline and memory have in common: above one another, they have one clock."""
+    return {
+        "height": 110 + height,
+        "margin": {"l": 150, "r": 10, "t": 10, "b": 40},
+        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+    }
 
 
 def _bubbles(sides: Sides) -> dict[int, str]:
@@ -145,10 +147,12 @@ def _path(path: Timeline, rows: dict[int, int], middle: float) -> list[dict[str,
     return [under, {**line, "line": {"width": 2, "color": "#000000"}}]
 
 
-def _numbers(found: Sequence[Any], rows: dict[int, int], middle: float) -> list[dict[str, Any]]:
-    """The microbatches, where there is room for them."""
-    mine = [one for one in found if one.action.do.kind and one.end > one.start]
-    if len(mine) > _LETTERED:
+def _numbers(
+    found: Sequence[Span], rows: dict[int, int], middle: float, room: float
+) -> list[dict[str, Any]]:
+    """The microbatches, where there is room for them (in ms)."""
+    mine = [one for one in found if one.what in COMPUTES and _ms(one.end - one.start) > room]
+    if not mine or len(mine) > _LETTERED:
         return []
     return [
         {
@@ -166,7 +170,8 @@ def _numbers(found: Sequence[Any], rows: dict[int, int], middle: float) -> list[
 
 def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
     """The bytes of each rank over time; a row is as high as the limit, or as the highest peak."""
-    sides = [(name, run) for name, run in sides if run.memory]
+    every = sides
+    sides = [(name, run) for name, run in every if run.memory]
     if not sides:
         return None
     curves = [curve for _, run in sides for curve in run.memory]
@@ -180,15 +185,9 @@ def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
         if is_first:
             data += [_held(run, rows, top)]
         data.append(_curve(name, run, rows, top, dashed=not is_first))
-    data.append(_limits(sides, rows, top, limit))
-    layout = {
-        "height": 110 + 40 * len(ranks),
-        "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
-        "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
-        "yaxis": {**ticks(ranks, {}), "fixedrange": True},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        "hovermode": "closest",
-    }
+    data.append(_limits(_whole(every), rows, top, limit))
+    layout = {**_layout(every, 40 * len(ranks)), "hovermode": "closest"}
+    layout["yaxis"] = {**ticks(ranks, {}), "fixedrange": True}
     return Figure("memory", f"Memory of {len(ranks)} ranks over time", data, layout)
 
 
@@ -240,9 +239,8 @@ def _held(run: Run, rows: dict[int, int], top: int) -> dict[str, Any]:
     }
 
 
-def _limits(sides: Sides, rows: dict[int, int], top: int, limit: int | None) -> dict[str, Any]:
+def _limits(end: float, rows: dict[int, int], top: int, limit: int | None) -> dict[str, Any]:
     """The limit of each rank; without one, the highest peak of all."""
-    end = _whole(sides)
     is_near = limit is not None and limit <= top
     y = [_height(row, (limit or 0) / top if is_near else 1.0) for row in rows.values()]
     beyond = f" (the limit is {size(limit)})" if limit else ""
