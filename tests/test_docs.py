@@ -3,10 +3,13 @@
 import importlib
 import re
 import runpy
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from pfeife.__main__ import _parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -39,11 +42,15 @@ def test_a_block_runs_by_itself(line, code, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line, code", blocks("sh"))
 def test_a_command_can_be_given(line, code):
-    """The shell can parse it, and there are the files that it names."""
+    """The shell can parse it, there are the files that it names, and `pfeife` takes its options."""
     parsed = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
     assert not parsed.returncode, parsed.stderr
     for name in re.findall(r"(?:examples|benchmarks|docs)/\w+\.\w+", code):
         assert (ROOT / name).exists(), name
+    for command in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(command, comments=True)
+        if "pfeife" in words:
+            _parser().parse_args(words[words.index("pfeife") + 1 :])
 
 
 def test_every_example_is_in_the_table():
