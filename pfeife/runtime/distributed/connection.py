@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from pfeife import _torch
 
 FOREVER = timedelta(days=1)  # of a wait that a thread ends, by cutting the connection
 _CUT = 2**30  # the tag of the receives that nobody ever answers
+_PAUSE = 5e-5  # seconds between two questions whether the GPU has done something
 
 
 class Connection:
@@ -40,7 +42,8 @@ class Connection:
         limit = timedelta(seconds=timeout)
         self.group: Any = None
         if device.type == "cuda":
-            self.group = dist.new_group(self.ranks, timeout=limit)
+            made = dist.new_group(self.ranks, timeout=limit)
+            self.group = made if self.mine else None
         elif self.mine:
             own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
             place = self.index(dist.get_rank())
@@ -70,3 +73,14 @@ class Connection:
         """Lets go of the group, whose sockets and threads end when nobody waits for it."""
         with self.lock:
             self.never, self.group = [], None
+
+
+def wait_for_queued(work: dist.Work, check: Callable[[], None]) -> None:
+    """Until NCCL has done something, as long as `check` does not raise. It is asked: `wait` with a
+    time aborts the communicator when that is over, though the others may only be late; without a
+    time it keeps the stream waiting, not this thread, which reads what has come next."""
+    while not work.is_completed():
+        check()
+        time.sleep(_PAUSE)
+    check()  # what was aborted is over too
+    work.wait()

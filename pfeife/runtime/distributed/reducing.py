@@ -88,7 +88,7 @@ class _Queued:
         return self.event.query()
 
     def wait(self, patience: timedelta) -> None:
-        self.event.wait()
+        self.event.wait(torch.cuda.current_stream(self.event.device))
 
     @property
     def ended(self) -> float:

@@ -17,7 +17,7 @@ from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, disagreement
-from pfeife.runtime.distributed.connection import FOREVER, Connection
+from pfeife.runtime.distributed.connection import FOREVER, Connection, wait_for_queued
 from pfeife.runtime.distributed.ending import end_process
 from pfeife.runtime.distributed.heartbeat import (
     ALL,
@@ -208,18 +208,28 @@ class World:
         """Waits for a collective operation of all ranks, or of some."""
         self.waiting = time.monotonic()
         try:
-            while True:
-                over = work.is_completed()  # then an error is its own, not that of the time
-                try:
-                    work.wait(SLICE)
-                    return
-                except RuntimeError as error:
-                    self.check()
-                    if over:
-                        raise self.lost(None, error) from None
+            if self.device.type == "cuda" and isinstance(work, dist.Work):
+                wait_for_queued(work, self.check)
+            else:
+                self._wait_in_slices(work)
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            raise self.lost(None, error) from None
         finally:
             self.waited += time.monotonic() - self.waiting
             self.waiting = None
+
+    def _wait_in_slices(self, work: dist.Work) -> None:
+        while True:
+            over = work.is_completed()  # then an error is its own, not that of the time
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError:
+                self.check()
+                if over:
+                    raise
 
     def broadcast(self, value: torch.Tensor, source: int, among: Connection | None = None) -> None:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank, or on those

@@ -21,7 +21,7 @@ from pfeife.lowering.clocks import acknowledged
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.peer_copy import PeerCopies, made_by_now
-from pfeife.runtime.local.threads import Threads, flushes_denormals
+from pfeife.runtime.local.threads import Caller, Threads
 from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
@@ -195,7 +195,8 @@ class LocalStep(PipelineStep):
         device = pipeline.devices[runner.rank]
         offset = replica * len(pipeline.runners)
         transport = LocalTransport(self.world, runner.rank, offset, device)
-        reads = runner.handlers.reads
+        seeds = {port.name for port in self.program.ports(Role.SEED)}  # which the CPU reads
+        reads = runner.handlers.reads - seeds
         inputs = [
             values | moved({n: v for n, v in values.items() if n in reads}, device)
             for values in map(dict, part.inputs)
@@ -215,19 +216,16 @@ class LocalStep(PipelineStep):
     def _run(self, forward: bool, backward: bool, watch: Watch | None) -> None:
         errors: list[BaseException] = []
         begun = time.monotonic()
-        kernel_threads, flushes = torch.get_num_threads(), flushes_denormals()
+        caller = Caller(self.places)
 
         def work(at: int, runner: RankRunner, step: Step) -> None:
             transport: Any = step.transport
             start_of_work, waited = time.monotonic(), transport.waited
             try:
-                # Each thread has its own of both, and their results have other bits: so do
-                # oneDNN's convolutions with another number of threads.
-                torch.set_num_threads(kernel_threads)
-                torch.set_flush_denormal(flushes)
                 border = runner.backward_start
                 start, end = (0 if forward else border), (None if backward else border)
-                runner.run(step, start, end, self._observer(runner.rank, watch))
+                with caller.here(transport.device):
+                    runner.run(step, start, end, self._observer(runner.rank, watch))
                 seconds = time.monotonic() - start_of_work
                 self.worked[at] += seconds - (transport.waited - waited)
             except BaseException as error:

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 
 class Threads:
@@ -36,6 +38,30 @@ class Threads:
                 thread.shutdown()
             raise
         self.idle.append(threads)
+
+
+class Caller:
+    """What the thread that begins a step has set for itself, for those that compute for it.
+
+    Their results would have other bits otherwise: oneDNN's convolutions do with another number of
+    threads. On CUDA they compute on its streams, else they would read what it has queued there
+    before it is there, and it what they have.
+    """
+
+    def __init__(self, devices: Collection[torch.device]):
+        self.kernel_threads, self.flushes = torch.get_num_threads(), flushes_denormals()
+        cuda = [device for device in devices if device.type == "cuda"]
+        self.streams = {device: torch.cuda.current_stream(device) for device in cuda}
+
+    @contextlib.contextmanager
+    def here(self, device: torch.device | None) -> Iterator[None]:
+        """The same for this thread, whose current GPU is the device."""
+        torch.set_num_threads(self.kernel_threads)
+        torch.set_flush_denormal(self.flushes)
+        with contextlib.ExitStack() as entered:
+            for place in sorted(self.streams, key=lambda place: place == device):
+                entered.enter_context(torch.cuda.stream(self.streams[place]))
+            yield
 
 
 def flushes_denormals() -> bool:
