@@ -18,6 +18,7 @@ from pfeife.commands import (
     explain,
     machines,
     plan,
+    profile,
     show,
     simulate,
 )
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Any] = {
     "compare": compare,
     "simulate": simulate,
     "explain": explain,
+    "profile": profile,
     "show": show,
     "machines": machines,
     "bench-network": bench_network,

@@ -21,6 +21,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "default_backend.py": ([], "default backend"),
     "elastic.py": (["runs"], "rank 0 has logged"),
     "explain.py": ([], "mended is captured by Dynamo as one graph"),
+    "four_machines.py": ([], "the fastest of 4 machines is b200-hgx"),
     "hf_accelerate.py": ([], "rank 0 has logged"),
     "hf_lora.py": ([], "rank 0 has logged"),
     "hf_trainer.py": ([], "rank 0 has logged"),
@@ -33,6 +34,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "paper_family.py": ([], "three steps have the gradients of plain accumulation"),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
     "small_messages.py": ([], "all within their bounds"),
+    "torch_csv.py": ([], "the same schedule: True"),
     "train_gpt.py": (["--steps", "3", "--stages", "2"], f"{SAME}, bit for bit"),
 }
 

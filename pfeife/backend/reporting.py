@@ -64,7 +64,7 @@ def write_report(
     kwargs: Mapping[str, Any],
 ) -> None:
     """See `PipelinedStep.report`."""
-    found = _measured(backend, run, args, kwargs) if args or kwargs else None
+    found = measured(backend, run, args, kwargs) if args or kwargs else None
     if found is None and not backend.compiled:
         raise ValueError(
             f"{name}.report: nothing was compiled yet; call the step first, or give the report "
@@ -76,9 +76,10 @@ def write_report(
         files.write_text(Path(path), page_of(compiled, name, found.run if found else None))
 
 
-def _measured(
+def measured(
     backend: "Backend", run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Measured:
+    """A call of a step as it was measured, which leaves nothing behind (collective)."""
     meter = backend.meter
     meter.measures = True
     try:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def program_of(given: argparse.Namespace, microbatches: int, show: Shown | None 
     show = show or shown(log)
     with show.phase("making the model"):
         one = asked(wanted_of(given, microbatches))
-    with show.phase("capturing"):
+    with show.phase("capturing"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Dynamo, about the insides of libraries
         return Found(_captured(one, microbatches, folder_of(given)), one.note)
 
 

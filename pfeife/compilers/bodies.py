@@ -14,7 +14,7 @@ from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, exam
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
 from pfeife.ir.absorb import absorb
-from pfeife.ir.outline import KIND_WORDS, owns_storage
+from pfeife.ir.outline import KIND_WORDS, own_results
 from pfeife.ir.program import (
     Call,
     Program,
@@ -147,7 +147,8 @@ def _exported(program: Program, call: Call) -> tuple[int, ...]:
     body = program.body(call)
     users = [user for user in find_node(program.module, call.node).users if user in results]
     indices = [int(user.args[1]) for user in users]  # type: ignore[arg-type]
-    return tuple(index for index in indices if owns_storage(body, index))
+    own = own_results(body)
+    return tuple(index for index in indices if index in own)
 
 
 def _separated(run: Run, exported: tuple[int, ...]) -> Run:

@@ -4,8 +4,10 @@
 does the rest: `inline` gives the flat graph and who owns each node, `outline` builds bodies.
 """
 
+import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -278,10 +280,16 @@ _SILENT_VIEWS = {
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at its input's storage in another way."""
-    schema = getattr(node.target, "_schema", None)
+    return not isinstance(node.target, str) and _looks(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _looks(operation: Callable[..., Any]) -> bool:
+    """Whether an operation gives a view; to ask its schema takes long."""
+    schema = getattr(operation, "_schema", None)
     if schema is None or len(schema.returns) != 1:
         return False
-    if node.target in _SILENT_VIEWS:
+    if operation in _SILENT_VIEWS:
         return True
     returned = schema.returns[0].alias_info
     return returned is not None and not returned.is_write
@@ -318,16 +326,27 @@ def read_by_backwards(program: Program) -> frozenset[str]:
     return frozenset(read & names)
 
 
-def owns_storage(body: fx.GraphModule, index: int) -> bool:
-    """Whether a body's result may be written to: an operation of torch's own made its storage in
-    the body, no other result looks at it, and each of its elements stands there once."""
-    results = returned(body)
-    owner = storage_owner(results[index])
-    value = results[index].meta.get("val")
-    spread = value is None or any(
+def own_results(body: fx.GraphModule) -> frozenset[int]:
+    """The results of a body that may be written to: an operation of torch's own made their storage
+    in the body, no other result looks at it, and each of its elements stands there once."""
+    owners = [storage_owner(node) for node in returned(body)]
+    looked = Counter(owners)
+    return frozenset(
+        index
+        for index, (node, owner) in enumerate(zip(returned(body), owners, strict=True))
+        if looked[owner] == 1 and not _is_spread(node) and _is_torchs(owner)
+    )
+
+
+def _is_spread(node: fx.Node) -> bool:
+    """Whether an element of a value may stand for several."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or any(
         stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)
     )
-    alone = sum(storage_owner(node) is owner for node in results) == 1
+
+
+def _is_torchs(owner: fx.Node) -> bool:
+    """Whether torch's own operation has made a value: others may hide views."""
     maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
-    known = getattr(maker.target, "namespace", "") in ("aten", "prims")  # others may hide views
-    return alone and not spread and known
+    return getattr(maker.target, "namespace", "") in ("aten", "prims")

@@ -8,7 +8,7 @@ from torch import fx
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
 from pfeife.ir.absorb import absorb
-from pfeife.ir.outline import owns_storage
+from pfeife.ir.outline import own_results
 from pfeife.ir.program import (
     STATE_ROLES,
     Call,
@@ -33,11 +33,11 @@ def summed_in_place(program: Program, call: Call) -> set[str]:
     ports: dict[fx.Node, list[Port]] = {}
     for port in program.outputs:
         ports.setdefault(results[port.name], []).append(port)
-    found = set()
+    found, own = set(), own_results(body)
     for user in node.users:
         mine = ports.get(user, [])
         alone = len(mine) == 1 and mine[0].role == Role.GRADIENT
-        if alone and len(user.users) == 1 and owns_storage(body, user.args[1]):  # type: ignore[arg-type]
+        if alone and len(user.users) == 1 and user.args[1] in own:
             found.add(mine[0].name)
     return found
 

@@ -138,6 +138,13 @@ def test_schedules_are_simulated_and_go_to_torch_and_back(said):
     assert said("show", "s.csv")[1].startswith("a schedule of 2 stages on 2 ranks")
 
 
+def test_a_step_is_profiled(said):
+    """What each kind of action takes, predicted and measured."""
+    status, out, err = said("profile", "mine.py:example", "--costs", "estimate")
+    assert status == 0, err
+    assert all(word in out for word in ("0F x 4", "1B x 4", "predicted: ", "measured: ", "ratio"))
+
+
 def test_explain_says_how_a_step_is_captured(said):
     status, out, err = said("explain", "mine.py:example", "--set", "depth=2")
     assert status == 0 and "100 % of it is pipelined" in out, err

@@ -1,0 +1,63 @@
+"""`pfeife profile`: a step that is run, its measured times beside the predicted ones."""
+
+import argparse
+
+from pfeife.commands.words import count, step_arguments
+
+HELP = "run a step in this process, and show measured times beside predicted ones"
+EXAMPLES = """\
+The step runs for real on the CPU: each rank is a thread. Its clusters are measured first, and what
+is predicted is for these figures. Nothing is trained.
+
+example:
+  pfeife profile train.py:example --microbatches 4 --stages 2"""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    step_arguments(parser)
+    parser.add_argument("--microbatches", type=count, default=4)
+    parser.add_argument("--stages", type=count, default=2)
+    parser.add_argument("--schedule", metavar="NAME", default="1f1b")
+    parser.add_argument(
+        "--costs", choices=("measure", "estimate"), default="measure", help="of what is predicted"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write it as a page (needs pfeife[report])")
+    parser.add_argument("--width", type=count, default=80, help="columns of drawings")
+
+
+def run(given: argparse.Namespace) -> str:
+    """A row for every kind of action, and both timelines."""
+    from pfeife import report
+    from pfeife.backend.reporting import measured, page_of
+    from pfeife.backend.step import compile as compiled_step
+    from pfeife.commands.models import asked
+    from pfeife.commands.plan import writable, write
+    from pfeife.commands.programs import wanted_of
+
+    writable(given.html)
+    one = asked(wanted_of(given, given.microbatches), real=True)
+    step = compiled_step(
+        one.step,
+        microbatches=given.microbatches,
+        stages=given.stages,
+        schedule=given.schedule,
+        costs=given.costs,
+    )
+    found = measured(step.backend, lambda a, k: step(*a, **k), one.args, one.kwargs)
+    target = found.compiled.target
+    assert target is not None
+    predicted = report.expected(found.compiled.program, found.compiled.schedule, target)
+    if given.html:
+        write(given.html, page_of(found.compiled, given.what, found.run))
+    compared = report.compare_times(predicted.timeline, found.run.timeline)
+    return "\n".join(
+        [
+            report.comparison_table(compared),
+            f"\npredicted: {predicted.timeline.seconds:.4g} s, bubble "
+            f"{predicted.timeline.bubble:.1%}",
+            report.timeline_chart(predicted.timeline, given.width),
+            f"\nmeasured: {found.run.timeline.seconds:.4g} s, bubble "
+            f"{found.run.timeline.bubble:.1%}",
+            report.timeline_chart(found.run.timeline, given.width),
+        ]
+    )
