@@ -1,5 +1,6 @@
 """Costs without the device: a roofline over operations and bytes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,32 +9,45 @@ from torch.utils import _pytree as pytree
 
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
-from pfeife.ir.absorb import absorb
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
 from pfeife.ir.outline import is_view
-from pfeife.ir.program import Program, Role, returned
+from pfeife.ir.program import Call, Program, Role, returned
 from pfeife.ir.travel import call_of
 
 
-def estimate(program: Program, machine: Machine) -> Costs:
+def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:
     """Seconds of every call: per operation the larger of FLOPs over the machine's rate for their
     dtype and bytes over its bandwidth (Williams et al., Roofline, CACM 2009), and a launch.
 
     FLOPs are torch.utils.flop_counter's; bytes are those of all tensors read and written. To
-    add up a gradient reads two tensors and writes one.
+    add up a gradient reads two tensors and writes one. Of several machines, one a rank, each call
+    is on that of its rank; raises ValueError where it has none, or there are fewer machines.
     """
-    program = absorb(program)
-    seconds = {
-        call.node: sum(node_seconds(node, machine) for node in program.body(call).graph.nodes)
-        for call in program.calls
-    }
+    seconds: dict[str, float] = {}
+    on: dict[str, Machine] = {}
+    for call in program.calls:
+        here = on[call.node] = _machine_of(call, machine)
+        seconds[call.node] = sum(node_seconds(n, here) for n in program.body(call).graph.nodes)
     results = returned(program.module)
     accumulate: dict[str, float] = {}
     for port in program.ports(Role.GRADIENT):
-        call = call_of(results[port.name]).name
-        adding = machine.launch_seconds + 3 * port.bytes / machine.memory_bandwidth
-        accumulate[call] = accumulate.get(call, 0.0) + adding
-    return Costs(f"estimate for {machine.name}", seconds, accumulate=accumulate)
+        name = call_of(results[port.name]).name
+        here = on[name]
+        adding = here.launch_seconds + 3 * port.bytes / here.memory_bandwidth
+        accumulate[name] = accumulate.get(name, 0.0) + adding
+    names = [machine.name] if isinstance(machine, Machine) else [one.name for one in machine]
+    return Costs(f"estimate for {', '.join(dict.fromkeys(names))}", seconds, accumulate=accumulate)
+
+
+def _machine_of(call: Call, machine: Machine | Sequence[Machine]) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if call.rank is None or call.rank >= len(machine):
+        raise ValueError(
+            f"{len(machine)} machines, and {call.node} is on rank {call.rank}: estimate programs "
+            "of ranks (after insert_send_recv) with a machine for each of them"
+        )
+    return machine[call.rank]
 
 
 def node_seconds(node: fx.Node, machine: Machine) -> float:

@@ -29,6 +29,7 @@ from pfeife.sched.cutting.cuts import marked
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
 from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.mixed import limits_of, machines_of, on_machines
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
 from pfeife.sched.cutting.room import curves_of, kept_within
 from pfeife.sched.cutting.stages import bytes_of
@@ -44,7 +45,7 @@ log = logging.getLogger("pfeife")
 def plan(
     program: Program,
     *,
-    machine: Machine,
+    machine: Machine | Sequence[Machine],
     microbatches: int,
     stages: int | None = None,
     ranks: int | None = None,
@@ -98,6 +99,10 @@ def plan(
     decides that itself. `passes` are those that the programs of "stages" and "ranks" will go
     through, so that memory is that of their results.
 
+    `machine` may be a sequence, one for each rank of a pipeline: then the program's costs are those
+    of the first one, a cluster takes on another machine as much longer as by estimate, each rank
+    keeps to its machine's memory, and without a `network` the slower machine's link joins two.
+
     The limit is the machine's memory unless given. What a rank needs is what `memory_curves`
     counts: parameters, gradients, the state of `optimizer` (one, its class, the class's name in
     torch.optim, or bytes for each element of a parameter, master weights among them),
@@ -128,17 +133,21 @@ def plan(
     if placement:
         ranks = ranks or 1 + max(placement)
         stages = stages or (None if by_hand else len(placement))
+    ranks = ranks or (1 + max(by_hand) if by_hand else stages or 1)
+    machines = machines_of(machine, ranks)
+    limits = limits_of(machines, memory_limit)
     constraints = Constraints(
-        machine=network.seen_by(machine) if network else machine,
+        machine=_seen(machines, network),
         microbatches=microbatches,
-        ranks=ranks or (1 + max(by_hand) if by_hand else stages or 1),
-        memory_limit=machine.memory if memory_limit is None else memory_limit,
+        ranks=ranks,
+        memory_limit=max(limits),
         network=network,
         optimizer=optimizer,
         stages=stages,
         cuts=by_hand,
         placement=tuple(placement) if placement else None,
         tolerance=checked_tolerance(message_tolerance),
+        of_ranks=() if all(one == machines[0] for one in machines) else machines,
     )
     _check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
@@ -146,6 +155,7 @@ def plan(
     given = replicas_of(replicas)
     check_cut_at(cut_at)
     account = _account(program, constraints, owners or (), given.shards, cut_at)
+    account = Account(on_machines(account.work, program, machines))
     _check_order(account, by_hand)
     reductions = reductions_of(account, constraints, given)
     asked = _Asked(
@@ -168,15 +178,38 @@ def plan(
         ),
         search_seconds=search_seconds,
         search_work=search_work,
+        limits=limits,
     )
-    limit = constraints.memory_limit
+    limit = max(limits)
     limited_by = f"memory_limit={limit}"
     if memory_limit is None:
-        limited_by = f"the {limit} bytes of machine {machine.name}"
+        limited_by = _memory_words(machines)
     known = (_batch_bytes(program, microbatches, given),) * constraints.ranks
-    found = kept_within(limit, limited_by, asked.make, asked.curves, asked.bytes_of, known)
+    reserved = tuple(limit - one for one in limits)
+    found = kept_within(
+        limit, limited_by, asked.make, asked.curves, asked.bytes_of, known, reserved
+    )
     found = with_reductions(found, account, constraints, reductions)
     return attrs.evolve(found, program=program_digest(program))
+
+
+def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:
+    """The first rank's machine with the slowest link of all, for decisions before ranks are
+    known."""
+    if network:
+        return network.seen_by(machines[0])
+    slowest = min(machines, key=lambda one: one.link_bandwidth)
+    return attrs.evolve(
+        machines[0],
+        link_bandwidth=slowest.link_bandwidth,
+        link_latency=slowest.link_latency,
+        overlap=slowest.overlap,
+    )
+
+
+def _memory_words(machines: Sequence[Machine]) -> str:
+    known = dict.fromkeys((one.memory, one.name) for one in machines)
+    return " and ".join(f"the {size} bytes of machine {name}" for size, name in known)
 
 
 def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int:
@@ -218,6 +251,7 @@ class _Asked:
     search: Callable[..., Plan]
     search_seconds: float | None
     search_work: int | None
+    limits: tuple[int, ...]
 
     @property
     def searches(self) -> bool:
@@ -243,9 +277,9 @@ class _Asked:
 
     def recomputed(self, plan: Plan, how: RecomputePolicy) -> Plan:
         """The plan with what its stages recompute, by the limit as it was given."""
-        limit, machine = self.constraints.memory_limit, self.constraints.machine
+        machine = self.constraints.machine
         return with_recompute(
-            plan, self.program, how, machine=machine, limit=limit, curves=self.curves
+            plan, self.program, how, machine=machine, limit=self.limits, curves=self.curves
         )
 
     def bytes_of(self, plan: Plan) -> list[int]:
@@ -253,7 +287,7 @@ class _Asked:
         if saved_is_open(self.recompute) and not self.searches:
             m = plan.schedule.microbatches
             return self.account.always(plan.stage_of_cluster, plan.stage_ranks, m)
-        return bytes_of(self.account, plan, self.constraints.machine)
+        return bytes_of(self.account, plan, self.constraints.machines)
 
 
 def _check_order(account: Account, stage_of: Sequence[int] | None) -> None:

@@ -71,7 +71,7 @@ def with_reductions(
             plan.stage_of_cluster,
             plan.stage_ranks,
             plan.schedule.microbatches,
-            machine=constraints.machine,
+            machine=constraints.machines,
             network=constraints.network,
         ),
         plan.recompute,

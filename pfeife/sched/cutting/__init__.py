@@ -4,7 +4,7 @@
 that cuts make of them; read these first, then `borders`, `joints` (the link of each border),
 `clusters` (what stages take), `balanced` (the best stages of a chain), `judged` (by the step that
 they make), `blocks` (at whose borders to cut), `cuts` (by hand), `partitions` (as DeepSpeed says
-it) and `layouts` (stages on ranks).
+it), `mixed` (ranks whose machines differ) and `layouts` (stages on ranks).
 `duplicated` finds what stages compute for themselves, `recompute_choice` what a stage computes
 again for a number of bytes, `recompute_policy` what people ask for by a word; `room` keeps plans to
 the memory, by the account of every byte.

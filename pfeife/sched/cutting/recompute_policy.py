@@ -30,7 +30,7 @@ def with_recompute(
     how: RecomputePolicy,
     *,
     machine: Machine,
-    limit: float,
+    limit: float | Sequence[float],
     curves: Callable[[Plan], Iterable[MemoryCurve]],
 ) -> Plan:
     """The plan of a program of clusters with what its stages recompute.
@@ -40,9 +40,10 @@ def with_recompute(
     plan recomputes by stages, with all microbatches alike). "never": nothing. A
     number k: the inside of every k-th block, as `torch.utils.checkpoint` around it would (blocks
     are the modules whose names end in a number, such as blocks.3, the outermost ones). Names: the
-    inside of these modules. "auto": as little as keeps every rank to `limit` bytes by its
-    `curves`, the cheapest bytes first. What cannot be done again is kept in any case, see
-    `choose_recompute`. Raises ValueError for what is none of these, and for names without nodes.
+    inside of these modules. "auto": as little as keeps every rank to `limit` bytes (one for all, or
+    one a rank) by its `curves`, the cheapest bytes first. What cannot be done again is kept in any
+    case, see `choose_recompute`. Raises ValueError for what is none of these, and for names without
+    nodes.
     """
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     whole = join_backward()(program) if split else program
@@ -74,15 +75,19 @@ def with_recompute(
 def _relieved(
     plan: Plan,
     make_options: Callable[[], Sequence[Sequence[RecomputeOption]]],
-    limit: float,
+    limit: float | Sequence[float],
     curves: Callable[[Plan], Iterable[MemoryCurve]],
 ) -> Plan:
     """On each rank over the limit, again and again, the stage with the cheapest bytes goes on to
     its next option, until all ranks have room or recompute what they can."""
+
+    def room(rank: int) -> float:
+        return limit[rank] if isinstance(limit, Sequence) else limit
+
     at = dict.fromkeys(range(plan.stages), 0)
     options: Sequence[Sequence[RecomputeOption]] = ()
     found = plan
-    while over := [curve.rank for curve in curves(found) if curve.peak > limit]:
+    while over := [curve.rank for curve in curves(found) if curve.peak > room(curve.rank)]:
         options = options or make_options()
         nexts = [
             cheapest(options, at, [s for s, r in enumerate(plan.stage_ranks) if r == rank])

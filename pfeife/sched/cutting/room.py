@@ -50,8 +50,10 @@ def kept_within(
     curves: Callable[[Plan], Iterable[MemoryCurve]],
     counted: Callable[[Plan], Sequence[int]],
     left_out: tuple[int, ...],
+    reserved: tuple[int, ...] = (),
 ) -> Plan:
-    """A plan whose ranks need no more than `limit` bytes by their `curves`.
+    """A plan whose ranks need no more than `limit` bytes by their `curves`, less what is `reserved`
+    on a rank that has less.
 
     `make(left_out, again)` is a planner that counts in sums (`counted` has those of a plan) and
     adds what they leave out of every rank, as far as that is known; `again` says that it has made a
@@ -62,6 +64,12 @@ def kept_within(
     first plan that they kept back is made once more. Raises ValueError with what the best plan
     needs, if it is too much after all.
     """
+    kept_free = dict(enumerate(reserved))
+
+    def peak(curve: MemoryCurve) -> int:
+        return curve.peak + kept_free.get(curve.rank, 0)
+
+    left_out = tuple(one + kept_free.get(rank, 0) for rank, one in enumerate(left_out))
     refused: NoRoom | None = None
     found: list[tuple[Plan, MemoryCurve]] = []
     for _ in range(_TRIES + 1):
@@ -75,22 +83,23 @@ def kept_within(
         if any(plan == other for other, _ in found):
             break  # less memory changes nothing, as with cuts by hand
         each = list(curves(plan))
-        curve = max(each, key=lambda one: one.peak)
-        if curve.peak <= limit and (found or refused or curve.peak < limit / 2):
+        curve = max(each, key=peak)
+        if peak(curve) <= limit and (found or refused or peak(curve) < limit / 2):
             return plan
         sums = dict(enumerate(counted(plan)))
-        now = tuple(one.peak - sums.get(one.rank, 0) for one in each)
-        if curve.peak <= limit:
+        now = tuple(peak(one) - sums.get(one.rank, 0) for one in each)
+        if peak(curve) <= limit:
             said = [sums.get(rank, 0) + less for rank, less in enumerate(left_out)]
-            if not _kept_back(said, [one.peak for one in each], limit):
+            if not _kept_back(said, list(map(peak, each)), limit):
                 return plan
-            return _faster(plan, partial(make, now, True), curves, limit)
+            again = partial(make, now, True)
+            return _faster(plan, again, lambda other: max(map(peak, curves(other))) <= limit)
         log.debug("a plan needs %d bytes, counted as %d", curve.peak, sums[curve.rank])
         left_out = tuple(map(max, left_out, now)) if found else now
         found.append((plan, curve))
     if not found:
         raise ValueError(str(refused)) from refused
-    best = min((curve for _, curve in found), key=lambda curve: curve.peak)
+    best = min((curve for _, curve in found), key=peak)
     raise ValueError(refusal(best, limited_by))
 
 
@@ -104,8 +113,7 @@ def _kept_back(said: Sequence[float], real: Sequence[float], limit: float) -> bo
 def _faster(
     plan: Plan,
     again: Callable[[], Plan],
-    curves: Callable[[Plan], Iterable[MemoryCurve]],
-    limit: float,
+    fits: Callable[[Plan], bool],
 ) -> Plan:
     """Another plan, of one that was kept back by sums that say too much, if it fits as well."""
     try:
@@ -115,7 +123,7 @@ def _faster(
     if other.step_seconds is None or plan.step_seconds is None:
         return plan
     shorter = other.step_seconds < plan.step_seconds
-    return other if shorter and max(one.peak for one in curves(other)) <= limit else plan
+    return other if shorter and fits(other) else plan
 
 
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")
