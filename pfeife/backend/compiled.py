@@ -40,6 +40,10 @@ class Compiled:
     tried: Sequence[Tried] = attrs.field(default=(), repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
 
+    def __repr__(self) -> str:
+        """A page: what was built and decided, and a line for each pass on the way."""
+        return f"Compiled({self.summary})\n{self.plan!r}\n{self.history}"
+
     @property
     def summary(self) -> str:
         """What was built, in a line."""

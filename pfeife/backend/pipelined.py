@@ -13,6 +13,7 @@ from pfeife.backend.reporting import write_report
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SHOWN = 8  # of what was compiled, in a `repr`
 
 
 class PipelinedStep(Generic[P, R]):
@@ -48,6 +49,12 @@ class PipelinedStep(Generic[P, R]):
         call raises; ImportError without plotly (`pip install 'pfeife[report]'`).
         """
         write_report(path, self.__qualname__, self.backend, self._run, args, kwargs)
+
+    def __repr__(self) -> str:
+        kept = self.backend.compiled
+        lines = [f"  {one.summary}" for one in kept[-_SHOWN:]] or ["  not called yet"]
+        more = [f"  ... and {len(kept) - _SHOWN} others"] * (len(kept) > _SHOWN)
+        return "\n".join([f"PipelinedStep of {self.__qualname__}:", *lines, *more])
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)

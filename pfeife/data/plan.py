@@ -6,6 +6,7 @@ import attrs
 
 from pfeife.data import checks
 from pfeife.data.schedule import Schedule
+from pfeife.data.units import duration
 
 _EACH_SECONDS = checks.each(checks.seconds)
 
@@ -78,6 +79,19 @@ class Plan:
             entries = getattr(self, field)
             if entries and len(entries) != self.stages:
                 raise ValueError(f"Plan.{field}: {len(entries)} entries for {self.stages} stages")
+
+    def __repr__(self) -> str:
+        """At most a page of it; `data.plain.to_json` has all."""
+        starts = [self.stage_of_cluster.index(s) for s in sorted({*self.stage_of_cluster})]
+        parts = [f"{len(self.stage_of_cluster)} clusters in {self.stages} stages"]
+        parts.append(f"which start at clusters {short(starts)}")
+        if self.step_seconds is not None:
+            parts.append(f"a step takes {duration(self.step_seconds)}")
+        if self.bound_seconds is not None:
+            parts.append(f"at least {duration(self.bound_seconds)}")
+        if self.recompute:
+            parts.append("recomputes")
+        return f"Plan({', '.join(parts)})\n{self.schedule!r}"
 
     @property
     def stages(self) -> int:

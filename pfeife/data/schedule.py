@@ -99,6 +99,9 @@ def received_as(sent: Action) -> Action:
     return Action(sent.peer, SENDS[sent.do], sent.microbatch, sent.stage)
 
 
+_SHOWN, _CELLS = 10, 16  # ranks and actions in a `repr`
+
+
 @attrs.frozen(slots=False)
 class Schedule:
     """Per rank the actions in their order: `ranks[r]` are those of rank r.
@@ -152,6 +155,14 @@ class Schedule:
                 for rank in self.ranks
             )
         )
+
+    def __repr__(self) -> str:
+        """At most a page of it: ten ranks, the begin of each; `to_csv()` has all."""
+        lines = [f"Schedule({len(self.ranks)} ranks, {self.microbatches} microbatches)"]
+        for rank, actions in enumerate(self.ranks[:_SHOWN]):
+            text = ",".join(map(str, actions[:_CELLS]))
+            lines.append(f"  rank {rank}: {text}{', ...' if len(actions) > _CELLS else ''}")
+        return "\n".join(lines + ["  ..."] * (len(self.ranks) > _SHOWN))
 
     def to_csv(self) -> str:
         """A row a rank, a cell an action, as torch.distributed.pipelining writes it."""

@@ -5,6 +5,7 @@ receives) the graph takes one microbatch: its placeholders are the input ports, 
 dict from the names of the output ports to tensors.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cached_property
@@ -314,6 +315,15 @@ class Program:
         from pfeife.ir.rewrite import edit
 
         return edit(self, change, of)
+
+    def __repr__(self) -> str:
+        """Its figures; `print(program)` writes all of it."""
+        kinds = Counter(call.kind.value for call in self.calls)
+        made = f"{self.units} units, calls " + " ".join(f"{n}{k}" for k, n in kinds.items())
+        ends = [Counter(port.role.value for port in ports) for ports in (self.inputs, self.outputs)]
+        inputs, outputs = (", ".join(f"{n} {role}" for role, n in one.items()) for one in ends)
+        what = made if self.calls else f"flat, {len(self.module.graph.nodes)} nodes"
+        return f"Program({what}; takes {inputs}; gives {outputs})"
 
     def __str__(self) -> str:
         lines = [f"# {port}" for port in self.inputs]

@@ -136,8 +136,10 @@ class _Done:
     def _computation(self, stage: int, do: Do, k: int | None) -> str | None:
         if k is None or any(k <= self.latest.get((stage, one), -1) for one in _IN_ORDER[do]):
             return (
-                "microbatches of a stage run in ascending order, forwards and backwards each, so "
-                "that every schedule adds up gradients in one order"
+                "microbatches of a stage run in ascending order, forwards and backwards each: "
+                "gradients are added up as they come, and a sum of floating-point numbers depends "
+                "on the order of its terms, so that another one would give other bits than one "
+                "device; microbatches are alike, so give the first of them to the first backward"
             )
         if do in (Do.BACKWARD, Do.INPUT_BACKWARD) and (stage, Do.FORWARD, k, None) not in self.done:
             return "a backward comes after its forward"

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from listening import PHASES, Terminal
 from models import case
+from small import compiled
 
 import pfeife
-from pfeife import report
+from pfeife import report, sched
 
 LOG = logging.getLogger("pfeife")
 
@@ -111,3 +112,16 @@ def test_a_model_on_the_meta_device_is_planned():
         )
     step = pfeife.compile(lambda x: model(x).square().mean(), microbatches=4, stages=2)
     assert step(x).is_meta and step.backend.compiled[0].plan.stages == 2
+
+
+def test_what_was_built_is_written_on_a_page():
+    """However many actions and values there are, and without any of them."""
+    built = compiled(microbatches=8, stages=4)
+    long = sched.families.gpipe(64, 512)
+    everything = [built, built.program, built.plan, built.schedule, built.history, long]
+    for one in everything:
+        text = repr(one)
+        assert len(text.splitlines()) <= 40 and len(text) < 6000, type(one)
+        assert "tensor(" not in text and "Port(" not in text
+    assert "64 ranks, 512 microbatches" in repr(long)
+    assert "insert_send_recv" in repr(built) and "4 stages on 4 ranks" in repr(built)
