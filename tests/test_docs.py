@@ -53,11 +53,6 @@ def test_a_command_can_be_given(line, code):
             _parser().parse_args(words[words.index("pfeife") + 1 :])
 
 
-def test_every_example_is_in_the_table():
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "examples.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-
-
 def messages() -> list[str]:
     """The messages of the page on troubleshooting: `### ` and a message in backticks."""
     text = (DOCS / "troubleshooting.md").read_text()

@@ -208,3 +208,11 @@ def test_every_option_has_a_row_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.MULTILINE)
     said = {name: f'"{v}"' if isinstance(v, str) else repr(v) for name, v in defaults.items()}
     assert len(rows) == len(set(rows)) and dict(rows) == said
+
+
+def test_every_example_is_in_the_table():
+    """In docs/examples.md."""
+    listed = re.findall(
+        r"^\| `(\w+\.py)` \|", (ROOT / "docs/examples.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
