@@ -55,7 +55,7 @@ def run(given: argparse.Namespace) -> str:
     if given.out:
         plain.save(outlook.plan, given.out)
     if given.trace:
-        write(given.trace, report.chrome_trace(outlook.run.timeline))
+        write(given.trace, report.chrome_trace(outlook.run))
     if given.html:
         write(given.html, page(outlook, given.what))
     data = plain.to_json(outlook.forecast)

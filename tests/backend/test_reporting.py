@@ -1,5 +1,7 @@
 """`step.report`: the page of a step, and what a measured call leaves behind: nothing."""
 
+import sys
+
 import pytest
 import small
 import torch
@@ -39,3 +41,13 @@ def test_what_cannot_be_measured_says_so(tmp_path):
         step.report(tmp_path / "out.html", one.batch(8))
     assert not list(tmp_path.iterdir())
     assert torch.isfinite(step(one.batch(8)))
+
+
+def test_without_plotly_nothing_runs(tmp_path, monkeypatch):
+    """The error says what to install, before a step is compiled for it."""
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    one = small.net()
+    step = pfeife.compile(one.step, microbatches=4, stages=2)
+    with pytest.raises(ImportError, match=r"drawn by plotly.*pip install 'pfeife\[report\]'"):
+        step.report(tmp_path / "out.html", one.batch(8))
+    assert not step.backend.compiled

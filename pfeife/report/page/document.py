@@ -119,9 +119,9 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     limits = [_limits(run.path) for _, run in sides if run.path is not None]
     parts = [
         tag("h1", about.title),
-        *(tag("p", note) for note in about.notes),
         tag("dl", *boxes, class_="figures"),
         *(tag("p", one) for one in limits if one),
+        *(tag("p", note, class_="note") for note in about.notes),
     ]
     return tag("header", *parts)
 

@@ -59,6 +59,8 @@
   const shared = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: "#888888", activecolor: "#0072b2" },
+    hoverlabel: { bgcolor: "#1b1b1b", bordercolor: "#1b1b1b", align: "left",
+      font: { color: "#ffffff", size: 12 } },
     font: { family: "inherit", size: 12 }, colorway: ["#0072b2", "#d55e00", "#009e73", "#cc79a7"],
   };
   for (const figure of page.figures) {

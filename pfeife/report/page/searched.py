@@ -55,7 +55,7 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
     room = 0.08 * max(top - low, 0.02 * top)
     layout = {
         "height": 380,
-        "margin": {"l": 70, "r": 10, "t": 10, "b": 40},
+        "margin": {"l": 70, "r": 10, "t": 44, "b": 40},
         "xaxis": {"title": {"text": "seconds of the search"}, "zeroline": False},
         "yaxis": {
             "title": {"text": "ms of a step"},

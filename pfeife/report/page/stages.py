@@ -158,13 +158,13 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     }
     layout = {
         "height": 150 + 44 * ranks,
-        "margin": {"l": 70, "r": 10, "t": 20, "b": 40},
+        "margin": {"l": 90, "r": 10, "t": 20, "b": 40},
         "xaxis": {
             "title": {"text": "stage"},
             "range": [-0.7, len(stages) - 0.3],
             "zeroline": False,
             "showgrid": False,
-            "dtick": max(1, len(stages) // 32),
+            "dtick": max(1, len(stages) // 16),
         },
         "yaxis": {
             "range": [ranks - 0.4, -0.6],

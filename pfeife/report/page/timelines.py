@@ -89,8 +89,8 @@ def timeline_figure(sides: Sides) -> Figure | None:
 def _layout(sides: Sides, height: int) -> dict[str, Any]:
     """What timeline and memory have in common: above one another, they have one clock."""
     return {
-        "height": 110 + height,
-        "margin": {"l": 150, "r": 10, "t": 10, "b": 40},
+        "height": 134 + height,
+        "margin": {"l": 150, "r": 10, "t": 44, "b": 40},
         "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
     }
