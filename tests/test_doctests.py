@@ -20,10 +20,11 @@ FIRST = [
     *(pfeife.fuse, pfeife.partition, pfeife.insert_send_recv, pfeife.apply, pfeife.Family),
     *(sched.plan, sched.families.one_f_one_b, sched.search_schedule),
     *(sched.simulate, sched.predict, cost.machine, cost.memory_curves, pfeife.Network.of),
+    cost.assumed_rates,
 ]
 NAMES = {  # that the examples use without an import
     **{"torch": torch, "pfeife": pfeife, "sched": sched, "messages": messages},
-    **{"Network": pfeife.Network},
+    **{"Network": pfeife.Network, "cost": cost},
     **{"machine": cost.machine, "estimate": cost.estimate, "memory_curves": cost.memory_curves},
     **{"chain": chain, "insert_actions": insert_actions},
     **{"StageCosts": StageCosts, "chain_edges": chain_edges},

@@ -17,6 +17,7 @@ from pfeife.backend.piece_steps import PieceSteps
 from pfeife.backend.pieces import Part, share_of
 from pfeife.backend.step import Step
 from pfeife.backend.steps import Steps
+from pfeife.cost import assumed_rates
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Door, RefusedByBoth, taken
 from pfeife.frontend.dynamo import plain_error
@@ -185,6 +186,7 @@ def _by_doors(one: Explained, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _of_graph(name: str, compiled: Compiled) -> Explanation:
     """A step that is one graph."""
     clusters, warning = compiled.clusters, compiled.captured.warning()
+    assumed = assumed_rates(clusters, compiled.target.machine) if compiled.target else ()
     return Explanation(
         name,
         None,
@@ -194,7 +196,10 @@ def _of_graph(name: str, compiled: Compiled) -> Explanation:
         stages=compiled.program.units,
         clusters=clusters.units,
         lines=_lines(clusters),
-        warnings=(warning,) if warning and compiled.microbatches > 1 else (),
+        warnings=(
+            *((warning,) if warning and compiled.microbatches > 1 else ()),
+            *map(str, assumed),
+        ),
     )
 
 

@@ -109,10 +109,12 @@ def cut_for(
 
 def _others(cutter: Cutter, constraints: Constraints) -> Iterator[tuple[int, ...]]:
     """Cuts that may be better than the one whose slowest stage is the fastest: as if all links were
-    the slowest one, or carried one message at a time whatever its direction; and, with several
-    stages a rank, those whose ranks are loaded evenly."""
+    the slowest one, carried one message at a time whatever its direction, or were slower still
+    (then messages are small); and, with several stages a rank, those whose ranks are loaded
+    evenly."""
     slow = constraints.machine
-    for machine in (slow, attrs.evolve(slow, link_bandwidth=slow.link_bandwidth / 2)):
+    for slower in (1, 2, 8, 32):
+        machine = attrs.evolve(slow, link_bandwidth=slow.link_bandwidth / slower)
         yield attrs.evolve(cutter, machine=machine, network=None).even()
     if len(cutter.stage_ranks) > len(set(cutter.stage_ranks)):
         yield from even_cuts(cutter.account, constraints, tuple(cutter.stage_ranks))

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from pfeife.cost.precision import assumed_rates
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer
@@ -156,6 +157,9 @@ def plan(
     check_cut_at(cut_at)
     account = _account(program, constraints, owners or (), given.shards, cut_at)
     account = Account(on_machines(account.work, program, machines))
+    for one in {one.name: one for one in machines}.values():
+        for assumed in assumed_rates(program, one):
+            log.warning("%s", assumed)
     _check_order(account, by_hand)
     reductions = reductions_of(account, constraints, given)
     asked = _Asked(
