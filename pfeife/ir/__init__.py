@@ -6,6 +6,7 @@ what goes from rank to rank, `graph` draws that as networkx has it, `flops` coun
 `batch` rows and tokens, `from_graph` takes other people's graphs, `rewrite` edits copies, `settle`
 finishes what somebody has edited, `outline` turns groups of nodes into calls of bodies, `absorb`
 puts nodes that stand between calls into bodies, `seeding` says how random numbers are drawn,
-`statistics` joins those of microbatches, `boundary` marks a cut in a user's model, `digest` tells
-programs apart by a text, `underflow` which of them lose small gradients.
+`statistics` joins those of microbatches, `boundary` marks a cut in a user's model, `source` writes
+them as Python, `digest` tells programs apart by a text, `underflow` which of them lose small
+gradients.
 """

@@ -316,6 +316,14 @@ class Program:
 
         return edit(self, change, of)
 
+    def source(self) -> str:
+        """The text of a Python file that needs torch alone (and Pfeife where random numbers are
+        drawn): a class `Program`, called with the inputs in their order, and as a script a run on
+        zeros. Raises ValueError for a function without a name and for a large constant."""
+        from pfeife.ir.source import source
+
+        return source(self)
+
     def __repr__(self) -> str:
         """Its figures; `print(program)` writes all of it."""
         kinds = Counter(call.kind.value for call in self.calls)
