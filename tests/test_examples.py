@@ -64,7 +64,13 @@ def on_ranks(name: str, *arguments: str) -> str:
     return out
 
 
-HERE = ["default_backend.py", "own_compiler.py", "paper_family.py", "small_messages.py"]
+HERE = [
+    "default_backend.py",
+    "own_compiler.py",
+    "paper_family.py",
+    "small_messages.py",
+    "torch_csv.py",
+]
 
 
 @pytest.mark.parametrize("name", [*HERE, whole("train_gpt.py")])
