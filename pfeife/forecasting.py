@@ -28,6 +28,7 @@ from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting import RecomputePolicy, split_at
+from pfeife.sched.cutting.blocks import CutAt
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +38,7 @@ class Question:
     machine: a `Machine`, the name of a shipped one ("h100-sxm"), or the path of its JSON.
     ranks: how many there are, in all replicas together.
     microbatches: into how many parts the batch of all replicas is cut.
-    stages, schedule, recompute, cuts, memory_limit, optimizer, search_seconds, jobs: as of
+    stages, schedule, recompute, memory_limit, optimizer, search_seconds, jobs, cut_at: as of
         `sched.plan`; the stages and ranks of a given schedule are its own.
     split_at: cuts by hand, {"blocks.4": "begin"}.
     replicas: pipelines that share the microbatches; data_parallel: what they do with gradients,
@@ -61,6 +62,7 @@ class Question:
     memory_limit: int | None = None
     recompute: RecomputePolicy | None = None
     split_at: dict[str, str] | None = None
+    cut_at: CutAt = "anywhere"
     master: str | None = None
     search_seconds: float | None = None
     jobs: int = 1
@@ -199,6 +201,7 @@ def _plan(
         schedule=asked.schedule,
         cuts=split_at(clusters, asked.split_at) if asked.split_at else None,
         memory_limit=asked.memory_limit,
+        cut_at=asked.cut_at,
         network=network,
         optimizer=asked.optimizer,
         replicas=replicas,

@@ -84,6 +84,7 @@ def question_of(given: argparse.Namespace, **more: Any) -> dict[str, Any]:
         "recompute": number_or_text(given.recompute),
         "optimizer": number_or_text(given.optimizer),
         "data_parallel": given.data_parallel,
+        "cut_at": given.cut_at,
         "search_seconds": given.search_seconds,
         "master": PRECISIONS[given.precision][1],
     }

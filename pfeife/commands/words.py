@@ -169,6 +169,12 @@ def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
         default=default("1f1b"),
         help="a family (1f1b, gpipe, zb-h1, ...), search, or the CSV of a schedule",
     )
+    how.add_argument(
+        "--cut-at",
+        choices=("anywhere", "blocks"),
+        default="anywhere",
+        help="where stages may end; blocks: only between those of the model",
+    )
     how.add_argument("--search-seconds", type=seconds, help="of a search; 20 unless given")
     how.add_argument(
         "--recompute", help="never, always, except_last, auto (what memory asks for), or a number"
