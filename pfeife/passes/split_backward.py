@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 import attrs
 from torch import fx
 
+from pfeife.ir.flops import graph_flops
 from pfeife.ir.outline import Group, inline, outline
-from pfeife.ir.program import Kind, Program, Role, is_source, returned
+from pfeife.ir.program import Call, Kind, Program, Role, is_source, returned
 from pfeife.passes.partition import views_of_inputs
 
 
@@ -16,7 +17,8 @@ def split_backward() -> Callable[[Program], Program]:
     The input-backward is what other stages' backwards wait for; where none waits (the first
     stage), what more than one gradient is computed from. All else is weight-backward. So what a
     backward recomputes comes with the part that reads it: with the input-backward only as far
-    as that needs it, from where the weight-backward gets it too.
+    as that needs it, from where the weight-backward gets it too. The parts share the seconds of
+    the whole by their floating-point operations.
     """
 
     def run(program: Program) -> Program:
@@ -28,8 +30,8 @@ def split_backward() -> Callable[[Program], Program]:
         }
         parts = outline(flat, split, views_of_inputs(flat))
         ranks = {call.unit: call.rank for call in program.calls}
-        calls = tuple(attrs.evolve(call, rank=ranks[call.unit]) for call in parts.calls)
-        return attrs.evolve(parts, calls=calls)
+        placed = tuple(attrs.evolve(call, rank=ranks[call.unit]) for call in parts.calls)
+        return _with_costs(attrs.evolve(parts, calls=placed), program)
 
     return run
 
@@ -43,12 +45,38 @@ def join_backward() -> Callable[[Program], Program]:
             name: group if group.kind == Kind.FORWARD else Group(group.unit, Kind.BACKWARD)
             for name, group in groups.items()
         }
-        joined = outline(flat, whole, word="cluster")
-        seconds = {call.node: call.seconds for call in program.calls}
-        calls = tuple(attrs.evolve(c, seconds=seconds.get(c.node)) for c in joined.calls)
-        return attrs.evolve(joined, calls=calls)
+        return _with_costs(outline(flat, whole, word="cluster"), program)
 
     return run
+
+
+def _with_costs(program: Program, before: Program) -> Program:
+    """The program with the costs of a unit's forward and backward as they were, however many parts
+    a backward is in now."""
+    known = _by_side(before)
+    calls = {call.node: call for call in program.calls}
+    for side, parts in _by_side(program).items():
+        seconds = [call.seconds for call in known[side]]
+        whole = [one for one in seconds if one is not None]
+        if len(whole) < len(seconds):
+            continue
+        work = [sum(graph_flops(program.body(call).graph).values()) for call in parts]
+        shares = [one / sum(work) for one in work] if any(work) else [1 / len(parts)] * len(parts)
+        adding = sum(call.accumulate_seconds for call in known[side])
+        for call, share in zip(parts, shares, strict=True):
+            adds = adding if call is parts[-1] else 0.0
+            calls[call.node] = attrs.evolve(
+                call, seconds=share * sum(whole), accumulate_seconds=adds
+            )
+    return attrs.evolve(program, calls=tuple(calls.values()))
+
+
+def _by_side(program: Program) -> dict[tuple[int, bool], list[Call]]:
+    """The calls of the forward and of the backward of each unit, the weight-backward last."""
+    found: dict[tuple[int, bool], list[Call]] = {}
+    for call in sorted(program.calls, key=lambda one: one.kind == Kind.WEIGHT_BACKWARD):
+        found.setdefault((call.unit, call.kind == Kind.FORWARD), []).append(call)
+    return found
 
 
 def _part(early: bool) -> Kind:

@@ -3,6 +3,7 @@
 import attrs
 import pytest
 from programs import captured
+from programs import clusters as annotated
 from recomputing import chosen, planned
 from share import crossed
 
@@ -32,3 +33,19 @@ def test_the_passes_come_in_the_right_order(policy, budget, are_split):
 def test_replicas_reduce():
     _, plan, _ = planned("GPT", 3)
     assert pfeife.apply(plan, replicas=2)(planned("GPT", 3)[0]).replicas == 2
+
+
+def test_costs_stay_whatever_is_split_and_joined():
+    """The parts of a backward take as long as the whole, also where a plan that recomputes makes it
+    whole in between; what is computed again comes on top."""
+    clusters = annotated(captured("GPT")[1])
+    whole = sum(call.seconds for call in clusters.calls)
+    split = pfeife.split_backward()(clusters)
+    assert {call.kind for call in split.calls} > {call.kind for call in clusters.calls} - {"B"}
+    plan = attrs.evolve(chosen("GPT", 3, "full")[0], schedule=sched.policy("zb-h1")(3, 4))
+    extra = sum(option.extra_seconds for option in plan.recompute)
+    for program in (clusters, split):
+        ranks = pfeife.apply(plan)(program)
+        assert sum(call.seconds for call in ranks.calls) == pytest.approx(whole + extra)
+        adding = [sum(c.accumulate_seconds for c in one.calls) for one in (clusters, ranks)]
+        assert adding[0] == pytest.approx(adding[1])
