@@ -16,8 +16,7 @@ from pfeife.ir.program import Program
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
 from pfeife.sched.cutting.account import Account, units_of
-from pfeife.sched.cutting.borders import borders, stages_from
-from pfeife.sched.cutting.clusters import clusters_of
+from pfeife.sched.cutting.borders import borders, moved_to, open_borders, stages_from
 from pfeife.sched.cutting.judged import STEPS, Score, message_seconds
 from pfeife.sched.cutting.layouts import (
     Constraints,
@@ -209,7 +208,7 @@ def _moved(
     score = Score(*first, constraints.tolerance)
     best = score.of(*first)
     starts, placement = list(borders(layout.stage_of)), layout.problem.stage_ranks
-    clusters = clusters_of(account.work)
+    edges = [0, *open_borders(units, account.work.blocked), units]
     each = _JUDGED * sum(map(len, schedule.ranks))
     moved = constraints.cuts is None
     while moved:
@@ -217,8 +216,8 @@ def _moved(
         for at, step in itertools.product(range(len(starts)), STEPS):
             if budget.left < each or budget.over(each):
                 return layout, schedule
-            tried = [s + step if index == at else s for index, s in enumerate(starts)]
-            if not clusters.allowed(tried):
+            tried = moved_to(edges, starts, [(at, step)])
+            if tried is None:
                 continue
             budget.spend(each)
             cut = stages_from(tried, units)

@@ -257,7 +257,8 @@ def roomiest(
     def cost(starts: Sequence[int]) -> float:
         return max(worst(starts), limit)
 
-    return climbed(starts, cost, clusters.allowed, (-1, 1, -4, 4))
+    edges = [0, *allowed, len(clusters.seconds)]
+    return climbed(starts, cost, edges, (-1, 1, -4, 4))
 
 
 def _closed(clusters: Clusters) -> str:

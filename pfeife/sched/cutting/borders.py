@@ -1,6 +1,7 @@
 """Cuts by the clusters at which their stages start, and the best of all by dynamic programming."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise, product
 
@@ -90,20 +91,38 @@ def _best(
     return (float(row[-1]), starts[-2::-1]) if math.isfinite(row[-1]) else None
 
 
+def moved_to(
+    edges: Sequence[int], starts: Sequence[int], moves: Iterable[tuple[int, int]]
+) -> list[int] | None:
+    """Where stages start when some of them are moved, by so many edges each; None where that is not
+    between the ones before and after it. `edges` are 0, the clusters at which stages may start, and
+    the number of clusters."""
+    tried = list(starts)
+    for at, step in moves:
+        place = bisect_left(edges, tried[at]) + step
+        if not 0 < place < len(edges) - 1:
+            return None
+        tried[at] = edges[place]
+    rising = all(low < high for low, high in pairwise([0, *tried, edges[-1]]))
+    return tried if rising else None
+
+
 def climbed(
     starts: Sequence[int],
     cost: Callable[[Sequence[int]], float | tuple[float, ...]],
-    allowed: Callable[[Sequence[int]], bool],
+    edges: Sequence[int],
     steps: Sequence[int],
     together: int = 1,
 ) -> list[int]:
-    """Borders moved one by one, and up to so many neighbours together, as long as it costs less."""
+    """Borders moved one by one from edge to edge, and up to so many neighbours together, as long as
+    it costs less."""
     best, least = list(starts), cost(starts)
     moved = True
     while moved:
         moved = False
         for at, step, count in product(range(len(best)), steps, range(1, together + 1)):
-            tried = [s + step if at <= i < at + count else s for i, s in enumerate(best)]
-            if allowed(tried) and (found := cost(tried)) < least:  # type: ignore[operator]
+            neighbours = range(at, min(at + count, len(best)))
+            tried = moved_to(edges, best, [(one, step) for one in neighbours])
+            if tried and (found := cost(tried)) < least:  # type: ignore[operator]
                 best, least, moved = tried, found, True
     return best

@@ -7,12 +7,12 @@ import attrs
 
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.balanced import Cutter
-from pfeife.sched.cutting.borders import borders, stages_from
+from pfeife.sched.cutting.borders import borders, moved_to, stages_from
 
 # Seconds are estimates, whose errors are larger (benchmarks/fidelity.py); bytes are exact.
 MESSAGE_TOLERANCE = 0.01
 SLACKS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the slowest stage
-STEPS = (-1, 1, -2, 2, -3, 3, -4, 4)  # clusters that a border moves
+STEPS = (-1, 1, -2, 2, -3, 3, -4, 4)  # edges by which a border moves
 _MOST = 150_000  # operations of schedules that are run to judge cuts: a second or two
 
 
@@ -114,11 +114,9 @@ def _moved(
         for (at, other), step in product(moves, STEPS):
             if over():
                 return stages_from(starts, units)
-            tried = list(starts)
-            tried[at] += step
-            if other is not None:
-                tried[other] -= step
-            if not cutter.clusters.allowed(tried) or cutter.lacking(tried) > 0:
+            pair = [(at, step)] if other is None else [(at, step), (other, -step)]
+            tried = moved_to(cutter.edges, starts, pair)
+            if tried is None or cutter.lacking(tried) > 0:
                 continue
             found = counted(stages_from(tried, units))
             if found < least * (1 - 1e-9):

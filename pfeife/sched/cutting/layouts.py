@@ -198,7 +198,8 @@ class Loads:
         """Borders moved one by one, and by pairs of neighbours, as long as that helps."""
         # A rank may have several stages. Two borders that move together move a whole stage, which
         # changes what is sent and not how much a stage has; long steps pass over a heavy cluster.
-        return climbed(starts, self.cost, self.clusters.allowed, (-1, 1, -3, 3, -9, 9), together=2)
+        edges = [0, *open_borders(self.units, self.clusters.blocked), self.units]
+        return climbed(starts, self.cost, edges, (-1, 1, -3, 3, -9, 9), together=2)
 
 
 def _roomiest(
