@@ -3,10 +3,12 @@
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
 `step_line` has a step in a line, `forecast` what a plan is expected to do. `page/` is a report as
 HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
-libraries that draw. `picture` draws a schedule as papers do, `perfetto` writes a trace.
+libraries that draw. `picture` draws a schedule as papers do, `drawn` the graph of a program,
+`perfetto` writes a trace.
 """
 
 from pfeife.report.compare import compare_memory, compare_times
+from pfeife.report.drawn import dot, svg
 from pfeife.report.forecast import (
     forecast_csv,
     forecast_of,
@@ -48,6 +50,7 @@ __all__ = [
     "compare_times",
     "comparison_table",
     "critical_table",
+    "dot",
     "expected",
     "forecast_csv",
     "forecast_of",
@@ -66,6 +69,7 @@ __all__ = [
     "spans",
     "step_line",
     "summary",
+    "svg",
     "table",
     "timeline_chart",
     "waits_of",

@@ -25,6 +25,15 @@ def matplotlib() -> Any:
     return matplotlib
 
 
+def pydot() -> Any:
+    """The library. Raises ImportError that says how to install it."""
+    try:
+        import pydot as found
+    except ImportError as error:
+        raise _missing("pydot") from error
+    return found
+
+
 def _missing(name: str) -> ImportError:
     return ImportError(
         f"this is drawn by {name}, which is not installed: pip install 'pfeife[report]'"
