@@ -15,6 +15,7 @@ from pfeife import report, sched
 from pfeife.data.tried import Tried
 from pfeife.passes.compose import Recorded
 
+pytest.importorskip("plotly")
 LEFT, RIGHT = "\ue012", "\ue014"  # keys, as WebDriver has them
 
 
@@ -80,7 +81,8 @@ def test_a_page_has_what_is_known(made):
     drawn = [action for one in spans if one["what"] != "wait" for action in one["actions"]]
     events = [str(event.action) for event in run.timeline.events]
     assert sorted(drawn) == sorted(2 * events)
-    graph_objects = pytest.importorskip("plotly.graph_objects")
+    from plotly import graph_objects
+
     for one in found.values():
         graph_objects.Figure(one["data"], one["layout"])  # raises for what plotly does not know
     for _, attributes in page.elements:
