@@ -115,4 +115,5 @@ class Forecast:
     @property
     def limited_by(self) -> str:
         """What a step waits for, in words."""
-        return "; ".join(f"{one.what} for {one.share:.0%} of the step" for one in self.waits[:3])
+        long = [one for one in self.waits if one.share >= 0.005]
+        return "; ".join(f"{one.what} for {one.share:.0%} of the step" for one in long[:3])

@@ -128,7 +128,9 @@ def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
 def _doing(event: Event, stage_ranks: Sequence[int]) -> str:
     action = event.action
     if action.do in RECEIVES and action.peer is not None:
-        return f"the link from rank {stage_ranks[action.peer]} to rank {event.rank} is waited for"
+        return (
+            f"the link from rank {stage_ranks[action.peer]} to rank {event.rank} carries messages"
+        )
     if action.do == Do.REDUCE_GRAD:
         return f"rank {event.rank} reduces gradients"
     return f"rank {event.rank} computes" if action.do.kind else f"rank {event.rank} sends"
