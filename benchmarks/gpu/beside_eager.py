@@ -33,10 +33,9 @@ BITWISE = Rounding(0.0, "")
 
 
 def deterministic() -> None:
-    """From here on this process computes the same bits each time, as far as torch can. (A kernel
-    that cannot is noticed: eager then differs from itself.)"""
+    """From here on this process computes the same bits each time; a kernel that cannot raises."""
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG"), "set before CUDA starts"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 

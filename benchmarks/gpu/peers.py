@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining beside ours on the same device: a world of one rank, four stages."""
+"""torch.distributed.pipelining beside ours on the same device: a world of one rank."""
 
 import functools
 import socket
@@ -17,7 +17,6 @@ from gpu.rows import Row, Setting, Skipped
 from gpu.timing import REPEATS, Large, eager, large, lowered
 from pfeife.runtime.local import LocalPipeline
 
-STAGES = 4
 OTHER = "the peer's stages are cut elsewhere, and its losses divided by itself"
 
 
@@ -33,15 +32,16 @@ def _world(setting: Setting) -> None:
     dist.init_process_group("nccl" if setting.cuda else "gloo", store=store, rank=0, world_size=1)
 
 
-def _peer(one: Large, setting: Setting, losses: list) -> Callable[[], object]:
+def _peer(one: Large, count: int, setting: Setting, losses: list) -> Callable[[], object]:
     """Its step of all stages on this rank, by its public interface."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     case = Case("GPT", one.model, one.step, lambda: one.microbatches[0])
-    split = splits.language(case, STAGES)
+    split = splits.language(case, count)
     place = torch.device(setting.device)
-    stages = [PipelineStage(m, index, STAGES, place) for index, m in enumerate(split.stages)]
-    schedule = ScheduleInterleaved1F1B(stages, len(one.microbatches), loss_fn=split.loss)
+    stages = [PipelineStage(m, index, count, place) for index, m in enumerate(split.stages)]
+    kind, given = (ScheduleInterleaved1F1B, stages) if count > 1 else (Schedule1F1B, stages[0])
+    schedule = kind(given, len(one.microbatches), loss_fn=split.loss)
     tokens, targets = (torch.cat(tensors) for tensors in zip(*one.microbatches, strict=True))
 
     def step() -> None:
@@ -52,16 +52,16 @@ def _peer(one: Large, setting: Setting, losses: list) -> Callable[[], object]:
     return step
 
 
-def beside_peer(setting: Setting) -> dict[str, Any]:
+def beside_peer(setting: Setting, count: int) -> dict[str, Any]:
     _world(setting)
     one, losses = large(setting), list[torch.Tensor]()
     try:
-        peer = _peer(one, setting, losses)
+        peer = _peer(one, count, setting, losses)
         peer()
     except Exception as error:
-        raise Skipped(f"it does not run four stages on one rank: {error}") from error
+        raise Skipped(f"it does not run {count} stages on one rank: {error}") from error
     theirs = {n: p.grad.clone() for n, p in one.model.named_parameters()}
-    program, schedule = lowered(one, STAGES)
+    program, schedule = lowered(one, count)
     pipeline = LocalPipeline(program, schedule, [torch.device(setting.device)])
     state = pfeife.state_of(program, one.model)
     result = pipeline(state, one.microbatches)
@@ -77,4 +77,9 @@ def beside_peer(setting: Setting) -> dict[str, Any]:
     return {**figures, "ours of peer": times["ours"] / times["peer"]}
 
 
-ROWS = [Row("torch.distributed.pipelining, four stages on one rank", beside_peer, 120)]
+def row(count: int) -> Row:
+    name = f"torch.distributed.pipelining, {count} stages on one rank"
+    return Row(name, functools.partial(beside_peer, count=count), 90)
+
+
+ROWS = [row(1), row(4)]

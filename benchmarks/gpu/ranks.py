@@ -27,10 +27,16 @@ from gpu.beside_eager import (  # noqa: E402
 from gpu.correctness import REPLICATED, fused, ranks_of  # noqa: E402
 from gpu.rows import Setting, Wrong  # noqa: E402
 from gpu.workers import serve  # noqa: E402
+from pfeife.data.machine import Mesh  # noqa: E402
+from pfeife.ir.program import Reduction  # noqa: E402
+from pfeife.lowering.buckets import Bucket  # noqa: E402
 from pfeife.runtime.distributed.connection import Connection  # noqa: E402
 from pfeife.runtime.distributed.elsewhere import is_here  # noqa: E402
 from pfeife.runtime.distributed.pipeline import DistributedPipeline  # noqa: E402
 from pfeife.runtime.distributed.process_group import join_world, leave_world  # noqa: E402
+from pfeife.runtime.distributed.reducing import Reducing, Route  # noqa: E402
+from pfeife.runtime.distributed.world import World  # noqa: E402
+from pfeife.runtime.failure import Failure  # noqa: E402
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CUDA = os.environ["GPU_ROWS_DEVICE"] == "cuda"
@@ -63,18 +69,30 @@ def probe() -> Told:
 
 
 def alone() -> Told:
+    """All calls of the world's that one rank can make, then its end by a failure."""
     told = probe()
-    group = dist.new_group([0])
-    one = torch.ones(4, device=DEVICE)
-    parts = [torch.empty_like(one)]
-    group.broadcast(one, 0).wait()
-    group.allgather([parts], [one]).wait()
-    wait()
-    assert parts[0].tolist() == [1.0] * 4
     assert join_world(DEVICE) is None, "a process alone needs no world"
-    if CUDA:
-        group.abort()
-    return told
+    world = World(DEVICE, 60.0)
+    one = torch.arange(4.0, device=DEVICE)
+    assert world.from_all_ranks("text") == [world.from_rank_zero("text")]
+    world.broadcast(one.view(torch.uint8), 0)
+    assert world.agreed("alike", "this row", number=3).numbers == (3,)
+    assert len(world.checksums([one])) == 1
+    assert torch.equal(world.gather(one)[0], one)
+    bucket = Bucket((Reduction("w", (0,), (0,)),), ((4,),), torch.float32)
+    route = Route(bucket, Mesh(1), 0, world.connection_of([0], "reduce"))
+    flat, scratch = route.packed([one]), torch.empty(64, dtype=torch.uint8, device=DEVICE)
+    begun = world.reducer.begin(lambda: route.run(flat, scratch, None))
+    sums = Reducing(begun, world.wait, route.sums(flat), flat).wait()
+    assert torch.equal(sums["w"], one)
+    start = time.monotonic()
+    world.stop(Failure(0, "this row", "on purpose"))
+    try:
+        world.check()
+    except pfeife.PipelineError:
+        world.close()
+        return {**told, "s of the end": time.monotonic() - start}
+    raise Wrong("a world that was stopped goes on")
 
 
 def directions() -> Told:
