@@ -17,15 +17,17 @@ same device, with deterministic algorithms; what may round says why.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -74,66 +76,82 @@ def main() -> int:
     why = missing(arguments.device)
     if why:
         return refuse(why, arguments.json)
-    import attrs
     from gpu import rows, workers
 
-    found = devices(arguments.device)
-    setting = rows.Setting(found, arguments.small or arguments.device == "cpu")
-    if arguments.serve:
-        workers.serve(lambda name: workers.run_row(name, setting))
-        return 0
     parts = arguments.parts.split(",") if arguments.parts else rows.PARTS
     unknown = [part for part in parts if part not in rows.PARTS]
     if unknown:
         return refuse(f"there is no part {unknown[0]!r}; there are {', '.join(rows.PARTS)}", None)
-    words = arguments.only.split()
-    told: list[rows.Verdict] = []
-    about = versions()
-    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-
-    one_at_a_time = threading.Lock()
-
-    def tell(verdict: rows.Verdict) -> None:
-        with one_at_a_time:
-            told.append(verdict)
-            print(verdict, flush=True)
-            if arguments.json:
-                every = [attrs.asdict(one) for one in told]
-                write(arguments.json, {"machine": about, "rows": every})
-
+    small = arguments.small or arguments.device == "cpu"
+    setting = rows.Setting(devices(arguments.device), small)
+    if arguments.serve:
+        workers.serve(lambda name: workers.run_row(name, setting))
+        return 0
+    log = Log(versions(), arguments.json)
     command = [sys.executable, str(HERE / "gpu.py"), "--serve", "--device", arguments.device]
     command += ["--small"] if arguments.small else []
     make = functools.partial(workers.Worker, command, ENVIRONMENT)
-    together = workers.Together(make, begun + 60 * arguments.minutes, tell)
+    together = workers.Together(make, begun + 60 * arguments.minutes, log.tell)
     cores = len(os.sched_getaffinity(0))
-    jobs = arguments.jobs or (min(6, cores // 2) if setting.cuda else 1)
+    jobs = max(1, arguments.jobs or (min(6, cores // 2) if setting.cuda else 1))
+    for part, first, known in opened(parts, make, cores > 4):
+        if known.verdict != "right":
+            log.tell(known)
+        words = arguments.only.split()
+        chosen = {n: s for n, s in known.figures.items() if all(word in n for word in words)}
+        if arguments.list:
+            print("\n".join(chosen), flush=True)
+        else:
+            together(chosen, first, 1 if part in rows.TIMED else jobs)
+        first.end()
+    if not arguments.list:
+        print(f"\n{table(log.told)}\n\n{counted(log.told)} in {time.monotonic() - begun:.0f} s")
+    return 0 if all(one.verdict in rows.GOOD for one in log.told) else 1
 
-    def ready(part: str) -> tuple[workers.Worker, rows.Verdict]:
+
+def opened(
+    parts: Sequence[str], make: Callable[[], Any], ahead: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each part with its first worker, and what that says of the part's rows. `ahead`, for where
+    there are cores for it, a worker imports while the part before runs."""
+
+    def ready(part: str) -> tuple[Any, Any]:
         worker = make()
         return worker, worker.ask(f"?{part}", LISTING)
 
-    # Where there are cores for it, a part's first worker imports while the part before it runs.
-    with ThreadPoolExecutor(1) as ahead:
-        upcoming = ahead.submit(ready, parts[0])
-        for index, part in enumerate(parts):
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(ready, parts[0])
+        for part, following in itertools.zip_longest(parts, parts[1:]):
             first, known = upcoming.result()
-            more = index + 1 < len(parts)
-            if more and cores > 4:
-                upcoming = ahead.submit(ready, parts[index + 1])
-            if known.verdict != "right":
-                tell(known)
-            every = {n: s for n, s in known.figures.items() if all(w in n for w in words)}
-            if arguments.list:
-                print("\n".join(every), flush=True)
-            else:
-                together(every, first, 1 if part in rows.TIMED else max(1, jobs))
-            first.end()
-            if more and cores <= 4:
-                upcoming = ahead.submit(ready, parts[index + 1])
-    if arguments.list:
-        return 0
-    print(f"\n{table(told)}\n\n{counted(told)} in {time.monotonic() - begun:.0f} s")
-    return 0 if all(one.verdict in rows.GOOD for one in told) else 1
+            if following and ahead:
+                upcoming = thread.submit(ready, following)
+            yield part, first, known
+            if following and not ahead:
+                upcoming = thread.submit(ready, following)
+
+
+class Log:
+    """What is said of rows: printed as it comes, and in the file after each."""
+
+    def __init__(self, about: dict[str, Any], file: Path | None):
+        self.about, self.file = about, file
+        self.told: list[Any] = []
+        self.lock = threading.Lock()
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+
+    def tell(self, verdict: Any) -> None:
+        with self.lock:
+            self.told.append(verdict)
+            print(verdict, flush=True)
+            if self.file:
+                rows = [vars_of(one) for one in self.told]
+                write(self.file, {"machine": self.about, "rows": rows})
+
+
+def vars_of(verdict: Any) -> dict[str, Any]:
+    import attrs  # not before it is known to be there
+
+    return attrs.asdict(verdict)
 
 
 def table(told: Sequence) -> str:

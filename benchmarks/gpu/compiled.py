@@ -9,7 +9,7 @@ from gpu.beside_eager import Rounding, accumulated, alike, deterministic
 from gpu.cases import case
 from gpu.clock import in_turn
 from gpu.rows import Row, Setting
-from gpu.timing import FOUR_STAGES, ONE_STAGE, REPEATS, eager, judged, large, ours, tiny
+from gpu.timing import FOUR_STAGES, ONE_STAGE, REPEATS, compiled, eager, judged, large, ours, tiny
 
 FUSED = Rounding(1e-3, "Inductor fuses, and adds up in other orders than eager's kernels")
 GAIN = 2.0  # times as fast as eager: tiny stages as CUDA graphs
@@ -61,21 +61,12 @@ def beside_inductor(setting: Setting) -> dict[str, Any]:
 
 def tiny_graphs(setting: Setting) -> dict[str, Any]:
     one = tiny(setting)
-    whole = [torch.cat(tensors) for tensors in zip(*one.microbatches, strict=True)]
-    options = {"microbatches": len(one.microbatches), "stages": 2, "devices": setting.twice}
-    steps = {
-        "our graphs": pfeife.compile(one.step, **options, cuda_graphs=setting.cuda, progress=False),
-        "ours": pfeife.compile(one.step, **options, progress=False),
+    options: dict[str, Any] = {"stages": 2, "devices": [setting.device]}
+    works = {
+        "eager": eager(one),
+        "our graphs": compiled(one, **options, cuda_graphs=setting.cuda),
+        "ours": compiled(one, **options),
     }
-
-    def work(step: Any) -> Any:
-        def run() -> None:
-            one.model.zero_grad(set_to_none=True)
-            step(*whole).backward()
-
-        return run
-
-    works = {"eager": eager(one), **{name: work(step) for name, step in steps.items()}}
     times = in_turn(works, setting, REPEATS)
     return judged(times, "eager", {"our graphs": 1 / GAIN}, setting)
 

@@ -127,11 +127,13 @@ def lost(setting: Setting, scenario: str, apart: bool) -> dict[str, Any]:
     if not apart and _refusal(setting):
         raise Skipped(f"NCCL does not let {SHARED}")
     ranks = Ranks(setting, 2, apart)
-    first, _ = ranks.ask(scenario, seconds=60)
-    ranks.end()
-    figures = dict(first.figures)
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = (threads.submit(one.ask, scenario, 60.0) for one in ranks.workers)
+        told = first.result()
+        ranks.end()  # rank 1 is gone, or stopped
+    figures = dict(told.figures)
     if "error" not in figures:
-        raise Wrong(f"rank 0 has heard of nothing: {first.verdict} {first.why}")
+        raise Wrong(f"rank 0 has heard of nothing: {told.verdict} {told.why}")
     if figures["seconds"] > REACTION or "rank 1" not in figures["error"]:
         raise Wrong(f"rank 0 should name rank 1 within {REACTION:.0f} s", **figures)
     return figures

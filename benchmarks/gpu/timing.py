@@ -123,25 +123,34 @@ def judged(
     return figures
 
 
-def stages_in_turn(setting: Setting) -> dict[str, Any]:
-    one = large(setting)
-    compiled = pfeife.compile(
-        one.step, microbatches=len(one.microbatches), stages=1, progress=False, check=False
-    )
+def compiled(one: Large, **options: Any) -> Callable[[], None]:
+    """A step of `pfeife.compile`, its backward too."""
+    step = pfeife.compile(one.step, microbatches=len(one.microbatches), progress=False, **options)
     whole = [torch.cat(tensors) for tensors in zip(*one.microbatches, strict=True)]
 
-    def by_compile() -> None:
+    def work() -> None:
         one.model.zero_grad(set_to_none=True)
-        compiled(*whole).backward()
+        step(*whole).backward()
 
+    return work
+
+
+def stages_in_turn(setting: Setting) -> dict[str, Any]:
+    one = large(setting)
+    limits = {
+        "one stage": ONE_STAGE,
+        "four stages": FOUR_STAGES,
+        "pfeife.compile": ONE_STAGE,
+        "pfeife.compile, four stages": FOUR_STAGES,
+    }
     works = {
         "eager": eager(one),
         "one stage": ours(one, 1),
         "four stages": ours(one, 4),
-        "pfeife.compile": by_compile,
+        "pfeife.compile": compiled(one, stages=1),
+        "pfeife.compile, four stages": compiled(one, stages=4, devices=[setting.device]),
     }
     times = in_turn(works, setting, REPEATS)
-    limits = {"one stage": ONE_STAGE, "four stages": FOUR_STAGES, "pfeife.compile": ONE_STAGE}
     parameters = f"{one.parameters / 1e6:.0f} M"
     return judged(times, "eager", limits, setting, parameters=parameters)
 

@@ -8,6 +8,7 @@ the errors of a GPU stay with the process.
 """
 
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
+import torch
 
 from gpu.rows import Figures, Setting, Skipped, Verdict, Wrong, row_called, rows_of
 
@@ -157,7 +159,13 @@ def run_row(name: str, setting: Setting) -> Figures:
         raise Skipped("only a GPU can say")
     if row.devices > len(setting.devices):
         raise Skipped(f"{len(setting.devices)} of {row.devices} devices are here")
-    return row.run(setting)
+    torch.compiler.reset()  # rows compile the same functions for other models
+    try:
+        return row.run(setting)
+    finally:
+        gc.collect()
+        if setting.cuda:
+            torch.cuda.empty_cache()  # for the processes beside this one
 
 
 def _tried(name: str, run: Callable[[str], Figures]) -> Verdict:

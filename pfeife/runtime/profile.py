@@ -69,11 +69,12 @@ def profile(
     a process this is collective: all ranks start together and all get the whole timeline of the
     first replica.
     """
-    step = pipeline.start(state, microbatches, **options)
     if isinstance(pipeline, LocalPipeline):
-        watch = Stopwatch([device for device in pipeline.devices if device])
-        step.run(watch=watch)
-        return _ordered(watch.with_reductions(dict(enumerate(step.steps))))
+        whole = pipeline.start(state, microbatches, **options)
+        watch = Stopwatch(list(whole.places))
+        whole.run(watch=watch)
+        return _ordered(watch.with_reductions(dict(enumerate(whole.steps))))
+    step = pipeline.start(state, microbatches, **options)
     world = pipeline.transport.world
     world.from_all_ranks("")  # all are here
     watch = Stopwatch([pipeline.device])
