@@ -11,7 +11,6 @@ project = "Pfeife"
 author = "Pfeife contributors"
 release = METADATA["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-suppress_warnings = ["myst.xref_missing", "toc.not_included"]  # until all pages are there
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # so that pages link to headings of each other
 exclude_patterns = ["_build"]
