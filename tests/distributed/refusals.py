@@ -119,7 +119,8 @@ def other_on_rank_one(program: pfeife.Program) -> pfeife.Program:
     if dist.get_rank() == 1:
         first = next(iter(module.graph.nodes))
         with module.graph.inserting_after(first):
-            module.graph.call_function(torch.ops.aten.neg.default, (first,))
+            other = module.graph.call_function(torch.ops.aten.neg.default, (first,))
+        first.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
     return attrs.evolve(program, module=module)
 
 
