@@ -127,7 +127,7 @@ CASES = (
         "163 TFLOP/s a rank, 52 % of the peak, for 1,008 G parameters on 3,072 A100s",
         "Narayanan et al., SC 2021, https://arxiv.org/abs/2104.04473 (abstract: 502 PFLOP/s). They "
         "count what is recomputed, here it does not count; each of their stages is 8 tensor "
-        "parallel GPUs, here it is one, which has room for a stage in bfloat16 alone.",
+        "parallel GPUs, here it is one, with too little memory: the refusal says by how much.",
     ),
     Case(
         "SDXL's UNet, 4 x RTX 4090",
