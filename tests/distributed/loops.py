@@ -5,8 +5,10 @@ import copy
 import io
 import logging
 import os
+import re
 import runpy
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -268,3 +270,18 @@ def an_example() -> None:
         sys.argv, sys.path[:] = kept
     assert RANK or "3 of 3 losses are the same, bit for bit" in said.getvalue()
     dist.barrier()
+
+
+@row(ranks=(2,))
+def the_readme() -> None:
+    """Its ten lines run under torchrun as they stand there: every rank draws the same."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    script = Path(tempfile.gettempdir()) / f"readme-{os.getppid()}.py"  # of all ranks
+    written = script.with_suffix(f".{RANK}")
+    written.write_text(block[1])
+    written.replace(script)
+    torch.manual_seed(RANK)  # as new processes have seeds of their own
+    assert runpy.run_path(str(script))["loss"].isfinite()
+    dist.barrier()
+    script.unlink(missing_ok=True)
