@@ -5,9 +5,11 @@ mistakes take no time.
 """
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(parser.format_help().rstrip())
         return 0
     try:
-        text = COMMANDS[given.command].run(given)
+        with _told():
+            text = COMMANDS[given.command].run(given)
         if text:
             print(text)
             sys.stdout.flush()
@@ -58,6 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pfeife {given.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What takes how long, on standard error; on a terminal there are bars."""
+    log, before = logging.getLogger("pfeife"), logging.getLogger("pfeife").level
+    lines = logging.StreamHandler(sys.stderr)
+    if not sys.stderr.isatty():
+        log.addHandler(lines)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
             help=module.HELP,
             description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
             epilog=module.EXAMPLES,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(own)

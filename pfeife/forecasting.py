@@ -29,6 +29,7 @@ from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting import RecomputePolicy, split_at
 from pfeife.sched.cutting.blocks import CutAt
+from pfeife.sched.families.policies import policy
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +76,10 @@ class Question:
                     f"{name}={getattr(self, name)} and replicas={self.replicas}: every replica has "
                     "the same number of them"
                 )
+        if isinstance(self.machine, str):
+            machine_of(self.machine)
+        if isinstance(self.schedule, str) and self.schedule != "search":
+            policy(self.schedule)
 
     @property
     def each(self) -> int:
@@ -118,7 +123,8 @@ def forecast(
     `step` is called with one `microbatch`, whose tensors may be on the meta device, as the model
     may be; or it is a flat program that `flat_program` gave, so that a second question needs no
     second capture. The other arguments are the fields of `Question`. Raises ValueError for a
-    question without an answer, as `capture` and `sched.plan` do.
+    question without an answer, as `capture` and `sched.plan` do, before anything is captured where
+    its machine or its schedule is not known.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> step = lambda x: net(x).square().mean()
@@ -157,6 +163,7 @@ def answer(flat: Program, asked: Question, progress: Progress | None = None) -> 
     target = Target(machine, network, between, asked.optimizer, asked.memory_limit)
     run = expected(program, schedule, target)
     figures = forecast_of(plan, clusters, program, run, target, schedule_name(asked))
+    figures = attrs.evolve(figures, network=asked.network.summary if asked.network else "")
     return Outlook(clusters, program, schedule, plan, target, run, figures, replicas)
 
 

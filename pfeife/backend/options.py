@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -364,7 +365,9 @@ def options_from(given: Mapping[str, Any]) -> Options:
     known = [field.name for field in attrs.fields(Options)]
     unknown = sorted(map(str, set(given) - set(known)))
     if unknown:
-        raise ValueError(f"unknown options {unknown}; there are {known}")
+        near = [name for one in unknown for name in get_close_matches(one, known, n=1)]
+        meant = f"did you mean {near}? " if near else ""
+        raise ValueError(f"unknown options {unknown}; {meant}there are {known}")
     mesh = mesh_of(given.get("mesh"))
     if mesh is not None:
         if given.get("replicas", mesh.replicas) != mesh.replicas:

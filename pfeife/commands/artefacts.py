@@ -33,7 +33,15 @@ def read(path: str) -> Any:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     if not text.lstrip().startswith(("{", "[")):
-        return schedule_of(path)
+        try:
+            return schedule_of(path)
+        except ValueError as error:
+            if place.suffix == ".csv":
+                raise
+            raise ValueError(
+                f"{path}: no file that pfeife or torch has written; it is neither JSON nor the "
+                f"CSV of a schedule ({str(error).removeprefix(f'{path}: ')})"
+            ) from None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

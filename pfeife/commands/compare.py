@@ -94,14 +94,16 @@ def _planned(given: argparse.Namespace, choices: dict[str, Any], programs: dict[
     """One of the plans; programs are captured once for a size of the microbatch."""
     from pfeife.commands.plan import question_of
     from pfeife.commands.programs import program_of
-    from pfeife.forecasting import forecast
+    from pfeife.forecasting import Question, forecast
 
     count = choices["microbatches"]
     rows = given.batch / count if given.batch else 1.0
     try:
+        question = question_of(given, **choices)
+        Question(**question)  # what is wrong is said before a capture
         if rows not in programs:
             programs[rows] = program_of(given, count).program  # type: ignore[index]
-        found = forecast(programs[rows], **question_of(given, **choices)).forecast  # type: ignore[index]
+        found = forecast(programs[rows], **question).forecast  # type: ignore[index]
     except ValueError as error:
         return Row(choices, refused=" ".join(str(error).split()))
     return Row(

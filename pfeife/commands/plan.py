@@ -23,8 +23,8 @@ examples:
   write the plan, and train with it: pfeife.compile(step, plan="plan.json", ...)
     pfeife plan train.py:example --ranks 4 --microbatches 8 --out plan.json
 
-Nothing is run and nothing allocated: seconds and bytes are estimates. The capture is kept, so that
-a second question about the same microbatch takes seconds."""
+Nothing is run and nothing allocated: seconds and bytes are estimates. The capture is kept: a
+second question about the same microbatch needs none."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,14 @@ def run(given: argparse.Namespace) -> str:
     from pfeife import report
     from pfeife.commands import programs
     from pfeife.data import plain
+    from pfeife.forecasting import Question
 
+    question = question_of(given)
+    Question(**question)  # what is wrong is said before a capture that takes a minute
     found = programs.program_of(given, given.microbatches)
     if given.save_program:
         programs.save(found.program, given.save_program)
-    outlook = answered(found.program, question_of(given))
+    outlook = answered(found.program, question)
     if given.out:
         plain.save(outlook.plan, given.out)
     if given.trace:
@@ -123,9 +126,9 @@ def page(outlook: "Outlook", title: str) -> str:
     from pfeife import report
 
     found = outlook.forecast
-    about = report.About(
-        title, found.machine, found.memory_limit, tuple(report.forecast_summary(found).splitlines())
-    )
+    lines = report.forecast_summary(found).splitlines()
+    notes = (line for line in lines if line.split()[0] in ("plan", "network", "step", "MFU"))
+    about = report.About(title, found.machine, found.memory_limit, tuple(notes))
     try:
         return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
     except ImportError as error:

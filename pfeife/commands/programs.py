@@ -54,10 +54,23 @@ def folder_of(given: argparse.Namespace) -> Path | None:
 
 def program_of(given: argparse.Namespace, microbatches: int, show: Shown | None = None) -> Found:
     """The program of a microbatch of the step. Raises ValueError if there is none."""
+    found = _found(given, microbatches, show or shown(log))
+    wanted = str(wanted_of(given, microbatches).dtype).removeprefix("torch.")
+    ports = found.program.ports(Role.PARAMETER)
+    kinds = sorted({str(port.dtype).removeprefix("torch.") for port in ports})
+    if wanted != "float32" and kinds and wanted not in kinds:
+        raise ValueError(
+            f"--precision {given.precision}: the parameters of {given.what} are {kinds}; make the "
+            "model inside of the function, where new modules have the precision that was asked "
+            "for, or leave the option out"
+        )
+    return found
+
+
+def _found(given: argparse.Namespace, microbatches: int, show: Shown) -> Found:
     stored = _saved(given.what)
     if stored is not None:
         return Found(_meant(restore(stored)))
-    show = show or shown(log)
     with show.phase("making the model"):
         one = asked(wanted_of(given, microbatches))
     with show.phase("capturing"), warnings.catch_warnings():
@@ -116,6 +129,7 @@ def _captured(one: Asked, microbatches: int, cache: Path | None) -> Program:
         except ValueError as reason:
             log.info("this capture is not kept: %s", reason)
         return found
+    log.info("the capture is from the cache in %s", folder)
     return _meant(known)
 
 

@@ -134,7 +134,8 @@ def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
         metavar=one_or_more or "NAME",
         type=many(str),
         default=default("h100-sxm"),
-        help="a shipped one (`pfeife machines` lists them), or the path of its JSON",
+        help="a shipped one (`pfeife machines` lists them), or the path of its JSON; h100-sxm "
+        "unless given",
     )
     where.add_argument(
         "--ranks", metavar=one_or_more, type=many(count), required=True, help="of all replicas"

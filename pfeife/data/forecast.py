@@ -58,7 +58,7 @@ class Forecast:
     is recomputed, and `peak_seconds` how long all ranks would take for them at the peak rates of
     the machine, each in the dtype that is multiplied. `bound_seconds` is what no schedule of these
     stages undercuts, None where that is not known. `waits` is the critical path, the longest part
-    first.
+    first. `network` says what joins the ranks, where that was asked for.
     """
 
     machine: str
@@ -77,6 +77,7 @@ class Forecast:
     stages: tuple[StageForecast, ...]
     by_rank: tuple[RankForecast, ...]
     waits: tuple[Wait, ...]
+    network: str = ""
 
     @property
     def world(self) -> int:

@@ -179,6 +179,16 @@ class Network:
         across = (self.across,) if self.across and len(self.nodes) > 1 else ()
         return (*self.links, *inside, *across)
 
+    @property
+    def summary(self) -> str:
+        """What joins the ranks, in a few words."""
+        if not self.nodes:
+            return f"{len(self.links)} measured links"
+        inside = ", ".join(dict.fromkeys(node.inside.name for node in self.nodes))
+        across = f", {self.across.name} between them" if self.across else ""
+        nodes = f"{len(self.nodes)} nodes" if len(self.nodes) > 1 else "one node"
+        return f"{nodes}, {inside} inside{across}"
+
     def seen_by(self, machine: Machine) -> Machine:
         """The machine with the figures of the slowest link, for decisions before ranks are
         known."""

@@ -182,6 +182,7 @@ def forecast_summary(found: Forecast) -> str:
     lines = [
         ("plan", f"{found.schedule}, {of} ranks of {found.machine}, {len(found.stages)} stages, "
          f"{found.microbatches} microbatches, {count(found.parameters)} parameters"),
+        *([("network", found.network)] if found.network else []),
         ("step", f"{found.step_seconds:.4g} s: {rate}"),
         ("MFU", f"{found.utilization:.1%} = {count(found.flops)}FLOP / ({found.world} ranks x "
          f"{count(_peak(found))}FLOP/s x {found.step_seconds:.4g} s)"),

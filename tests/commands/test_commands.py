@@ -66,7 +66,7 @@ def test_a_plan_is_one_that_compile_takes(said, tmp_path):
         *("--optimizer", "AdamW", "--out", "plan.json", "--json", "figures.json"),
         *("--csv", "rows.csv", "--trace", "trace.json", "--save-program", "program.json"),
     )
-    assert (status, err) == (0, "")
+    assert status == 0 and "capturing" in err
     assert all(word in out for word in ("MFU", "bubble", "limit", "rank 1 computes", "saved"))
     found = plain.load(Forecast, tmp_path / "figures.json")
     assert [one.rank for one in found.stages] == [0, 1] == [one.rank for one in found.by_rank]
@@ -106,7 +106,7 @@ def test_a_configuration_is_planned_by_its_class_or_its_file(said, tmp_path):
     again = said("plan", "config.json", *ASKED, *shape)
     assert json.loads(again[1]) == found
     third = said("plan", "config.json", *ASKED, *shape)
-    assert third == again and kept
+    assert third[:2] == again[:2] and kept and "from the cache" in third[2]
 
 
 def test_what_is_compared_is_captured_once(said, tmp_path):
@@ -172,7 +172,7 @@ def test_explain_says_how_a_step_is_captured(said):
 )
 def test_a_mistake_is_told_in_a_line(said, arguments, words):
     status, out, err = said(*arguments)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and words in err
+    assert (status, out) == (2, "") and words in err.splitlines()[-1]
 
 
 def test_the_demo_shows_a_timeline_and_the_same_losses(said):

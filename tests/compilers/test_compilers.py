@@ -17,10 +17,10 @@ from pfeife import _torch, sched
 from pfeife.backend.options import options_from
 from pfeife.compilers import BodyCompiler, compile_bodies, compiler_name, fingerprint
 from pfeife.cost import estimate, machine, measure
+from pfeife.ir.digest import fingerprint as text_of
 from pfeife.ir.program import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, eager_accumulation
-from pfeife.testing import fingerprint as text_of
 
 CORE = machine("cpu-core")
 needs_cpp = pytest.mark.skipif(

@@ -262,7 +262,7 @@ def test_what_the_planner_knows_of_memory():
     ports = program.ports(Role.PARAMETER, Role.BUFFER)
     more = [kept(p.shape, p.dtype) if p.role == Role.PARAMETER else 0 for p in ports]
     assert [after[0] - before[0] for before, after in zip(plain, adam, strict=True)] == more
-    assert len(known.crossing) == program.units and known.crossing[0] == 0
+    assert len(known.ahead) == program.units and known.ahead[0] == known.back[0] == 0
     costs = estimate(program, CPU_CORE)
     both = sum(costs.seconds.values()) + sum(costs.accumulate.values())
     assert sum(known.seconds) == pytest.approx(both)

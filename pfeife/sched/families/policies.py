@@ -6,6 +6,7 @@ a placement of another number of stages, or one that they are not made for.
 """
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from types import MappingProxyType
 
@@ -213,7 +214,11 @@ def policy(given: str | Family | Schedule) -> Family:
     if isinstance(given, Schedule):
         return family_of_one(given)
     if given not in POLICIES:
-        raise ValueError(f"schedule={given!r} is not known; there are {sorted(POLICIES)}")
+        near = get_close_matches(str(given), [*POLICIES, "search"], n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"schedule={given!r} is not known; there are {sorted(POLICIES)} and 'search'{meant}"
+        )
     return POLICIES[given]
 
 

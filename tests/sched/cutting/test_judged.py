@@ -79,7 +79,7 @@ def test_own_links_are_never_slower_than_the_slowest_one_everywhere(data):
     _, quiet, _ = made(work, network, ranks, name, m, tolerance=0.1)
     (least, most), (taken, messages) = judge(cut), judge(quiet)
     assert taken <= least * 1.1 * (1 + 1e-9), "as much longer as was said, and not more"
-    assert taken <= least * (1 + 1e-9) or messages < most
+    assert taken <= least * (1 + 0.1 / 5 + 1e-9) or messages < most, "or as even as can be"
 
 
 def test_only_the_border_between_nodes_is_slow():
