@@ -191,10 +191,11 @@ class Service:
             self.post.send(reader, question.tag, plain.to_json(answer), found.tensors)
             if found.tensors:
                 last = Answer(self._torn(question, found))
-                self.post.send(reader, question.tag, plain.to_json(last))
                 if question.optimizer is None and not last.refused:
+                    # Before the reader goes on: then the script may, and close what is noted.
                     wanted = dict(zip(question.tensors, found.tensors, strict=True))
                     self.exchanges.note(reader, self.world.rank, wanted, question.written)
+                self.post.send(reader, question.tag, plain.to_json(last))
 
     def _answer(
         self, reader: int, question: Question, stack: contextlib.ExitStack
