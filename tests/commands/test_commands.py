@@ -173,6 +173,13 @@ def test_explain_says_how_a_step_is_captured(said):
 def test_a_mistake_is_told_in_a_line(said, arguments, words):
     status, out, err = said(*arguments)
     assert (status, out) == (2, "") and words in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("wrong", [("--machine", "h100"), ("--schedule", "1f2b")])
+def test_what_is_cheap_to_know_is_said_before_a_capture(said, wrong):
+    err = said("plan", "mine.py:example", *ASKED, *wrong)[2]
+    assert err.count("\n") == 1 and "capturing" not in err
 
 
 def test_the_demo_shows_a_timeline_and_the_same_losses(said):
