@@ -47,6 +47,7 @@ from pfeife.passes import (
 from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Pass, Passes, Recorded
 from pfeife.report import Target
+from pfeife.runtime.distributed.agreement import comparable
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
@@ -103,7 +104,7 @@ class Build:
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
         clusters = self._priced(fused[-1].program, machine)
-        text = f"{self.options}\n{clusters}"
+        text = f"{self.builder.asked}\n{clusters}"
         if self.world:
             self.world.check_agreement(text, "the program")
         if self.options.apart > 1 and program.ports(Role.TANGENT) and not program.ports(Role.LOSS):
@@ -123,7 +124,7 @@ class Build:
         self.artifacts.history(history)
         self.artifacts.decisions(plan, schedule, predicted)
         pipeline, borrowed = self._assembled(captured, program, schedule)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
         priced = Recorded("annotate", clusters, fused[-1].program)
         way = History((*flat, *fused[1:], priced, *history[1:]))
         devices = self._devices(len(plan.schedule.ranks))

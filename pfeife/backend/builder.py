@@ -39,6 +39,12 @@ class Builder:
     home: int | None = None
     layouts: list[Mesh] = attrs.field(factory=list)
 
+    @property
+    def asked(self) -> str:
+        """All options that every rank must be given alike; files by what is in them."""
+        target, links = described(self.machine), described(self.network)
+        return f"{self.options}\noption machine: {target}\noption network: {links}"
+
     def build(
         self,
         graph: Graph,

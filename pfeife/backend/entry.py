@@ -33,7 +33,6 @@ class Backend:
 
     def __init__(self, options: Options):
         self.options = options
-        self.alike = [*versions(), str(options)]  # on every rank
         self.compiled: list[Compiled] = []
         self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
         # Of a step that Dynamo has broken: with gradients, and without.
@@ -45,6 +44,7 @@ class Backend:
         links = options.network
         network = links if isinstance(links, Network | None) else _measured(links)
         self.builder = Builder(options, target, network)
+        self.alike = [*versions(), self.builder.asked]  # on every rank
         self.meter = Meter(options.log_every, options.on_step, target, options.optimizer)
         self.known: dict[tuple[bool, int], Options] = {}
 

@@ -279,9 +279,13 @@ class Options:
     passes: Passes = attrs.field(
         factory=dict, converter=passes_of, validator=check_passes, repr=described_passes
     )
-    machine: Machine | str | os.PathLike[str] | None = attrs.field(default=None, validator=_machine)
-    network: Network | str | os.PathLike[str] | None = attrs.field(default=None, validator=_network)
-    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
+    machine: Machine | str | os.PathLike[str] | None = attrs.field(
+        default=None, validator=_machine, repr=False
+    )
+    network: Network | str | os.PathLike[str] | None = attrs.field(
+        default=None, validator=_network, repr=False
+    )
+    cache: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder, repr=False)
     memory_limit: int | None = attrs.field(default=None, validator=_count)
     optimizer: Optimizer | None = attrs.field(
         default=None, converter=_optimizer, repr=optimizer_name

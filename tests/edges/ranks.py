@@ -1,5 +1,6 @@
 """Ranks that differ: seen at the call, on all of them, before anything is sent."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -427,3 +428,74 @@ def a_measured_report():
     loss = step(x)
     loss.backward()
     assert torch.equal(loss, expected(net(), x))
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def loss_of(model, factor=2.0):
+    def loss(tokens, targets, mask):
+        found = model(tokens)
+        if mask.any():
+            found = found * factor
+        return F.cross_entropy(found.flatten(0, 1), targets.flatten(), ignore_index=3)
+    return loss
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 9))
+
+def batch():
+    targets = torch.arange(8).repeat(4, 1)
+    return torch.arange(32).view(4, 8) % 9, targets, torch.ones(4, 1) > 0
+"""
+
+
+def script_in(folder):
+    """The script as a module from a file of its own, as each node has it in its own folder."""
+    path = Path(folder) / f"home of {RANK}" / "train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    spec = importlib.util.spec_from_file_location("train", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@row(ranks=(2,))
+def a_script_in_another_folder_on_each_rank():
+    """Traced (where answers tell lines), and with counts, which tell lines; with a plan of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = script_in(folder)
+        alone = script.made()
+        tokens, targets, mask = script.batch()
+        parts = zip(tokens.chunk(2), targets.chunk(2), mask.chunk(2), strict=True)
+        wanted = eager_accumulation(script.loss_of(alone), alone, list(parts)).loss
+        plan = None
+        for _ in range(2):
+            step = pfeife.compile(
+                script.loss_of(script.made()),
+                **dict(microbatches=2, capture="trace", plan=plan, cache=Path(folder) / "cache"),
+            )
+            assert torch.equal(step(tokens, targets, mask), wanted)
+            plan = step.backend.compiled[0].plan
+        text = str(step.backend.compiled[0].program)
+        assert f'count in File "{script.__file__}", line 11' in text, text
+        assert f'answer: File "{script.__file__}", line 9' in text, text
+
+
+@row(ranks=(2,))
+def another_number_in_the_script_of_a_rank():
+    """Both files are named, with the line that the difference comes from."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = script_in(folder)
+        loss = script.loss_of(script.made(), 2.0 + RANK)
+        try:
+            pfeife.compile(loss, microbatches=2, capture="trace")(*script.batch())
+        except ValueError as error:
+            said = str(error)
+        assert f"(File: {script.__file__}:10 in loss, code: found = found * factor)" in said, said
+        for number, folder in ((2.0, "home of 0"), (3.0, "home of 1")):
+            assert f"{number}); " in said and f"{folder}/train.py:10" in said, said

@@ -1,8 +1,30 @@
-"""What ranks agree on, and how they differ."""
+"""What ranks agree on, and how they differ.
 
+Texts that ranks compare have lines of files in them, which may lie in other folders on each rank
+(nodes with other homes, a container's mounts, an environment each): folders are left out of what is
+compared, and are in what an error tells.
+"""
+
+import re
 from collections.abc import Sequence
 
 import attrs
+
+# As in tracebacks, and as torch.fx writes them above the lines of a graph.
+_FOLDER = re.compile(
+    r"""File(?:( ")[^"\n]*[/\\](?=[^"\n]*", line)|(: )[^\n]*?[/\\](?=[^/\\\n]*:\d+ in ))"""
+)
+
+
+def comparable(text: str) -> str:
+    """A text without the folders of the files whose lines it tells.
+
+    >>> comparable('File "/home/me/train.py", line 3')
+    'File "train.py", line 3'
+    >>> comparable("# File: /mnt/a b/net.py:4 in forward, code: x/y")
+    '# File: net.py:4 in forward, code: x/y'
+    """
+    return _FOLDER.sub(lambda found: f"File{found[1] or found[2]}", text)
 
 
 @attrs.frozen
@@ -29,12 +51,13 @@ def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> s
     given = "the batch of its replica" if groups else "the whole batch"
     for each, ranks in ((texts, range(len(told))), *((owned, group) for group in groups)):
         first, *rest = ranks
-        others = [rank for rank in rest if each[rank] != each[first]]
+        same = [comparable(one) for one in each]
+        others = [rank for rank in rest if same[rank] != same[first]]
         if others:
             here, there = _first_difference(each[first], each[others[0]])
             return (
                 f"{places[0]}: ranks {others} have another one than rank {first}: rank {others[0]} "
-                f"has {there!r} where rank {first} has {here!r}; every rank must run the same "
+                f"has {there} where rank {first} has {here}; every rank must run the same "
                 f"script with the same options and versions, and is given {given} (loaders that "
                 "deal rows out to processes, as Accelerate's do, do not: see pfeife.integrations)"
             )
@@ -43,7 +66,18 @@ def disagreement(told: Sequence[str], groups: Sequence[Sequence[int]] = ()) -> s
 
 def _first_difference(one: str, other: str) -> tuple[str, str]:
     lines, others = one.splitlines(), other.splitlines()
-    for line, second in zip(lines, others, strict=False):
-        if line != second:
-            return line.strip(), second.strip()
+    for at, (line, second) in enumerate(zip(lines, others, strict=False)):
+        if comparable(line) != comparable(second):
+            return _told(lines, at), _told(others, at)
     return f"{len(lines)} lines", f"{len(others)} lines"
+
+
+def _told(lines: Sequence[str], at: int) -> str:
+    """A line of a text, and the user's line that it comes from, where torch.fx tells of one."""
+    line, above = lines[at].strip(), ""
+    for one in reversed(lines[:at]):
+        if one.strip().startswith("#") or not one.strip():
+            above = one.strip()
+            break
+    place = f" ({above.removeprefix('# ')})" if above.startswith("# File: ") else ""
+    return f"{line!r}{place}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
-from pfeife.runtime.distributed.agreement import Agreed, disagreement
+from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
 from pfeife.runtime.distributed.connection import FOREVER, Connection, wait_for_queued
 from pfeife.runtime.distributed.ending import end_process
 from pfeife.runtime.distributed.heartbeat import (
@@ -312,7 +312,8 @@ class World:
         """
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
         text = f"{what}\0{text}"
-        digest, own_digest = (hashlib.sha256(_encoded(one)).digest() for one in (text, own))
+        compared = (_encoded(comparable(one)) for one in (text, own))
+        digest, own_digest = (hashlib.sha256(one).digest() for one in compared)
         noted = _encoded(note)
         short = noted if len(noted) < _SHORT else b""
         size = min(len(noted), _SHORT)
