@@ -1,16 +1,14 @@
-"""A schedule of a paper as a family: trained with, and held against the paper's formulas.
+"""A schedule of a paper as a family: trained with, and held against the paper's estimate and run.
 
-Qi, Peng, Zhang, Zhu, Li, Ma, Synergistic Tensor and Pipeline Parallelism ("STP"), arXiv 2510.27257,
-from its authors' code and table: stp/schedule.py and README of github.com/MICLAB-BUPT/STP. It is of
-2025: of the schedules of 2026 that we found only RoundPipe's is to be read in full (2604.27085,
-section 3.2), and it runs a stage's forward and backward on different ranks; here a stage has one.
+Liang et al., HARP: Orchestrating Automated Parallel Training on Heterogeneous GPU Clusters, EuroSys
+2026, doi 10.1145/3767295.3803603: its H-1F1B is 1F1B with a longer warm-up where a slow link lies
+between two clusters. We could read the abstract and the authors' code, not the paper's other text:
+`ManualSchedule` and `training_dp_hetero_impl`, and the README's run, of github.com/Lssyes/harp.
 
 python examples/paper_family.py
 """
 
-import copy
-from collections import defaultdict
-from itertools import count, product
+from itertools import product
 
 import torch
 from gpt import GPT
@@ -19,80 +17,81 @@ import pfeife
 from pfeife import report, sched
 from pfeife.lowering.lower import chain, insert_actions
 
-RANKS, MICROBATCHES = 2, 8
-SECONDS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+RANKS, MICROBATCHES, SLOWEST, LINKS = 4, 8, 3.0, (0.0, 1.5, 0.0)  # two clusters of two ranks
 
 
-def stp(stages, microbatches, ranks=None) -> pfeife.Schedule:
-    """Two stages a rank, in a V; fewer than 3p - 1 microbatches run as the first of so many."""
-    p = stages // 2
-    placed = sched.families.folded(stages, max(p, 1))
-    if stages < 2 or stages % 2 or tuple(ranks or placed) != placed:
-        raise ValueError(f"{stages} stages on ranks {ranks}: STP is for a V of two stages a rank")
-    words = [order(p, rank, max(microbatches, 3 * p - 1)) for rank in range(p)]
-    rows = [",".join(cells(words[rank], (rank, 2 * p - 1 - rank))) for rank in range(p)]
-    return pfeife.Schedule.from_csv("\n".join(rows)).first(microbatches)
+def launched(slowest, links) -> list[int]:
+    """The forwards that each stage starts before its first backward: 1 on the last stage; 1, 2 or 3
+    more than the next where the link is below slowest / 10, below slowest / 2, or not below.
+    Why (our reading): a microbatch is back at a stage of t seconds after 2 (t + link), and for so
+    long the stage has 1 + 2 microbatches to run, or 1 + 3 over the slower link."""
+    counts = [1]
+    for link in reversed(links):
+        counts.append(counts[-1] + (1 if link < slowest / 10 else 2 if link < slowest / 2 else 3))
+    return counts[::-1]
 
 
-def order(p, rank, microbatches) -> list[str]:
-    """What a rank does: F0 is of its first stage, I1 of its second, W of the oldest I. STP braids
-    pairs such as "B1 F1" to hide tensor parallelism's all-reduces; here they run in turn."""
-    before, after = rank + 1, p - 1 - rank
-    turns = 2 * (microbatches - 3 * p + 1 + rank) + 1
-    steady = [f"{'IB'[i < turns - rank]}{1 - i % 2} F{1 - i % 2} " for i in range(turns)]
-    warm_up = "F0 " * 2 * after + "F0 F1 " * before + "F0 " * before + "I1 F1 F0 W " * after
-    drain = "B0 I1 F1 " * (2 * p - 2 - rank) + "B0 B1 " * before + "B0 " + "W W B0 " * after
-    return f"{warm_up}{''.join(steady)}{drain}{'W ' * 2 * rank}".split()
+def h_1f1b(stages, microbatches, ranks=None, *, slowest, links) -> pfeife.Schedule:
+    """`slowest`: forward and backward of the slowest stage; `links`: one way from each stage to the
+    next, 0 within a cluster, where HARP starts no more than 1F1B. Both in seconds a microbatch."""
+    placed = tuple(range(stages)) if ranks is None else tuple(ranks)
+    if placed != tuple(range(stages)) or len(links) + 1 != stages or max((0.0, *links)) > slowest:
+        wanted = f"stage s on rank s, not {placed}; {stages - 1} links of at most {slowest} s"
+        raise ValueError(f"H-1F1B: {wanted}, not {links}")
+    rows = []
+    for stage, count in enumerate(launched(slowest, links)):
+        forwards, backwards = ([f"{stage}{do}{k}" for k in range(microbatches)] for do in "FB")
+        turns = sum(zip(forwards[count - 1 :], backwards, strict=False), ())
+        rows.append([*forwards[: count - 1], *turns, *backwards[len(turns) // 2 :]])
+    return pfeife.Schedule.from_csv("\n".join(map(",".join, rows)))
 
 
-def cells(words, stages) -> list[str]:
-    """The same with microbatches. A B of a stage that owes a W does that one and owes its own: so
-    gradients are added up in the order of the microbatches, and the times stay the paper's."""
-    turns, found, owed = defaultdict(count), [], []
-    for do, *half in words:
-        if do == "W":
-            found.append(owed.pop(0))
-            continue
-        stage = stages[int(half[0])]
-        k = next(turns[stage, do == "F"])
-        late = [cell for cell in owed if do == "B" and cell.startswith(f"{stage}W")][:1]
-        found += [f"{stage}{'I' if late else do}{k}", *late]
-        owed = [cell for cell in owed if cell not in late]
-        owed += [f"{stage}W{k}"] if late or do == "I" else []
-    return found
+def estimate(stages, links, microbatches) -> float:
+    """HARP's seconds of a step. A link counts once, although gradients go back over it."""
+    return sum(stages) + sum(links) + (microbatches - 1) * max([*stages, *links])
 
 
-def simulated(schedule: pfeife.Schedule) -> pfeife.Timeline:
-    messages = insert_actions(schedule, chain(schedule))
-    return sched.simulate(messages, lambda action: SECONDS.get(action.do, 0.0))
+def simulated(schedule, stages, links) -> pfeife.Timeline:
+    seconds = {f"SEND_{do}": lambda a: links[min(a.stage, a.peer)] for do in "FB"}
+    seconds |= {"F": lambda a: stages[a.stage] / 3, "B": lambda a: stages[a.stage] * 2 / 3}
+    actions = insert_actions(schedule, chain(schedule))
+    return sched.simulate(actions, lambda a: seconds[a.do](a) if a.do in seconds else 0.0)
+
+
+def agrees() -> None:
+    """Holds the simulator against the estimate, and the estimate against the README's run."""
+    for m, p in product((1, 5, 16), (1, 2, 3, 4)):
+        for links in product((0.0, 0.75, 1.5, 2.25), repeat=p - 1):
+            schedule = sched.verify_schedule(h_1f1b(p, m, slowest=3.0, links=links))
+            found = simulated(schedule, [3.0] * p, links).seconds
+            assert abs(found - estimate([3.0] * p, links, m) - sum(links)) < 1e-9
+    stages, link = [0.2143, 0.2202], [0.0760]  # of 64 microbatches, each rounded by at most 5e-5
+    assert launched(max(stages), link) == [3, 1]  # its "Launch MB"
+    assert abs(estimate(stages, link, 64) - 14.3811) < (63 + 3) * 5e-5  # its "Cost"
 
 
 def main() -> None:
-    for p, more in product(range(1, 5), range(-3, 4)):
-        m = max(1, 3 * p - 1 + more)
-        seconds = simulated(sched.verify_schedule(stp(2 * p, m))).seconds
-        assert more < 0 or seconds == 6 * m + (p - 1)  # the table: (p - 1)(T_F + T_B - T_W)
-    family = pfeife.Family("stp", stp, sched.families.folded, splits=True)
-    for each in (family, sched.policy("interleaved")):
-        timeline = simulated(each(2 * RANKS, MICROBATCHES, each.placement(2 * RANKS, RANKS)))
-        chart = report.timeline_chart(timeline, width=round(2 * timeline.seconds))
-        print(f"{each}: {timeline.seconds:.0f} s, {timeline.bubble:.1%} idle\n{chart}")
+    agrees()
+    family = pfeife.Family("h-1f1b", h_1f1b).bind(slowest=SLOWEST, links=LINKS)
+    for each in (family, sched.policy("1f1b")):
+        timeline = simulated(each(RANKS, MICROBATCHES), [SLOWEST] * RANKS, LINKS)
+        print(f"{each}: {timeline.seconds:g} s, {timeline.bubble:.1%} idle")
+        print(report.timeline_chart(timeline, width=round(2 * timeline.seconds)))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(context=8, width=16, depth=2)
-    plain = copy.deepcopy(model)
-    options = {"stages": 2 * RANKS, "devices": ["cpu"] * RANKS, "schedule": family}
+    model, plain = (GPT(context=8, width=16, depth=2) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    options = {"stages": RANKS, "devices": ["cpu"] * RANKS, "schedule": family}
     step = pfeife.compile(model.loss, microbatches=MICROBATCHES, **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    optimizer = torch.optim.SGD([*model.parameters(), *plain.parameters()], lr=0.1)
     for batch in torch.randint(256, (3, 2, MICROBATCHES, 8)):
         step(*batch).backward()
-        for part in zip(*(one.chunk(MICROBATCHES) for one in batch), strict=True):
+        for part in batch.chunk(MICROBATCHES, dim=1):
             (plain.loss(*part) / MICROBATCHES).backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     print("three steps have the gradients of plain accumulation, bit for bit")
 
 
