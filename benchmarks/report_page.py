@@ -106,17 +106,29 @@ def main() -> int:
         for turn in ("first", "again"):
             begun = time.perf_counter()
             browser.opened(driver, given.out.absolute())
-            print(f"loaded and drawn ({turn}): {time.perf_counter() - begun:.2f} s")
+            print(
+                f"loaded and drawn ({turn}): {time.perf_counter() - begun:.2f} s; {_parts(driver)}"
+            )
         passes, took = driver.execute_script(STEP)
         print(f"{passes} steps through passes: {took:.0f} ms")
         shown, took = driver.execute_script(POINT, given.ranks)
         print(f"50 moves of the pointer, {shown} at a span: {took:.0f} ms")
         print(f"messages of the console: {len(driver.get_log('browser'))}")
+        if given.shots:
+            given.shots.mkdir(parents=True, exist_ok=True)
         for width in (600, 1280, 2000) if given.shots else ():
             driver.set_window_size(width, 900)
             time.sleep(1)
             (given.shots / f"page-{width}.png").write_bytes(_picture(driver, width))
     return 0
+
+
+def _parts(driver: browser.Any) -> str:
+    """When plotly was there and each drawing drawn, from the opening of the page on."""
+    marks = driver.execute_script(
+        "return performance.getEntriesByType('mark').map((one) => [one.name, one.startTime])"
+    )
+    return ", ".join(f"{name} at {at / 1e3:.2f}" for name, at in marks)
 
 
 def _picture(driver: browser.Any, width: int) -> bytes:

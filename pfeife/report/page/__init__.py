@@ -2,7 +2,8 @@
 
 `document` puts it together: read it first. `timelines` draws what ranks do and hold over time,
 `stages` the graph of stages, `passes` what each pass has changed, `searched` the search;
-`elements` writes HTML. page.css and page.js are how it looks and what its keys do.
+`elements` writes HTML, and `library` is plotly. page.css and page.js are how it looks and what its
+keys do.
 """
 
 from pfeife.report.page.document import About, html

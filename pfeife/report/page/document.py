@@ -15,9 +15,9 @@ from pfeife.data.timeline import Timeline
 from pfeife.data.tried import Tried
 from pfeife.data.units import duration, size
 from pfeife.passes.compose import Recorded
-from pfeife.report.extra import plotly_script
 from pfeife.report.forecast import waits_of
 from pfeife.report.page.elements import Figure, Html, lines, tag
+from pfeife.report.page.library import plotly
 from pfeife.report.page.passes import passes
 from pfeife.report.page.searched import search_figure, search_words
 from pfeife.report.page.stages import ranked, stage_figure, stage_table, stages_of
@@ -183,7 +183,7 @@ def _document(title: str, inside: Sequence[Html], figures: Sequence[Figure]) -> 
         tag("div", id="tip", role="status", hidden=True),
         tag("noscript", "The drawings of this page need JavaScript; its tables do not."),
         tag("script", Html(_packed(_json(data))), type="text/plain", id="page-data"),
-        tag("script", Html(_plotly() if figures else ""), type="text/plain", id="plotly"),
+        tag("script", Html(_library() if figures else ""), type="text/plain", id="plotly"),
         tag("script", Html(script)),
     ]
     page = tag("html", tag("head", lines(head)), tag("body", lines(body)), lang="en")
@@ -204,6 +204,6 @@ def _asset(name: str) -> str:
 
 
 @functools.cache
-def _plotly() -> str:
+def _library() -> str:
     """plotly.js, compressed."""
-    return _packed(plotly_script())
+    return _packed(plotly())

@@ -29,12 +29,12 @@
 
   // Data and plotly are in the page, compressed.
   const unpacked = (id) => {
-    const packed = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
-    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const packed = atob($(id).textContent), bytes = new Uint8Array(packed.length);
+    for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return new Response(stream);
   };
-  const page = await unpacked("page-data").json();
-  if (page.figures.length) {
+  const started = async () => {
     const code = await unpacked("plotly").arrayBuffer();
     const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
     await new Promise((done, failed) => {
@@ -43,16 +43,25 @@
       document.head.append(script);
     });
     URL.revokeObjectURL(url);
-  }
+    performance.mark("plotly");
+  };
+  const starting = $("plotly").textContent && started();
+  const page = await unpacked("page-data").json();  // while plotly is read beside it
+  await starting;
 
-  // Spans are polygons, one trace a kind: bars of their own would be too many elements.
-  const corners = (one) => {
+  // Spans are polygons, one trace a kind: bars of their own would be too many elements. Polygons with
+  // an outline have gaps between them; many are one polygon, along the rows: plotly takes long for gaps.
+  const corners = ({ starts, ends, rows, middle, half }, outlined) => {
     const x = [], y = [];
-    one.starts.forEach((start, i) => {
-      const low = one.rows[i] + one.middle - one.half, high = low + 2 * one.half, end = one.ends[i];
-      x.push(start, end, end, start, null);
-      y.push(low, low, high, high, null);
+    let before;
+    starts.forEach((start, i) => {
+      const low = rows[i] + middle - half, high = low + 2 * half, end = ends[i];
+      if (!outlined && low !== before) { x.push(0, 0); y.push(before ?? low, low); before = low; }
+      x.push(start, start, end, end);
+      y.push(low, high, high, low);
+      if (outlined) { x.push(start, null); y.push(low, null); }
     });
+    if (!outlined) { x.push(0); y.push(before); }
     return { x, y };
   };
   const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
@@ -63,31 +72,11 @@
       font: { color: "#ffffff", size: 12 } },
     font: { family: "inherit", size: 12 }, colorway: ["#0072b2", "#d55e00", "#009e73", "#cc79a7"],
   };
-  for (const figure of page.figures) {
-    let at = 0;
-    for (const trace of figure.data)
-      if (trace.fill === "toself" && !trace.x) Object.assign(trace, corners(figure.more.spans[at++]));
-    await Plotly.newPlot($(figure.name), figure.data, { ...shared, ...figure.layout }, config);
-  }
-
-  // Timeline and memory have one clock: they zoom together.
-  const clocks = ["timeline", "memory"].map($).filter(Boolean);
-  let following = false;
-  for (const one of clocks) one.on("plotly_relayout", async (change) => {
-    if (following || !Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
-    following = true;
-    const range = [...one._fullLayout.xaxis.range];
-    for (const other of clocks)
-      if (other !== one) await Plotly.relayout(other, { "xaxis.range": range });
-    following = false;
-  });
 
   // What a rank does under the pointer: rows are sorted by their starts.
-  const timeline = $("timeline"), tip = $("tip");
-  const found = page.figures.find((one) => one.name === "timeline");
-  if (found) {
-    const rows = new Map();
-    for (const one of found.more.spans) one.starts.forEach((start, i) => {
+  const pointing = ({ spans, ranks }) => {
+    const timeline = $("timeline"), tip = $("tip"), rows = new Map();
+    for (const one of spans) one.starts.forEach((start, i) => {
       const key = `${one.side} ${one.rows[i]}`;
       if (!rows.has(key)) rows.set(key, []);
       rows.get(key).push({ start, end: one.ends[i], action: one.actions[i], one });
@@ -101,7 +90,7 @@
         if (row[i].end >= ms && (!best || row[i].one.what !== "reduce")) { best = row[i]; break; }
       return best;
     };
-    const sides = [...new Set(found.more.spans.map((one) => one.side))];
+    const sides = [...new Set(spans.map((one) => one.side))];
     timeline.addEventListener("mousemove", (event) => {
       const { xaxis, yaxis } = timeline._fullLayout, box = timeline.getBoundingClientRect();
       const ms = xaxis.p2d(event.clientX - box.left - xaxis._offset);
@@ -112,13 +101,42 @@
       tip.hidden = !hit;
       if (!hit) return;
       const took = hit.end - hit.start;
-      tip.textContent = `rank ${found.more.ranks[row]}, ${side}: ${hit.one.what} (${hit.action})\n` +
+      tip.textContent = `rank ${ranks[row]}, ${side}: ${hit.one.what} (${hit.action})\n` +
         `${hit.start.toPrecision(5)} to ${hit.end.toPrecision(5)} ms, ${took.toPrecision(3)} ms`;
       tip.style.left = `${Math.min(event.pageX + 14, document.body.clientWidth - tip.offsetWidth)}px`;
       tip.style.top = `${event.pageY + 16}px`;
     });
     timeline.addEventListener("mouseleave", () => { tip.hidden = true; });
+  };
+
+  const draw = async (figure) => {
+    let at = 0;
+    for (const trace of figure.data)
+      if (trace.fill === "toself" && !trace.x)
+        Object.assign(trace, corners(figure.more.spans[at++], trace.mode !== "none"));
+    await Plotly.newPlot($(figure.name), figure.data, { ...shared, ...figure.layout }, config);
+    if (figure.name === "timeline") pointing(figure.more);
+    performance.mark(figure.name);
+  };
+  // One after another; between two the browser paints and answers. What is not drawn yet is for paper.
+  const waiting = [...page.figures];
+  addEventListener("beforeprint", () => waiting.splice(0).forEach(draw));
+  while (waiting.length) {
+    await draw(waiting.shift());
+    await new Promise((done) => setTimeout(done));
   }
+
+  // Timeline and memory have one clock: they zoom together.
+  const clocks = ["timeline", "memory"].map($).filter(Boolean);
+  let following = false;
+  for (const one of clocks) one.on("plotly_relayout", async (change) => {
+    if (following || !Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
+    following = true;
+    const range = [...one._fullLayout.xaxis.range];
+    for (const other of clocks)
+      if (other !== one) await Plotly.relayout(other, { "xaxis.range": range });
+    following = false;
+  });
 
   document.documentElement.dataset.ready = "yes";
 })();

@@ -1,5 +1,6 @@
 """The programs on the way, one after another: what each pass has changed."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from pfeife.data import units
@@ -72,8 +73,8 @@ def _difference(before: Program | None, after: Program) -> Iterator[Html]:
             ("left" if line[0] == "@" else _CLASSES.get(line[0], ""), line)
             for line in difference(before, after).splitlines()[2:]
         ] or [("left", "nothing has changed in the printed program")]
-    for class_, line in found[:MOST]:
-        yield tag("span", line, class_=class_ or None)
+    for class_, group in itertools.groupby(found[:MOST], key=lambda one: one[0]):
+        yield tag("span", "\n".join(line for _, line in group), class_=class_ or None)
     if len(found) > MOST:
         yield tag("span", f"and {len(found) - MOST} lines more", class_="left")
 

@@ -57,7 +57,7 @@ def timeline_figure(sides: Sides) -> Figure | None:
     places = _places(len(sides))
     data, drawn = list[dict[str, Any]](), list[dict[str, Any]]()
     for index, (name, run) in enumerate(sides):
-        found = spans(run.timeline)
+        found = sorted(spans(run.timeline), key=lambda one: (one.rank, one.start))
         for what in What:
             mine = [one for one in found if one.what == what]
             if not mine:
