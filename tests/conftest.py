@@ -12,13 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from listening import Lines
+from quick import leave_out
 from rows import Item, on_ranks, together
 from share import WHOLE
 
 HERE = Path(__file__).parent
-torch.set_num_threads(1)
-gc.set_threshold(20_000)  # what is traced lives long: it is gone through less often
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+leave_out()
 settings.register_profile(
     "pfeife",
     deadline=None,

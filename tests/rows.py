@@ -26,6 +26,7 @@ import attrs
 import pytest
 import torch
 from forked import GRACE, Launch
+from quick import leave_out
 
 HERE = Path(__file__).parent
 SECONDS = 100  # after which a row that hangs shows where
@@ -174,9 +175,8 @@ def on_this_rank(report: Path, names: Sequence[str]) -> None:
 def main(report: Path, ranks: int, *names: str) -> int:
     """Runs rows on so many ranks. Where one ends badly the others are ended too, as torchrun does
     it; returns 1 then."""
-    torch.set_num_threads(1)
+    leave_out()
     importlib.import_module("pfeife.testing")  # rows' modules want to know their rank
-    gc.set_threshold(20_000)  # as in conftest.py
     gc.freeze()
     launch = Launch(ranks, lambda rank, _: on_this_rank(report, names), seconds=800)
     bad = launch.wait(GRACE)
