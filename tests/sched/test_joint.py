@@ -101,7 +101,7 @@ def test_a_plan_is_found_whenever_there_is_one(work, limit, ranks, count):
 @settings(max_examples=20, deadline=None)
 def test_no_family_is_better_on_its_cuts(work, count):
     account = Account(work)
-    plan = search_workload(account, Constraints(CORE, count, 2, 10**9), Budget.of(None, 10**6))
+    plan = search_workload(account, Constraints(CORE, count, 2, 10**9), Budget.of(None, 500_000))
     units = work.units
     even = tuple(unit * 2 // units for unit in range(units))
     problem = stage_problem(account, even, (0, 1), count, machine=CORE)

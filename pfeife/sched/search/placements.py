@@ -9,6 +9,7 @@ import attrs
 from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
+from pfeife.sched.search.opening import try_families
 from pfeife.sched.search.run import Found, Search
 
 # What a step takes with a schedule of a problem, by its place, and what follows: no less than it.
@@ -27,27 +28,40 @@ def search_each(
     """The best of all problems, and which it is, within what is left of a budget; by `further`,
     where that is given, of what each search has found.
 
-    A third of it goes to all of them alike. With the rest those searches go on that may still win,
-    with all that they have learnt, the less the further they are behind; that is looked at twice.
-    Raises ValueError if one microbatch alone fits nowhere.
+    The families come first, on all of them (see `try_families`). A third of the rest goes to all
+    alike. With what is left those searches go on that may still win, with all that they have
+    learnt, the less the further they are behind; that is looked at twice. Raises ValueError if one
+    microbatch alone fits nowhere.
     """
     searches: dict[int, Search] = {}
-    each = (_ALIKE if len(problems) > 1 else 1.0) * budget.left / len(problems)
     for at, problem in enumerate(problems):
         if searches and budget.over(max(search.ahead for search in searches.values())):
             break
-        fair = budget.part(1 / (len(problems) - at))  # of the clock: the last ones come to a turn
-        search = searches[at] = Search(problem, fair, seed)
-        search.seed(seeds[at])
-        search.run(max(1, int(each)))
-        search.budget, budget.interrupted = budget, budget.interrupted or fair.interrupted
-    cut_short, budget.interrupted = budget.interrupted, False
+        searches[at] = Search(problem, budget, seed)
+        searches[at].seed(seeds[at])
+    cut_short = try_families(list(searches.values()), budget)
+    cut_short |= _run_alike(list(searches.values()), budget)
     for share in (0.4, 1.0):
         work = int(share * budget.left)
         for search, part in _shares(list(searches.values())):
             search.run(max(1, int(part * work)))
     budget.interrupted = budget.interrupted or cut_short
     return _best(searches, further)
+
+
+def _run_alike(searches: Sequence[Search], budget: Budget) -> bool:
+    """Runs them with a third of the budget, each with as much; whether the clock cut one short."""
+    each = (_ALIKE if len(searches) > 1 else 1.0) * budget.left / len(searches)
+    cut_short = False
+    for at, search in enumerate(searches):
+        if at and budget.over(search.ahead):
+            break
+        search.budget = budget.part(1 / (len(searches) - at))  # the last ones have a turn as well
+        search.run(max(1, int(each)))
+        cut_short |= search.budget.interrupted
+        search.budget = budget
+    cut_short, budget.interrupted = cut_short or budget.interrupted, False
+    return cut_short
 
 
 def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:

@@ -9,6 +9,7 @@ import attrs
 
 from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem, fits, makespan, peak_memory
+from pfeife.sched.families.family import Family
 from pfeife.sched.search.anneal import Cooling, anneal
 from pfeife.sched.search.bound import bound_of
 from pfeife.sched.search.budget import Budget
@@ -25,10 +26,12 @@ from pfeife.sched.search.list_schedule import list_schedule
 from pfeife.sched.search.pattern import Pattern, neighbour, pattern_of, pattern_schedule
 from pfeife.sched.search.pool import Candidate, Origin, Pool
 from pfeife.sched.search.rules import Rule, first_rules, mutated
-from pfeife.sched.search.seeds import STRIDE, families, patterns
+from pfeife.sched.search.seeds import SEEDING, STRIDE, fitting, made, patterns
 
 # Operations looked at, per operation of the problem, as what they cost compares to annealing.
 _LIST_WORK = 15  # of a list schedule
+_FITS_WORK = 5  # of a schedule that is looked at for its memory
+_TIMED_WORK = 12  # of one that is timed
 _FAMILY_WORK = 120  # of a family that is built, brought to fit and timed
 _RESULT_WORK = 90  # of an order that is made a schedule and judged
 _LARGE = 6_000  # operations, from which on it pays to learn from a smaller problem
@@ -62,9 +65,9 @@ class Search:
         self.shop, self.random = compile_problem(problem), Random(seed)
         self.bound = bound_of(self.shop)
         self.goal = self.bound * (1 + 1e-9)
-        self.pool, self.evaluations = Pool(), 0
+        self.pool, self.evaluations, self.begun = Pool(), 0, False
         self.given: tuple[float, Schedule] | None = None  # the best of the caller's, as it came
-        self.families, self.rules = families(problem), first_rules(self.shop)  # not yet tried
+        self.families, self.rules = list(SEEDING), first_rules(self.shop)  # not yet tried
         self.patterns: list[tuple[float, Pattern]] = []  # to start with, and what they take
         self.seen = budget.seen
         self.spent, self.first, self.last = 0, 0, 1  # work, where this run of it starts and ends
@@ -82,7 +85,7 @@ class Search:
         #     families .1 rules .2 fewer microbatches .3 changed rules, patterns, annealing 1
         #
         # Rules are quick and rough, patterns finer, and annealing makes the best of both shorter.
-        first = not self.evaluations
+        first, self.begun = not self.begun, True
         self.first, self.last = self.spent, self.spent + work
         if first:
             self._try_rule(next(self.rules))
@@ -114,6 +117,15 @@ class Search:
                 except ValueError:
                     continue
                 self._take(schedule)
+
+    def try_family(self, family: Family, schedule: Schedule) -> None:
+        """Times what a family has made if it keeps to the memory; if not, it is still to be tried
+        with forwards that wait for memory."""
+        self._spend(self.shop.operations * _FITS_WORK)
+        if fits(self.problem, schedule):
+            self.families.remove(family)
+            self._spend(self.shop.operations * _TIMED_WORK)
+            self._take(schedule)
 
     # --- work --------------------------------------------------------------------------------
 
@@ -148,11 +160,13 @@ class Search:
             self.evaluations += 1
 
     def _families(self, share: float) -> None:
-        """As many as a share of the work has time for."""
-        while self.open(share) and (schedules := next(self.families, None)) is not None:
-            self._spend(self.shop.operations * _FAMILY_WORK)
-            for schedule in schedules:
-                self._take(schedule)
+        """As many as a share of the work has time for, with forwards that wait for memory."""
+        while self.open(share) and self.families:
+            schedule = made(self.families.pop(0), self.problem)
+            if schedule is not None:
+                self._spend(self.shop.operations * _FAMILY_WORK)
+                for one in fitting(self.problem, schedule):
+                    self._take(one)
 
     def _try_rule(self, rule: Rule) -> None:
         start = time.monotonic()

@@ -13,16 +13,18 @@ from pfeife.sched.search.job_shop import compile_problem, orders_of, starts_of
 from pfeife.sched.search.pattern import Pattern, pattern_of
 
 STRIDE = 6  # times as many microbatches as ranks bring a family into its stride
+SEEDING = tuple(family for family in POLICIES.values() if family.seeds)  # the best first
 _REPEATING = ("v-min", "v-half", "zb-v", "dualpipe-v", "zb-h1", "interleaved")
 
 
-def families(problem: Problem) -> Iterator[list[Schedule]]:
-    """What each family makes of a problem, as it is or with forwards that wait for memory."""
-    whole = not all(stage.splittable for stage in problem.stages)
-    for family in POLICIES.values():
-        schedule = _made(family, problem) if family.seeds else None
-        if schedule is not None:
-            yield list(fitting(problem, fused(schedule) if whole else schedule))
+def made(family: Family, problem: Problem) -> Schedule | None:
+    """A family's schedule, with whole backwards where some cannot be split; None if it is not for
+    the placement."""
+    try:
+        schedule = family(len(problem.stages), problem.microbatches, problem.stage_ranks)
+    except ValueError:
+        return None
+    return schedule if all(stage.splittable for stage in problem.stages) else fused(schedule)
 
 
 def patterns(problem: Problem) -> Iterator[Pattern]:
@@ -37,20 +39,12 @@ def patterns(problem: Problem) -> Iterator[Pattern]:
     )
     shop, seen = compile_problem(unit), set()
     for name in _REPEATING:
-        schedule = _made(POLICIES[name], unit)
+        schedule = made(POLICIES[name], unit)
         starts = None if schedule is None else starts_of(shop, orders_of(shop, schedule))
         found = None if starts is None else pattern_of(shop, starts)
         if found is not None and found not in seen:
             seen.add(found)
             yield found
-
-
-def _made(family: Family, problem: Problem) -> Schedule | None:
-    """A family's schedule, None if it is not for this placement."""
-    try:
-        return family(len(problem.stages), problem.microbatches, problem.stage_ranks)
-    except ValueError:
-        return None
 
 
 def fused(schedule: Schedule) -> Schedule:
