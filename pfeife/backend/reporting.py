@@ -9,6 +9,7 @@ import torch
 
 from pfeife import report
 from pfeife.data import files
+from pfeife.data.advice import advice
 from pfeife.data.timeline import MemoryCurve
 from pfeife.frontend.untouched import torchs_generators
 from pfeife.ir.evaluate import State
@@ -99,7 +100,8 @@ def page_of(compiled: "Compiled", name: str, measured: report.Run | None = None)
     target = compiled.target
     assert target is not None
     predicted = report.expected(compiled.program, compiled.schedule, target)
-    notes = [compiled.summary]
+    given = compiled.clusters, compiled.program, predicted, target, "the step's schedule"
+    notes = [compiled.summary, f"Advice: {advice(report.forecast_of(compiled.plan, *given))}"]
     world = world_so_far()
     if measured is None:
         notes.append("Nothing was measured: give step.report the arguments of a call for that.")

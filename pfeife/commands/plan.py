@@ -1,6 +1,7 @@
 """`pfeife plan`: a plan for machines that need not be there, and all its figures."""
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def run(given: argparse.Namespace) -> str:
         write(given.csv, rows)
     if "-" in (given.json, given.csv):
         return data if given.json == "-" else rows.rstrip("\n")
-    text = report.forecast_table(outlook.forecast)
+    text = report.forecast_table(outlook.forecast, terminal())
     return f"{text}\nnote    {found.note}" if found.note else text
 
 
@@ -127,7 +128,9 @@ def page(outlook: "Outlook", title: str) -> str:
 
     found = outlook.forecast
     lines = report.forecast_summary(found).splitlines()
-    notes = (line for line in lines if line.split()[0] in ("plan", "network", "step", "MFU"))
+    shown = ("plan", "network", "cuts", "step", "MFU", "advice")
+    words = (line.split(maxsplit=1) for line in lines)
+    notes = (f"{word[:1].upper() + word[1:]}: {text}" for word, text in words if word in shown)
     about = report.About(title, found.machine, found.memory_limit, tuple(notes))
     try:
         return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
@@ -153,6 +156,11 @@ def answered(program: Any, question: dict[str, Any]) -> "Outlook":
 
     with shown(logging.getLogger("pfeife")).phase("planning") as phase:
         return forecast(program, progress=phase.progress, **question)
+
+
+def terminal() -> int:
+    """How wide a table may be: the terminal, COLUMNS, or 100 letters where neither is known."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def writable(*paths: str | None) -> None:

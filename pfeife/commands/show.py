@@ -80,9 +80,10 @@ def _schedule(schedule: Any, width: int) -> str:
 
 
 def _forecast(found: Any, width: int) -> str:
+    from pfeife.commands.plan import terminal
     from pfeife.report import forecast_table
 
-    return f"a forecast\n{forecast_table(found)}"
+    return f"a forecast\n{forecast_table(found, terminal())}"
 
 
 def _machine(machine: Any, width: int) -> str:

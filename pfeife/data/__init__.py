@@ -4,6 +4,6 @@
 `replicas` how often, `schedule` what every rank does, `plan` where to cut, and `timeline` what that
 takes. Read these first; `plain` reads and writes them as JSON, `checks` has their validators,
 `optimizers` the bytes that an optimizer keeps, `figures` what a step has taken, `forecast` what one
-is expected to take, `tried` what a search has looked at; `units` writes numbers for people; `files`
-and `progress` are what all others need to touch the world.
+is expected to take and `advice` what to do about it, `tried` what a search has looked at; `units`
+writes numbers for people; `files` and `progress` are what all others need to touch the world.
 """

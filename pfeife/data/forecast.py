@@ -5,12 +5,14 @@ import attrs
 from pfeife.data import checks
 
 _BYTES = checks.each(checks.not_negative)
+KINDS = ("computes", "messages", "reduces")  # of what a step waits for
 
 
 @attrs.frozen
 class StageForecast:
     """One stage: its layers from `first` to `last` (paths of modules), `parameters` in elements,
-    seconds of one microbatch, and bytes that it sends to other ranks for one, both ways."""
+    seconds of one microbatch, and bytes that it sends to other ranks for one, both ways; of the
+    backward's seconds `again_seconds` go into what is recomputed."""
 
     stage: int
     rank: int
@@ -21,6 +23,8 @@ class StageForecast:
     forward_seconds: float = attrs.field(validator=checks.seconds)
     backward_seconds: float = attrs.field(validator=checks.seconds)
     sent_bytes: int = attrs.field(validator=checks.not_negative)
+    parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
+    again_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
 
 
 @attrs.frozen
@@ -40,12 +44,14 @@ class RankForecast:
 
 @attrs.frozen
 class Wait:
-    """A part of the critical path: what somebody does there, in so many actions."""
+    """A part of the critical path: what somebody does there, in so many actions, and of which kind
+    that is."""
 
     what: str
     actions: int
     seconds: float = attrs.field(validator=checks.seconds)
     share: float = attrs.field(validator=checks.fraction)
+    kind: str = attrs.field(default=KINDS[0], validator=attrs.validators.in_(KINDS))
 
 
 @attrs.frozen
@@ -58,7 +64,8 @@ class Forecast:
     is recomputed, and `peak_seconds` how long all ranks would take for them at the peak rates of
     the machine, each in the dtype that is multiplied. `bound_seconds` is what no schedule of these
     stages undercuts, None where that is not known. `waits` is the critical path, the longest part
-    first. `network` says what joins the ranks, where that was asked for.
+    first. `network` says what joins the ranks, where that was asked for; `cut_blocks` are the
+    model's repeated blocks that several stages share. `parameter_bytes` are those of `parameters`.
     """
 
     machine: str
@@ -78,6 +85,8 @@ class Forecast:
     by_rank: tuple[RankForecast, ...]
     waits: tuple[Wait, ...]
     network: str = ""
+    cut_blocks: tuple[str, ...] = ()
+    parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
 
     @property
     def world(self) -> int:

@@ -1,7 +1,8 @@
 """What people look at: texts and drawings of plans, timelines, memory and networks.
 
 `tables` writes them; read it first. `compare` puts what was predicted beside what was measured,
-`step_line` has a step in a line, `forecast` what a plan is expected to do. `page/` is a report as
+`step_line` has a step in a line, `forecast` what a plan is expected to do, `forecast_text` the
+same in words. `page/` is a report as
 HTML: `run` is what it shows of a step, `spans` what of a timeline is drawn, and `extra` imports the
 libraries that draw. `picture` draws a schedule as papers do, `drawn` the graph of a program,
 `perfetto` writes a trace.
@@ -9,13 +10,8 @@ libraries that draw. `picture` draws a schedule as papers do, `drawn` the graph 
 
 from pfeife.report.compare import compare_memory, compare_times
 from pfeife.report.drawn import dot, svg
-from pfeife.report.forecast import (
-    forecast_csv,
-    forecast_of,
-    forecast_summary,
-    forecast_table,
-    waits_of,
-)
+from pfeife.report.forecast import forecast_of, waits_of
+from pfeife.report.forecast_text import forecast_csv, forecast_summary, forecast_table
 from pfeife.report.page import About, html
 from pfeife.report.perfetto import chrome_trace
 from pfeife.report.picture import picture

@@ -1,23 +1,19 @@
-"""The forecast of a plan, from its programs and its predicted timeline, and as a text."""
+"""The forecast of a plan, from its programs and its predicted timeline."""
 
-import csv
-import io
 from collections.abc import Sequence
 
-import attrs
 import torch
 
 from pfeife.data.forecast import Forecast, RankForecast, StageForecast, Wait
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import Event, Timeline
-from pfeife.data.units import count
 from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.flops import flops_of
 from pfeife.ir.program import Kind, Program, Role
 from pfeife.ir.travel import holders, messages
 from pfeife.report.run import Run, Target
-from pfeife.report.tables import size, table
+from pfeife.sched.cutting.blocks import cut_blocks
 
 
 def forecast_of(
@@ -50,6 +46,8 @@ def forecast_of(
         stages=tuple(_stages(plan, clusters, program)),
         by_rank=tuple(_ranks(run, ranks)),
         waits=waits_of(run.path or run.timeline, plan.stage_ranks),
+        cut_blocks=cut_blocks(clusters, plan.stage_of_cluster),
+        parameter_bytes=sum(port.bytes for port in program.ports(Role.PARAMETER)),
     )
 
 
@@ -61,11 +59,13 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
     sent = [0] * plan.stages
     for message in messages(program):
         sent[message.sender.unit] += message.bytes
-    held = [0] * plan.stages
-    sizes = {port.fqn: torch.Size(port.shape).numel() for port in program.ports(Role.PARAMETER)}
+    held, kept = [0] * plan.stages, [0] * plan.stages
+    ports = {port.fqn: port for port in program.ports(Role.PARAMETER)}
     for name, calls in holders(program).items():
         for unit in {call.unit for call in calls}:
-            held[unit] += sizes[name]
+            held[unit] += torch.Size(ports[name].shape).numel()
+            kept[unit] += ports[name].bytes
+    again = [one.extra_seconds for one in plan.recompute] or [0.0] * plan.stages
     paths = layers_of(clusters, plan)
     return [
         StageForecast(
@@ -78,6 +78,8 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
             forward_seconds=seconds.get((stage, True), 0.0),
             backward_seconds=seconds.get((stage, False), 0.0),
             sent_bytes=sent[stage],
+            parameter_bytes=kept[stage],
+            again_seconds=again[stage],
         )
         for stage in range(plan.stages)
     ]
@@ -113,112 +115,26 @@ def _ranks(run: Run, count: int) -> list[RankForecast]:
 
 def waits_of(path: Timeline, stage_ranks: Sequence[int]) -> tuple[Wait, ...]:
     """The critical path of a step by who does what, the longest part first."""
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     for event in path.events:
         if event.end > event.start:
             found.setdefault(_doing(event, stage_ranks), []).append(event.end - event.start)
     whole = path.seconds or 1.0
     parts = [
-        Wait(what, len(each), sum(each), min(sum(each) / whole, 1.0))
-        for what, each in found.items()
+        Wait(what, len(each), sum(each), min(sum(each) / whole, 1.0), kind)
+        for (what, kind), each in found.items()
     ]
     return tuple(sorted(parts, key=lambda one: -one.seconds))
 
 
-def _doing(event: Event, stage_ranks: Sequence[int]) -> str:
+def _doing(event: Event, stage_ranks: Sequence[int]) -> tuple[str, str]:
+    """What is done, and its kind."""
     action = event.action
     if action.do in RECEIVES and action.peer is not None:
-        return (
-            f"the link from rank {stage_ranks[action.peer]} to rank {event.rank} carries messages"
-        )
+        source = stage_ranks[action.peer]
+        return f"the link from rank {source} to rank {event.rank} carries messages", "messages"
     if action.do == Do.REDUCE_GRAD:
-        return f"rank {event.rank} reduces gradients"
-    return f"rank {event.rank} computes" if action.do.kind else f"rank {event.rank} sends"
-
-
-def forecast_table(found: Forecast) -> str:
-    """A row a stage, a row a rank, and what it comes to."""
-    stages = [
-        (
-            one.stage,
-            one.rank,
-            one.first,
-            one.last,
-            count(one.parameters),
-            f"{1e3 * one.forward_seconds:.2f} ms",
-            f"{1e3 * one.backward_seconds:.2f} ms",
-            size(one.sent_bytes),
-        )
-        for one in found.stages
-    ]
-    head = ("stage", "rank", "from", "to", "parameters", "forward", "backward", "sends")
-    words = list(dict.fromkeys(word for one in found.by_rank for word in one.bytes))
-    ranks = [
-        (
-            one.rank,
-            f"{one.computing_seconds:.3g} s",
-            f"{one.bubble:.1%}",
-            *(size(one.bytes.get(word, 0)) for word in words),
-            size(one.peak_bytes),
-        )
-        for one in found.by_rank
-    ]
-    return "\n\n".join(
-        [
-            table(stages, head),
-            table(ranks, ("rank", "computes", "bubble", *words, "peak")),
-            forecast_summary(found),
-        ]
-    )
-
-
-def forecast_summary(found: Forecast) -> str:
-    """Step, rates, utilization, bound, memory and what limits the step, a line each."""
-    rate = f"{count(found.samples_per_second)} samples/s"
-    if found.tokens:
-        each = found.tokens_per_second / found.world
-        rate = f"{count(found.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
-    of = f"{found.replicas} x {found.ranks}" if found.replicas > 1 else f"{found.ranks}"
-    lines = [
-        ("plan", f"{found.schedule}, {of} ranks of {found.machine}, {len(found.stages)} stages, "
-         f"{found.microbatches} microbatches, {count(found.parameters)} parameters"),
-        *([("network", found.network)] if found.network else []),
-        ("step", f"{found.step_seconds:.4g} s: {rate}"),
-        ("MFU", f"{found.utilization:.1%} = {count(found.flops)}FLOP / ({found.world} ranks x "
-         f"{count(_peak(found))}FLOP/s x {found.step_seconds:.4g} s)"),
-        ("bubble", f"{found.bubble:.1%} of the ranks' time"),
-    ]  # fmt: skip
-    if found.gap is not None:
-        lines.append(("bound", f"{found.bound_seconds:.4g} s for these stages, the step is "
-                      f"{found.gap:.1%} over it"))  # fmt: skip
-    lines.append(("memory", f"{size(found.peak_bytes)} on the fullest rank, of "
-                  f"{size(found.memory_limit)}"))  # fmt: skip
-    lines.append(("limit", found.limited_by))
-    return "\n".join(f"{word:7} {text}" for word, text in lines)
-
-
-def _peak(found: Forecast) -> float:
-    """Operations per second of a rank at its peak, over the dtypes of the step."""
-    return found.flops / (found.world * found.peak_seconds) if found.peak_seconds else 0.0
-
-
-def forecast_csv(found: Forecast) -> str:
-    """A row a stage, with the figures of its rank beside it."""
-    by_rank = {one.rank: one for one in found.by_rank}
-    words = list(dict.fromkeys(word for one in found.by_rank for word in one.bytes))
-    names = [field.name for field in attrs.fields(StageForecast)]
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words])
-    for one in found.stages:
-        rank = by_rank[one.rank]
-        rows.writerow(
-            [
-                *(getattr(one, name) for name in names),
-                rank.computing_seconds,
-                rank.bubble,
-                rank.peak_bytes,
-                *(rank.bytes.get(word, 0) for word in words),
-            ]
-        )
-    return text.getvalue()
+        return f"rank {event.rank} reduces gradients", "reduces"
+    if action.do.kind:
+        return f"rank {event.rank} computes", "computes"
+    return f"rank {event.rank} sends", "messages"

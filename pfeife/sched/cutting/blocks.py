@@ -35,6 +35,21 @@ def blocks_of(program: Program) -> tuple[str, ...]:
     are blocks too. Blocks inside of blocks do not count.
     """
     _, stacks = _forwards(program)
+    return _repeated(stacks)
+
+
+def cut_blocks(program: Program, stage_of_cluster: Sequence[int]) -> tuple[str, ...]:
+    """Those of `blocks_of` whose forwards several stages compute."""
+    units, stacks = _forwards(program)
+    stages: dict[str, set[int]] = {path: set() for path in _repeated(stacks)}
+    for unit, stack in zip(units, stacks, strict=True):
+        for path, _ in stack:
+            if path in stages:
+                stages[path].add(stage_of_cluster[unit])
+    return tuple(path for path, of in stages.items() if len(of) > 1)
+
+
+def _repeated(stacks: Iterable[Sequence[tuple[str, str]]]) -> tuple[str, ...]:
     inside: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for stack in stacks:
         for at, (path, kind) in enumerate(stack):

@@ -1,0 +1,150 @@
+"""The forecast of a plan as people read it, and as a table for other programs."""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from pfeife.data.advice import advice
+from pfeife.data.forecast import Forecast, StageForecast
+from pfeife.data.units import count
+from pfeife.report.tables import size, table
+
+
+def forecast_table(found: Forecast, width: int = 1000) -> str:
+    """A row a stage, a row a rank, and what it comes to; the tables are at most so many letters
+    wide where that can be: then paths are shortened, and the smallest of the ranks' bytes added
+    up."""
+    head = ("stage", "rank", "from", "to", "parameters", "forward", "backward", "sends")
+    stages = [
+        (
+            one.stage,
+            one.rank,
+            one.first,
+            one.last,
+            f"{count(one.parameters)} ({size(one.parameter_bytes)})",
+            f"{1e3 * one.forward_seconds:.2f} ms",
+            f"{1e3 * one.backward_seconds:.2f} ms",
+            size(one.sent_bytes),
+        )
+        for one in found.stages
+    ]
+    parts = [_narrowed(stages, head, width), _ranks(found, width), forecast_summary(found)]
+    return "\n\n".join(parts)
+
+
+def _narrowed(rows: Sequence[Sequence[object]], head: Sequence[str], width: int) -> str:
+    """A table of stages whose paths end early where it is too wide."""
+    longest = max((len(str(path)) for row in rows for path in row[2:4]), default=0)
+    text = table(rows, head)
+    while max(map(len, text.splitlines())) > width and longest > 12:
+        longest -= 1
+        shown = [
+            (*row[:2], *(_short(str(path), longest) for path in row[2:4]), *row[4:]) for row in rows
+        ]
+        text = table(shown, head)
+    return text
+
+
+def _short(path: str, most: int) -> str:
+    """A path up to the number of its innermost block, and the end of its last name."""
+    if len(path) <= most:
+        return path
+    block = re.match(r".*\.\d+(?=\.)", path)
+    first, last = block[0] if block else path.partition(".")[0], path.rpartition(".")[2]
+    last = last[-(most // 3) :]
+    room = most - len(last) - 2
+    return f"{first if len(first) <= room else '..' + first[2 - room :]}..{last}"
+
+
+def _ranks(found: Forecast, width: int) -> str:
+    """A row a rank with the bytes at its peak; those that are smallest everywhere are added up
+    where a table with all of them is too wide."""
+    most: dict[str, int] = {}
+    for one in found.by_rank:
+        for word, number in one.bytes.items():
+            most[word] = max(most.get(word, 0), number)
+    small = sorted(most, key=lambda word: most[word])
+    for several in (0, *range(2, len(small) + 1)):
+        rest = small[:several]
+        words = [word for word in most if word not in rest]
+        rows = [
+            (
+                one.rank,
+                f"{one.computing_seconds:.3g} s",
+                f"{one.bubble:.1%}",
+                *(size(one.bytes.get(word, 0)) for word in words),
+                *([size(sum(one.bytes.get(word, 0) for word in rest))] if rest else []),
+                size(one.peak_bytes),
+            )
+            for one in found.by_rank
+        ]
+        head = ("rank", "computes", "bubble", *words, *(["rest"] if rest else []), "peak")
+        text = table(rows, head)
+        if max(map(len, text.splitlines())) <= width:
+            break
+    listed = ", ".join(word for word in most if word in rest)
+    return f"{text}\nrest: {listed} (each in --json and --csv)" if rest else text
+
+
+def forecast_summary(found: Forecast) -> str:
+    """Step, rates, utilization, bound, memory, what limits the step and what to do about it, a line
+    each."""
+    rate = f"{count(found.samples_per_second)} samples/s"
+    if found.tokens:
+        each = found.tokens_per_second / found.world
+        rate = f"{count(found.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
+    of = f"{found.replicas} x {found.ranks}" if found.replicas > 1 else f"{found.ranks}"
+    lines = [
+        ("plan", f"{found.schedule}, {of} ranks of {found.machine}, {len(found.stages)} stages, "
+         f"{found.microbatches} microbatches, {count(found.parameters)} parameters "
+         f"({size(found.parameter_bytes)})"),
+        *([("network", found.network)] if found.network else []),
+        *([("cuts", _cuts(found.cut_blocks))] if found.cut_blocks else []),
+        ("step", f"{found.step_seconds:.4g} s: {rate}"),
+        ("MFU", f"{found.utilization:.1%} = {count(found.flops)}FLOP / ({found.world} ranks x "
+         f"{count(_peak(found))}FLOP/s x {found.step_seconds:.4g} s)"),
+        ("bubble", f"{found.bubble:.1%} of the ranks' time"),
+    ]  # fmt: skip
+    if found.gap is not None:
+        lines.append(("bound", f"{found.bound_seconds:.4g} s for these stages, the step is "
+                      f"{found.gap:.1%} over it"))  # fmt: skip
+    lines.append(("memory", f"{size(found.peak_bytes)} on the fullest rank, of "
+                  f"{size(found.memory_limit)}"))  # fmt: skip
+    lines += [("limit", found.limited_by), ("advice", advice(found))]
+    return "\n".join(f"{word:7} {text}" for word, text in lines)
+
+
+def _cuts(blocks: Sequence[str]) -> str:
+    """Where stages end inside of blocks, and what keeps them from it."""
+    more = f" and {len(blocks) - 1} other blocks" if len(blocks) > 1 else ""
+    return f"inside of {blocks[0]}{more}; --cut-at blocks cuts between blocks alone"
+
+
+def _peak(found: Forecast) -> float:
+    """Operations per second of a rank at its peak, over the dtypes of the step."""
+    return found.flops / (found.world * found.peak_seconds) if found.peak_seconds else 0.0
+
+
+def forecast_csv(found: Forecast) -> str:
+    """A row a stage, with the figures of its rank beside it."""
+    by_rank = {one.rank: one for one in found.by_rank}
+    words = list(dict.fromkeys(word for one in found.by_rank for word in one.bytes))
+    names = [field.name for field in attrs.fields(StageForecast)]
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words])
+    for one in found.stages:
+        rank = by_rank[one.rank]
+        rows.writerow(
+            [
+                *(getattr(one, name) for name in names),
+                rank.computing_seconds,
+                rank.bubble,
+                rank.peak_bytes,
+                *(rank.bytes.get(word, 0) for word in words),
+            ]
+        )
+    return text.getvalue()

@@ -1,0 +1,68 @@
+"""What a plan is expected to do, in words: its advice is about what it loses most by."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import pfeife
+from pfeife import report
+from pfeife.data.advice import advice
+from pfeife.data.link import LinkKind
+from pfeife.data.network import Network
+
+
+@functools.cache
+def program(*widths: int):
+    torch.manual_seed(0)
+    pairs = itertools.pairwise(widths)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairs))
+    flat = pfeife.forecasting.flat_program(
+        lambda x: net(x).square().mean(), torch.ones(64, widths[0])
+    )
+    return flat
+
+
+def forecast(*widths: int, **question):
+    given = {"machine": "cpu-core", "ranks": 2, "microbatches": 2} | question
+    return pfeife.forecast(program(*widths), **given).forecast
+
+
+EVEN = (512,) * 9
+
+
+@pytest.mark.parametrize(
+    ("widths", "question", "said", "better"),
+    [
+        (EVEN, {}, "the pipeline fills and empties for ", {"microbatches": 16}),
+        ((8, 512, 512, 8), {"microbatches": 32}, "rank 1 computes 1.", {"ranks": 1}),
+        (EVEN, {"microbatches": 32, "rate": 1e5}, "messages take ", {"rate": 1e10}),
+        (EVEN, {"microbatches": 64, "rate": 1e10}, "ranks compute for ", {}),
+    ],
+)
+def test_what_is_advised_makes_it_better(widths, question, said, better):
+    """By the seconds of a microbatch on a rank."""
+
+    def asked(rate=1e10, **more):
+        link = LinkKind("a link", bandwidth=rate, latency=1e-6, overlap=1.0)
+        ranks = more.get("ranks", 2)
+        return forecast(*widths, network=Network.of(ranks_per_node=ranks, inside=link), **more)
+
+    def spent(found):
+        return found.step_seconds * found.ranks / found.microbatches
+
+    found, other = asked(**question), asked(**question | better)
+    assert advice(found).startswith(said), report.forecast_summary(found)
+    assert spent(other) < 0.95 * spent(found) if better else spent(other) == spent(found)
+
+
+def test_tables_fit_where_they_are_shown():
+    found = forecast(*EVEN, optimizer="AdamW")
+    wide, narrow = report.forecast_table(found), report.forecast_table(found, 70)
+    tables = narrow.split("\n\n")[:2]
+    assert (
+        max(len(line) for one in tables for line in one.splitlines() if "rest:" not in line) <= 70
+    )
+    assert "rest: " in narrow and "rest" not in wide and "(2.0 MiB)" not in wide
