@@ -28,7 +28,7 @@ from pfeife.report import Run, Target, expected, forecast_of
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting import RecomputePolicy, split_at
-from pfeife.sched.cutting.blocks import CutAt
+from pfeife.sched.cutting.blocks import CutAt, cut_blocks
 from pfeife.sched.families.policies import policy
 
 
@@ -163,7 +163,9 @@ def answer(flat: Program, asked: Question, progress: Progress | None = None) -> 
     target = Target(machine, network, between, asked.optimizer, asked.memory_limit)
     run = expected(program, schedule, target)
     figures = forecast_of(plan, clusters, program, run, target, schedule_name(asked))
-    figures = attrs.evolve(figures, network=asked.network.summary if asked.network else "")
+    joins = asked.network.summary if asked.network else ""
+    within = cut_blocks(clusters, plan.stage_of_cluster)
+    figures = attrs.evolve(figures, network=joins, cut_blocks=within)
     return Outlook(clusters, program, schedule, plan, target, run, figures, replicas)
 
 

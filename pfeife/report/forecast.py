@@ -13,7 +13,6 @@ from pfeife.ir.flops import flops_of
 from pfeife.ir.program import Kind, Program, Role
 from pfeife.ir.travel import holders, messages
 from pfeife.report.run import Run, Target
-from pfeife.sched.cutting.blocks import cut_blocks
 
 
 def forecast_of(
@@ -46,7 +45,6 @@ def forecast_of(
         stages=tuple(_stages(plan, clusters, program)),
         by_rank=tuple(_ranks(run, ranks)),
         waits=waits_of(run.path or run.timeline, plan.stage_ranks),
-        cut_blocks=cut_blocks(clusters, plan.stage_of_cluster),
         parameter_bytes=sum(port.bytes for port in program.ports(Role.PARAMETER)),
     )
 
