@@ -68,11 +68,12 @@ def train(name, run, model, text, steps, chatty):
         optimizer.step()
         optimizer.zero_grad()
         if chatty:
-            bar = "#" * (30 * (index + 1) // steps)
-            print(f"\r{name} [{bar:30}] {index + 1}/{steps}", end="", file=sys.stderr)
+            if sys.stderr.isatty():
+                bar = "#" * (30 * (index + 1) // steps)
+                print(f"\r{name} [{bar:30}] {index + 1}/{steps}\r", end="", file=sys.stderr)
             if index % 20 == 0 or index + 1 == steps:
                 rate = (index + 1) / (time.perf_counter() - start)
-                print(f"\r{name} step {index:4}  loss {losses[-1]:.4f}  {rate:5.1f} steps/s   ")
+                print(f"{name} step {index:4}  loss {losses[-1]:.4f}  {rate:5.1f} steps/s   ")
     return losses
 
 

@@ -11,7 +11,7 @@ from pfeife.cost import machine as machine_of
 from pfeife.data.forecast import Forecast
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
-from pfeife.data.optimizers import Optimizer
+from pfeife.data.optimizers import Optimizer, optimizer_of
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
 from pfeife.data.replicas import DataParallel, Replicas
@@ -29,6 +29,7 @@ from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling, splits
 from pfeife.sched.cutting import RecomputePolicy, split_at
 from pfeife.sched.cutting.blocks import CutAt, cut_blocks
+from pfeife.sched.cutting.recompute_policy import check_policy
 from pfeife.sched.families.policies import policy
 
 
@@ -78,6 +79,9 @@ class Question:
                 )
         if isinstance(self.machine, str):
             machine_of(self.machine)
+        if self.optimizer is not None:
+            optimizer_of(self.optimizer)
+        check_policy(self.recompute)
         if isinstance(self.schedule, str) and self.schedule != "search":
             policy(self.schedule)
 

@@ -66,8 +66,8 @@ def plan_of(given: Any) -> Any:
     except ValueError as error:
         reason = str(error)
     raise ValueError(
-        f"option plan={str(given)!r}: {reason}; plain.save(step.backend.compiled[0].plan, path) "
-        "writes one"
+        f"option plan={str(given)!r}: {reason}; `pfeife plan --out {given}` writes one, and so "
+        "does plain.save(step.backend.compiled[0].plan, path)"
     )
 
 
@@ -264,6 +264,8 @@ def check_together(options: Any) -> None:
             f"microbatches={order.microbatches * options.replicas}"
         )
     if options.stages not in (None, order.stages):
+        other = f", or plan anew for {options.stages}" if plan is not None else ""
         raise ValueError(
-            f"option stages={options.stages}: the given {what} has {order.stages} stages"
+            f"option stages={options.stages}: the given {what} has {order.stages} stages; leave "
+            f"stages out{other}"
         )

@@ -106,7 +106,13 @@ def network_of(given: argparse.Namespace, ranks: int) -> Any:
     if given.network:
         if given.inside or given.between or given.nodes != 1:
             raise ValueError("--network has the links already: leave out --nodes and its links")
-        return plain.load(Network, given.network)
+        try:
+            return plain.load(Network, given.network)
+        except OSError as error:
+            raise ValueError(
+                f"--network {given.network}: {error.strerror}; `pfeife bench-network --out` writes "
+                "one, under torchrun"
+            ) from None
     if given.nodes == 1 and not given.inside:
         return None
     if ranks % given.nodes:

@@ -19,7 +19,7 @@ from pfeife.data import files, plain
 from pfeife.data.progress import Shown, shown
 from pfeife.forecasting import flat_program
 from pfeife.frontend import capture_cache
-from pfeife.frontend.batch import Cutter
+from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.capture_key import sources
 from pfeife.frontend.stored import StoredProgram, restore, store
 from pfeife.ir.program import Program, Role
@@ -113,7 +113,13 @@ def _bare(program: Program) -> Program:
 
 
 def _captured(one: Asked, microbatches: int, cache: Path | None) -> Program:
-    cut = Cutter(one.step, 0, microbatches)(one.args, one.kwargs)
+    try:
+        cut = Cutter(one.step, 0, microbatches)(one.args, one.kwargs)
+    except Indivisible as error:
+        raise ValueError(
+            f"--microbatches {microbatches}: {error.said}; take --microbatches {error.fits}, or a "
+            f"--batch that {microbatches} divides"
+        ) from None
 
     def capture(inner: Path | None) -> Program:
         return flat_program(one.step, *cut.args, cache=inner, **cut.kwargs)

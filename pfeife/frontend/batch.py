@@ -68,6 +68,17 @@ class Arguments:
         return min(cut, default=0)
 
 
+class Indivisible(ValueError):
+    """A batch that does not divide into the microbatches that were asked for; into `fits` it
+    does."""
+
+    def __init__(self, said: str, fits: int):
+        super().__init__(
+            f"microbatch: {said}; pass microbatches={fits}, or drop_last=True in the loader"
+        )
+        self.said, self.fits = said, fits
+
+
 class Cutter:
     """Cuts the arguments of a step's calls into microbatches.
 
@@ -181,10 +192,8 @@ class Cutter:
         divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)
         times = self.replicas // replicas
         each = f", {wanted} for each of {times} replicas" if times > 1 else ""
-        raise ValueError(
-            f"microbatch: a batch of {rows} rows does not divide into {wanted} microbatches{each}; "
-            f"pass microbatches={divides * times}, or drop_last=True in the loader"
-        )
+        said = f"a batch of {rows} rows does not divide into {wanted} microbatches{each}"
+        raise Indivisible(said, divides * times)
 
 
 def function_of(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -147,7 +147,8 @@ def summary(plan: Plan, program: Program) -> str:
     expected = "" if plan.step_seconds is None else f", {1e3 * plan.step_seconds:.1f} ms a step"
     if plan.step_seconds and plan.bound_seconds:
         gap = 100 * (plan.step_seconds / plan.bound_seconds - 1)
-        expected += f" (at most {gap:.1f} % over the best for these stages)"
+        best = "proven best" if gap < 0.05 else f"proven to be at most {gap:.1f} % over the best"
+        expected += f" ({best} for these stages)"
     return (
         f"{size(parameters)} of parameters, {len(plan.stage_of_cluster)} clusters in "
         f"{plan.stages} stages on {len(plan.schedule.ranks)} ranks, "

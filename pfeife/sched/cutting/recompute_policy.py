@@ -65,11 +65,16 @@ def with_recompute(
         return attrs.evolve(plan, recompute=choice("full"))
     if how == "except_last":
         return attrs.evolve(plan, recompute=(*choice("full")[:-1], choice("none")[-1]))
-    if isinstance(how, str | bool):
-        raise ValueError(f"recompute={how!r}: must be one of {WORDS}, a number of blocks, or names")
+    check_policy(how)
     forwards = _forwards(whole)
     modules = _every(forwards, how) if isinstance(how, int) else list(how)
     return attrs.evolve(plan, recompute=choice(_inside(forwards, modules)))
+
+
+def check_policy(how: RecomputePolicy | None) -> None:
+    """Raises ValueError for a word that is none of a policy's."""
+    if isinstance(how, bool) or (isinstance(how, str) and how not in WORDS):
+        raise ValueError(f"recompute={how!r}: must be one of {WORDS}, a number of blocks, or names")
 
 
 def _relieved(
