@@ -1,5 +1,6 @@
 "use strict";
 (async () => {
+  const PAPER = 695;  // pixels of A4 without its margins: 210 mm less 24 mm
   const $ = (id) => document.getElementById(id);
 
   // Passes, one at a time; the arrow keys step through them.
@@ -109,18 +110,33 @@
     timeline.addEventListener("mouseleave", () => { tip.hidden = true; });
   };
 
+  // Microbatches are numbered where the shortest span has room for two digits.
+  const numbering = ({ numbered }) => {
+    const timeline = $("timeline");
+    const look = () => {
+      const { xaxis } = timeline._fullLayout;
+      timeline.classList.toggle("narrow", xaxis.d2p(numbered) - xaxis.d2p(0) < 12);
+    };
+    timeline.on("plotly_afterplot", look);
+    look();
+  };
+
   const draw = async (figure) => {
     let at = 0;
     for (const trace of figure.data)
       if (trace.fill === "toself" && !trace.x)
         Object.assign(trace, corners(figure.more.spans[at++], trace.mode !== "none"));
     await Plotly.newPlot($(figure.name), figure.data, { ...shared, ...figure.layout }, config);
-    if (figure.name === "timeline") pointing(figure.more);
+    if (figure.name === "timeline") { pointing(figure.more); numbering(figure.more); }
     performance.mark(figure.name);
   };
-  // One after another; between two the browser paints and answers. What is not drawn yet is for paper.
+  // One after another; between two the browser paints and answers.
   const waiting = [...page.figures];
-  addEventListener("beforeprint", () => waiting.splice(0).forEach(draw));
+  // On paper all are drawn, as wide as it is.
+  const plots = () => document.querySelectorAll(".js-plotly-plot");
+  const sized = (layout) => plots().forEach((one) => Plotly.relayout(one, layout));
+  addEventListener("beforeprint", () => { waiting.splice(0).forEach(draw); sized({ width: PAPER }); });
+  addEventListener("afterprint", () => sized({ width: null, autosize: true }));
   while (waiting.length) {
     await draw(waiting.shift());
     await new Promise((done) => setTimeout(done));

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import fx
 
 from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
-from pfeife.data.units import duration, size
-from pfeife.ir.program import Call, Kind, Program, node_bytes, source_line
+from pfeife.data.units import count, duration, size
+from pfeife.ir.program import Call, Kind, Program, Role, node_bytes, source_line
+from pfeife.ir.travel import holders
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path
 from pfeife.report.page.elements import Figure, Html, table
@@ -20,14 +22,15 @@ _LINES = 3  # of the model, that a stage shows
 
 @attrs.frozen
 class Stage:
-    """What is known of a stage; bytes and seconds are those of one microbatch."""
+    """What is known of a stage: its parameters counted and in bytes, and the seconds of one
+    microbatch."""
 
     index: int
     rank: int
     clusters: int
     modules: tuple[str, ...]
     lines: tuple[str, ...]
-    parameters: int
+    parameters: str
     seconds: Mapping[Kind, float]
 
     @property
@@ -48,7 +51,7 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
     program = ranked(history)
     if program is None:
         return ()
-    memory = stage_memory(program)
+    held = _parameters(program)
     found = []
     for index in range(program.units):
         calls = [call for call in program.calls if call.unit == index]
@@ -63,11 +66,22 @@ def stages_of(history: Sequence[Recorded], plan: Plan) -> tuple[Stage, ...]:
                 plan.stage_of_cluster.count(index),
                 tuple(dict.fromkeys(path for node in forward if (path := module_path(node)))),
                 _heaviest(forward),
-                memory[index].parameters,
+                held[index],
                 seconds,
             )
         )
     return tuple(found)
+
+
+def _parameters(program: Program) -> list[str]:
+    """By stages, their parameters: how many, and their bytes."""
+    counts = [0] * program.units
+    numbers = {port.fqn: torch.Size(port.shape).numel() for port in program.ports(Role.PARAMETER)}
+    for name, calls in holders(program).items():
+        for unit in {call.unit for call in calls}:
+            counts[unit] += numbers[name]
+    pairs = zip(counts, stage_memory(program), strict=True)
+    return [f"{count(number)} ({size(memory.parameters)})" for number, memory in pairs]
 
 
 def ranked(history: Sequence[Recorded]) -> Program | None:
@@ -113,7 +127,7 @@ def stage_table(stages: Sequence[Stage]) -> Html | None:
             one.rank,
             one.clusters or "",
             one.between,
-            size(one.parameters),
+            one.parameters,
             duration(one.total),
             *(duration(one.seconds[kind]) if kind in one.seconds else "" for kind in Kind),
         )
@@ -133,8 +147,9 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
     shares = [one.total / mean for one in stages]
     spread = max(0.1, *(abs(share - 1) for share in shares))
     edges = _edges(places, _sent(program))
-    bar = {"tickformat": ".2f", "thickness": 12}
-    bar["title"] = {"text": "time over the mean", "side": "right"}
+    bar = {"tickformat": ".2f", "thickness": 10, "orientation": "h", "len": 0.5, "x": 1}
+    bar |= {"xanchor": "right", "y": 1, "yanchor": "bottom"}
+    bar["title"] = {"text": "time over the mean", "side": "top"}
     nodes = {
         "type": "scatter",
         "mode": "markers+text",
@@ -157,11 +172,11 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
         "showlegend": False,
     }
     layout = {
-        "height": 150 + 44 * ranks,
-        "margin": {"l": 90, "r": 10, "t": 20, "b": 40},
+        "height": 200 + 44 * ranks,
+        "margin": {"l": 70, "r": 20, "t": 70, "b": 50},
         "xaxis": {
-            "title": {"text": "stage"},
-            "range": [-0.7, len(stages) - 0.3],
+            "title": {"text": "stage", "standoff": 10},
+            "range": [-0.9, len(stages) - 0.1],
             "zeroline": False,
             "showgrid": False,
             "dtick": max(1, len(stages) // 16),
@@ -184,7 +199,7 @@ def _hover(one: Stage, mean: float) -> str:
     parts = [
         f"<b>stage {one.index}</b> on rank {one.rank}",
         f"{one.clusters} clusters: {plain(one.between)}" if one.clusters else plain(one.between),
-        f"{size(one.parameters)} of parameters",
+        f"{one.parameters} of parameters",
         f"{duration(one.total)} a microbatch, {one.total / mean:.2f} of the mean: "
         + ", ".join(f"{kind.value} {duration(seconds)}" for kind, seconds in one.seconds.items()),
         *map(plain, one.lines),
@@ -230,8 +245,9 @@ def _edges(
             **labels,
             **marks,
             "hovertemplate": "%{hovertext}<extra></extra>",
-            "textposition": "top right",
-            "textfont": {"size": 10},
+            "textposition": "middle right",
+            "cliponaxis": False,
+            "textfont": {"size": 12},
             "marker": {"size": 6, "color": "#888888"},
         },
     ]

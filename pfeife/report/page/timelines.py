@@ -77,13 +77,16 @@ def timeline_figure(sides: Sides) -> Figure | None:
                 }
             )
         if run.path is not None:
-            data += _path(run.path, rows, places[index][0])
+            middle, half = places[index]
+            data += _path(run.path, rows, middle - 0.75 * half)
         data += _numbers(found, rows, places[index][0], 0.011 * _whole(sides))
     label = f"Timeline of {len(ranks)} ranks, {' and '.join(name for name, _ in sides)}"
     height = len(ranks) * (26 if len(sides) == 1 else 44)
     layout = {**_layout(sides, height), "hovermode": False, "dragmode": "zoom"}
     layout["yaxis"] = {**ticks(ranks, _bubbles(sides)), "fixedrange": True}
-    return Figure("timeline", label, data, layout, {"spans": drawn, "ranks": ranks})
+    numbered = [*(_narrowest(run.timeline, 0.011 * _whole(sides)) for _, run in sides)]
+    more = {"spans": drawn, "ranks": ranks, "numbered": min(numbered)}
+    return Figure("timeline", label, data, layout, more)
 
 
 def _layout(sides: Sides, height: int) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def _layout(sides: Sides, height: int) -> dict[str, Any]:
         "height": 134 + height,
         "margin": {"l": 150, "r": 10, "t": 44, "b": 40},
         "xaxis": {"title": {"text": "ms"}, "zeroline": False, "range": [0, _whole(sides)]},
-        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "legend": {"orientation": "h", "y": 1, "yanchor": "top", "yref": "container", "x": 0},
     }
 
 
@@ -136,11 +139,11 @@ def _trace(what: What, is_many: bool) -> dict[str, Any]:
     }
 
 
-def _path(path: Timeline, rows: dict[int, int], middle: float) -> list[dict[str, Any]]:
-    """What the step waits for, as a line through the rows."""
+def _path(path: Timeline, rows: dict[int, int], height: float) -> list[dict[str, Any]]:
+    """What the step waits for, as a line through the rows, above the numbers."""
     events = [event for event in path.events if event.end > event.start]
     x = [_ms(moment) for event in events for moment in (event.start, event.end)]
-    y = [rows[event.rank] + middle for event in events for _ in range(2)]
+    y = [rows[event.rank] + height for event in events for _ in range(2)]
     line: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": x, "y": y}
     line |= {"hoverinfo": "skip", "name": "critical path", "legendgroup": "critical path"}
     under = {**line, "line": {"width": 4.5, "color": "#ffffff"}, "showlegend": False}
@@ -166,6 +169,12 @@ def _numbers(
             "showlegend": False,
         }
     ]
+
+
+def _narrowest(timeline: Timeline, room: float) -> float:
+    """The ms of the shortest computation that is numbered; `room` if there is none."""
+    long = [_ms(e.end - e.start) for e in timeline.events if e.action.do.kind]
+    return min((ms for ms in long if ms > room), default=room)
 
 
 def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
