@@ -1,11 +1,12 @@
 """Decisions about cuts and schedules: functions from programs or bare numbers to plain data.
 
-`planner` is the door, `by_family` and `joint` decide cuts and schedule together, `replicated` adds
-what replicas reduce; read these first,
-then `families/` (schedules by a formula), `cutting/` (where to cut), `search/` (schedules that are
-looked for). `following` cuts a program where another one has its state, `given` checks a plan that
-somebody brings, `simulation` runs a schedule in simulated time. The names below are
-what most people need; the folders have the rest.
+`planner` is the door, `by_hand` checks what it is given, `asked` has what stays when a plan is made
+again, `by_family` and `joint` decide cuts and schedule together, `replicated` adds what replicas
+reduce; read these first, then `families/` (schedules by a formula), `cutting/` (where to cut),
+`search/` (schedules that are looked for). `microbatches` chooses how many, `following` cuts a
+program where another one has its state, `given` checks a plan that somebody brings, `simulation`
+runs a schedule in simulated time. The names below are what most people need; the folders have the
+rest.
 """
 
 from pfeife.lowering.critical import critical_path
@@ -15,7 +16,8 @@ from pfeife.lowering.problem import Problem
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched import cutting, families, search
 from pfeife.sched.families import POLICIES, policy
-from pfeife.sched.planner import choose_microbatches, plan
+from pfeife.sched.microbatches import choose_microbatches
+from pfeife.sched.planner import plan
 from pfeife.sched.search import lower_bound, search_schedule
 from pfeife.sched.simulation import simulate
 

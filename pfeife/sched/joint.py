@@ -39,42 +39,60 @@ After = Callable[[Sequence[int], Problem, Schedule], float]
 _JUDGED = 20  # operations looked at, per operation of a schedule whose makespan is taken
 
 
+@attrs.frozen
+class Effort:
+    """How long a search goes on: `seconds` by the clock, or `work` in operations looked at (both:
+    whichever comes first; `SEARCH_SECONDS` if neither is given); where its random numbers start,
+    and how many `jobs` with seeds of their own run side by side."""
+
+    seconds: float | None = None
+    work: int | None = None
+    seed: int = 0
+    jobs: int = 1
+
+    def shared(self, parts: int) -> "Effort":
+        """One of so many parts of what is given."""
+        seconds, work = self.seconds, self.work
+        return attrs.evolve(
+            self, seconds=seconds and seconds / parts, work=work and max(1, work // parts)
+        )
+
+    def budget(self) -> Budget:
+        """Raises ValueError for numbers that make no sense."""
+        default = SEARCH_SECONDS if self.work is None else None
+        return Budget.of(default if self.seconds is None else self.seconds, self.work)
+
+
 def search_plan(
     program: Program,
     account: Account,
     constraints: Constraints,
+    effort: Effort = Effort(),
     *,
-    search_seconds: float | None = None,
-    search_work: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
     progress: Progress | None = None,
     watched: Watched | None = None,
     after: After | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that was found within a budget.
 
-    The budget is that of `search_schedule`, `SEARCH_SECONDS` if none is given; with `search_work`
-    alone the plan is the same on every machine. One, two and three stages a rank are tried,
-    assigned in turn and folded (V), with cuts that balance the ranks' loads; where memory is short
-    also with as little recomputed as makes room. Then borders move under the schedule that was
-    found, and it is searched once more. `jobs` searches with seeds of their own run side by side.
-    The program, whose `account` it is, is fused and annotated; if it is split into input- and
-    weight-backwards, the schedules are too. Raises NoRoom if nothing fits into the memory, with the
+    With the `work` of an effort alone the plan is the same on every machine. One, two and three
+    stages a rank are tried, assigned in turn and folded (V), with cuts that balance the ranks'
+    loads; where memory is short also with as little recomputed as makes room. Then borders move
+    under the schedule that was found, and it is searched once more. The program, whose `account` it
+    is, is fused and annotated; if it is split into input- and weight-backwards, the schedules are
+    too. Raises NoRoom if nothing fits into the memory, with the
     figures of what comes nearest. What `after` says that a step takes beyond its schedule counts
     where candidates are ranked, and is not in the plan's seconds.
     """
-    if search_seconds is None and search_work is None:
-        search_seconds = SEARCH_SECONDS
-    budget = Budget.of(search_seconds, search_work)
+    budget = effort.budget()
     budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
     duplicated = account.work.duplicated
     found = search_workload(
         account,
         constraints,
         budget,
-        seed=seed,
-        jobs=jobs,
+        seed=effort.seed,
+        jobs=effort.jobs,
         options=lambda: _options(program, constraints.machine, duplicated),
         after=after,
     )

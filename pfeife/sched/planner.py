@@ -1,10 +1,8 @@
 """Cuts and schedule decided together: a `Plan`."""
 
 import logging
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import attrs
 
@@ -16,28 +14,31 @@ from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.schedule import Schedule
-from pfeife.data.timeline import MemoryCurve
 from pfeife.data.tried import Watched
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Kind, Program, Role
-from pfeife.lowering.verify import verify_schedule
+from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes
-from pfeife.sched.by_family import Scheduling, family_of, of_family, saved_is_open
+from pfeife.sched.asked import Asked
+from pfeife.sched.by_family import Scheduling
+from pfeife.sched.by_hand import (
+    check_order,
+    check_placement,
+    check_recomputed,
+    cuts_by_hand,
+    possible,
+)
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
 from pfeife.sched.cutting.clusters import clusters_of
-from pfeife.sched.cutting.cuts import marked
 from pfeife.sched.cutting.duplicated import cheap_to_recompute
 from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
 from pfeife.sched.cutting.layouts import Constraints
 from pfeife.sched.cutting.mixed import limits_of, machines_of, on_machines
-from pfeife.sched.cutting.recompute_policy import RecomputePolicy, with_recompute
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy
 from pfeife.sched.cutting.room import curves_of, kept_within
-from pfeife.sched.cutting.stages import bytes_of
 from pfeife.sched.cutting.workload import workload_of
-from pfeife.sched.families.family import Family
 from pfeife.sched.following import follow
-from pfeife.sched.joint import SEARCH_SECONDS, search_plan
+from pfeife.sched.joint import Effort, search_plan
 from pfeife.sched.replicated import reductions_of, with_reductions
 
 log = logging.getLogger("pfeife")
@@ -126,11 +127,11 @@ def plan(
     trained = bool(program.ports(Role.TANGENT))
     if owners:
         stages, (cuts, placement) = None, follow(program, owners, ranks)
-        schedule = _possible(schedule, placement, microbatches, ranks) if trained else schedule
+        schedule = possible(schedule, placement, microbatches, ranks) if trained else schedule
     if isinstance(schedule, Schedule):
         ranks = ranks or len(schedule.ranks)
         stages = stages or (None if cuts else schedule.stages)
-    by_hand = _cuts_by_hand(program, cuts, stages)
+    by_hand = cuts_by_hand(program, cuts, stages)
     if placement:
         ranks = ranks or 1 + max(placement)
         stages = stages or (None if by_hand else len(placement))
@@ -150,7 +151,7 @@ def plan(
         tolerance=checked_tolerance(message_tolerance),
         of_ranks=() if all(one == machines[0] for one in machines) else machines,
     )
-    _check_placement(constraints, schedule)
+    check_placement(constraints, schedule)
     if schedule == "search" and constraints.ranks == 1:  # nothing to search but what to recompute
         schedule, recompute = "1f1b", "auto"
     given = replicas_of(replicas)
@@ -160,9 +161,9 @@ def plan(
     for one in {one.name: one for one in machines}.values():
         for assumed in assumed_rates(program, one):
             log.warning("%s", assumed)
-    _check_order(account, by_hand)
+    check_order(account, by_hand)
     reductions = reductions_of(account, constraints, given)
-    asked = _Asked(
+    asked = Asked(
         program=program,
         account=account,
         constraints=constraints,
@@ -174,14 +175,11 @@ def plan(
         search=partial(
             search_plan,
             program,
-            seed=seed,
-            jobs=jobs,
             progress=progress,
             watched=watched,
             after=reductions.seconds if reductions else None,
         ),
-        search_seconds=search_seconds,
-        search_work=search_work,
+        effort=Effort(search_seconds, search_work, seed, jobs),
         limits=limits,
     )
     limit = max(limits)
@@ -237,185 +235,3 @@ def _account(
         closed = closed_borders(program, clusters_of(work), cut_at, constraints.count)
         work = attrs.evolve(work, blocked=work.blocked | closed)
     return Account(work)
-
-
-@attrs.frozen
-class _Asked:
-    """A plan that is asked for: what stays the same when it is made again with less memory.
-
-    `search` makes one of an account, within constraints and a budget.
-    """
-
-    program: Program
-    account: Account
-    constraints: Constraints
-    schedule: Scheduling
-    recompute: RecomputePolicy | None
-    curves: Callable[[Plan], tuple[MemoryCurve, ...]]
-    search: Callable[..., Plan]
-    search_seconds: float | None
-    search_work: int | None
-    limits: tuple[int, ...]
-
-    @property
-    def searches(self) -> bool:
-        """Whether there is something to search."""
-        return self.schedule == "search" and bool(self.program.ports(Role.TANGENT))
-
-    def make(self, left_out: tuple[int, ...], again: bool) -> Plan:
-        """A plan where so many bytes of every rank are in no sum. A search that is made again is a
-        quarter as long; the first plan of a family keeps to no limit, since it may well fit."""
-        less = attrs.evolve(self.constraints, left_out=left_out)
-        if not self.searches:
-            if not again and isinstance(self.schedule, str | Family | Schedule):
-                less = attrs.evolve(less, memory_limit=math.inf)
-            how = self.recompute
-            return of_family(self.program, self.account, self.schedule, less, how, self.recomputed)
-        seconds, work = self.search_seconds, self.search_work
-        return self.search(
-            self.account,
-            less,
-            search_seconds=seconds and (seconds / 4 if again else seconds),
-            search_work=work and (max(1, work // 4) if again else work),
-        )
-
-    def recomputed(self, plan: Plan, how: RecomputePolicy) -> Plan:
-        """The plan with what its stages recompute, by the limit as it was given."""
-        machine = self.constraints.machine
-        return with_recompute(
-            plan, self.program, how, machine=machine, limit=self.limits, curves=self.curves
-        )
-
-    def bytes_of(self, plan: Plan) -> list[int]:
-        """Bytes of every rank, as the sums have them by which the plan was made."""
-        if saved_is_open(self.recompute) and not self.searches:
-            m = plan.schedule.microbatches
-            return self.account.always(plan.stage_of_cluster, plan.stage_ranks, m)
-        return bytes_of(self.account, plan, self.constraints.machines)
-
-
-def _check_order(account: Account, stage_of: Sequence[int] | None) -> None:
-    """Raises ValueError for cuts by hand by which a stage reads of a later one."""
-    if stage_of is None:
-        return
-    for flow in account.work.flows:
-        for unit, kind in flow.readers:
-            if flow.kind == kind == Kind.FORWARD and stage_of[unit] < stage_of[flow.unit]:
-                raise ValueError(
-                    f"cuts {list(stage_of)}: cluster {unit} in stage {stage_of[unit]} reads what "
-                    f"cluster {flow.unit} in stage {stage_of[flow.unit]} makes, which is a later "
-                    "stage"
-                )
-
-
-def _check_placement(constraints: Constraints, schedule: Scheduling) -> None:
-    """Raises ValueError for ranks of stages that are not those that there are."""
-    placement, ranks = constraints.placement, constraints.ranks
-    if placement is None:
-        return
-    if len(placement) != constraints.count:
-        raise ValueError(
-            f"placement={list(placement)} has the ranks of {len(placement)} stages, and there are "
-            f"{constraints.count}"
-        )
-    if any(rank not in range(ranks) for rank in placement):
-        raise ValueError(f"placement={list(placement)}: the ranks are 0 to {ranks - 1}")
-    idle = sorted(set(range(ranks)) - set(placement))
-    if schedule == "search" and idle:
-        raise ValueError(
-            f"placement={list(placement)}: ranks {idle} have no stage, and a search gives every "
-            "rank something to do; start fewer processes, or name a family"
-        )
-
-
-def check_recomputed(schedule: Scheduling, recompute: RecomputePolicy | None) -> None:
-    """Raises ValueError where a search and somebody else are to decide what is recomputed."""
-    if schedule == "search" and recompute not in (None, "auto"):
-        raise ValueError(
-            f"schedule='search' and recompute={recompute!r}: the search decides what to recompute; "
-            "leave one of them out"
-        )
-
-
-def choose_microbatches(
-    programs: Mapping[int, Program],
-    *,
-    search_seconds: float | None = None,
-    search_work: int | None = None,
-    **request: Any,
-) -> tuple[int, Plan]:
-    """The number of microbatches with the shortest step, and its plan.
-
-    `programs` has the same step, fused and annotated, captured with a microbatch of as many rows
-    as that number leaves of the batch; the other arguments are those of `plan`, and the budget of
-    a search is shared. Raises ValueError if none of them can be planned, for the first one's
-    reason.
-    """
-    found: dict[int, Plan] = {}
-    refused: list[ValueError] = []
-    if search_seconds is None and search_work is None:
-        search_seconds = SEARCH_SECONDS
-    parts = max(1, len(programs))
-    share: dict[str, Any] = {
-        "search_seconds": search_seconds and search_seconds / parts,
-        "search_work": search_work and max(1, search_work // parts),
-    }
-    for count, program in programs.items():
-        try:
-            found[count] = plan(program, microbatches=count, **share, **request)
-        except ValueError as error:
-            refused.append(error)
-    if not found:
-        raise refused[0] if refused else ValueError("no programs to choose from")
-
-    def seconds(count: int) -> float:
-        known = found[count].step_seconds
-        return math.inf if known is None else known
-
-    best = min(found, key=seconds)
-    return best, found[best]
-
-
-def _cuts_by_hand(
-    program: Program, cuts: Sequence[int] | None, stages: int | None
-) -> tuple[int, ...] | None:
-    found = tuple(cuts) if cuts else marked(program)
-    if not cuts and found[-1] == 0:
-        return None
-    if len(found) != program.units:
-        raise ValueError(f"cuts for {len(found)} clusters, the program has {program.units}")
-    count = 1 + max(found)
-    if set(found) != set(range(count)):
-        missing = sorted(set(range(count)) - set(found)) or sorted(set(found) - set(range(count)))
-        raise ValueError(
-            f"cuts {list(found)}: stages are 0 to the last one, and each has a cluster; look at "
-            f"{missing}"
-        )
-    if stages not in (None, count):
-        raise ValueError(f"stages={stages}, but the cuts by hand make {count} stages")
-    return found
-
-
-def _possible(
-    schedule: Scheduling, placement: Sequence[int], microbatches: int, ranks: int | None
-) -> Scheduling:
-    """The family if it can run stages that are placed so, else one that always can."""
-    family, why = family_of(schedule), ""
-    try:
-        if family is not None:
-            verify_schedule(family(len(placement), microbatches, placement))
-    except ValueError as error:
-        why = str(error)
-    idle = set(range(ranks or 0)) - set(placement)
-    if schedule == "search" and idle:
-        why = f"ranks {sorted(idle)} have nothing to do"
-    if not why:
-        return schedule
-    log.info(
-        "schedule=%s is not for the stages of this step, which follow the trained state on ranks "
-        "%s (%s): it runs with 1f1b",
-        repr(schedule) if isinstance(schedule, str) else family,
-        list(placement),
-        why,
-    )
-    return "1f1b"

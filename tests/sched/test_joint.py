@@ -65,7 +65,8 @@ def limited(work: Workload, cut, placement, microbatches: int, limit: int) -> Pr
     """The problem of a cut, with what a limit leaves for activations."""
     account = Account(work)
     memory = room_for(limit, account.always(cut, placement, microbatches))
-    return stage_problem(account, cut, placement, microbatches, machine=CORE, memory=memory)
+    problem = stage_problem(account, cut, placement, microbatches, machine=CORE)
+    return attrs.evolve(problem, memory=memory)
 
 
 @given(work=workloads(), limit=st.integers(5, 60), ranks=st.integers(1, 3), count=st.integers(1, 3))

@@ -105,9 +105,9 @@ def layout_of(
         m,
         machine=constraints.machines,
         network=constraints.network,
-        memory=room_for(limit, always),
         relief=relief,
     )
+    problem = attrs.evolve(problem, memory=room_for(limit, always))
     ranks = range(len(always))
     most = max(always[rank] + problem.smallest_memory(rank) for rank in ranks)
     return Layout(cut, problem, relief, most - limit)

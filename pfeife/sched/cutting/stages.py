@@ -22,13 +22,12 @@ def stage_problem(
     *,
     machine: Machines,
     network: Network | None = None,
-    memory: tuple[float, ...] | None = None,
     relief: Relief = NO_RELIEF,
     busy: bool = False,
 ) -> Problem:
-    """The problem of scheduling given stages on given ranks, with so many bytes for activations on
-    each of them (see `room_for`), and what clusters compute again. Stages that are `busy` compute
-    for as much longer as messages take of their ranks' time."""
+    """The problem of scheduling given stages on given ranks, with what clusters compute again, and
+    without a limit of memory (`room_for` has one). Stages that are `busy` compute for as much
+    longer as messages take of their ranks' time."""
     sent = _messages(account.work, stage_of, stage_ranks)
 
     def transfer(source: int, destination: int, forward: bool) -> Travel:
@@ -50,7 +49,7 @@ def stage_problem(
     )
     if busy:
         stages = _busy(stages, both)
-    return Problem(stages, tuple(stage_ranks), microbatches, edges, memory)
+    return Problem(stages, tuple(stage_ranks), microbatches, edges)
 
 
 _NO_TRAVEL = Travel(0.0, 0.0, 0.0)
