@@ -12,7 +12,7 @@ import torch
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.compiled import Compiled
-from pfeife.backend.decide import costs_of, planned, scheduling
+from pfeife.backend.decide import Place, costs_of, planned, scheduling
 from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
@@ -250,11 +250,8 @@ class Build:
                 clusters,
                 order,
                 world,
-                machine=machine,
+                Place(machine, owners, replicas, self.passes),
                 network=self.network,
-                owners=owners,
-                replicas=replicas,
-                passes=self.passes,
                 progress=phase.progress,
                 watched=tried.append,
             )

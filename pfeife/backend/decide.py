@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import attrs
+
 from pfeife.backend.options import Options
 from pfeife.compilers import BodyCompiler, compiler_name
 from pfeife.cost import estimate, measure
@@ -59,17 +61,25 @@ def costs_of(options: Options, clusters: Program, target: Machine, show: Shown) 
         return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
 
 
+@attrs.frozen
+class Place:
+    """Where a program is to run: the machine, the ranks that own state, what becomes of replicas,
+    and the passes that its programs go through."""
+
+    machine: Machine
+    owners: Mapping[str, frozenset[int]]
+    replicas: Replicas
+    passes: Passes
+
+
 def planned(
     options: Options,
     clusters: Program,
     order: Scheduling,
     world: World | None,
+    place: Place,
     *,
-    machine: Machine,
     network: Network | None,
-    owners: Mapping[str, frozenset[int]],
-    replicas: Replicas,
-    passes: Passes,
     progress: Progress | None,
     watched: Watched | None = None,
 ) -> Plan:
@@ -78,7 +88,7 @@ def planned(
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
     make = functools.partial(
-        planner_of(options, clusters, order, ranks, machine, owners, replicas, passes),
+        planner_of(options, clusters, order, ranks, place),
         network,
         progress,
         watched,
@@ -91,15 +101,13 @@ def planner_of(
     clusters: Program,
     order: Scheduling,
     ranks: int | None,
-    machine: Machine,
-    owners: Mapping[str, frozenset[int]],
-    replicas: Replicas,
-    passes: Passes,
+    place: Place,
 ) -> Callable[[Network | None, Progress | None, Watched | None], Plan]:
     """What makes a plan for a network, as `planned` does."""
     microbatches = options.microbatches // options.replicas
     cuts = _cuts(options, clusters, order, ranks)
     optimizer, limit = options.optimizer, options.memory_limit
+    machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
         given = options.plan
         return lambda network, progress, watched: adopted(

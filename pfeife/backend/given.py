@@ -22,10 +22,10 @@ from pfeife.ir.settle import settle
 from pfeife.ir.verify import verify
 from pfeife.passes.compose import LEVELS, Pass, Passes, pass_name
 from pfeife.sched import POLICIES
+from pfeife.sched.by_hand import check_recomputed
 from pfeife.sched.cutting import CutAt, Partition, check_cut_at, checked_tolerance
 from pfeife.sched.cutting.recompute_policy import WORDS
 from pfeife.sched.families import Family
-from pfeife.sched.planner import check_recomputed
 
 
 def digest(value: Any) -> str:

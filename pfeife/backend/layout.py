@@ -10,7 +10,7 @@ import logging
 
 import attrs
 
-from pfeife.backend.decide import planner_of
+from pfeife.backend.decide import Place, planner_of
 from pfeife.backend.options import Options
 from pfeife.data import plain
 from pfeife.data.machine import Machine, Mesh
@@ -69,7 +69,7 @@ def step_seconds(
     stands for what a search would find. Raises ValueError where there is no plan."""
     replicas, links = options.replicated({}), network.within(mesh)
     quick = "1f1b" if order == "search" else order
-    make = planner_of(options, clusters, quick, mesh.ranks, machine, {}, replicas, passes)
+    make = planner_of(options, clusters, quick, mesh.ranks, Place(machine, {}, replicas, passes))
     plan = make(links, None, None)
     program = apply(plan, replicas, {}, passes)(clusters)
     schedule = lower(plan.schedule, program)
