@@ -80,9 +80,9 @@ def search_plan(
     loads; where memory is short also with as little recomputed as makes room. Then borders move
     under the schedule that was found, and it is searched once more. The program, whose `account` it
     is, is fused and annotated; if it is split into input- and weight-backwards, the schedules are
-    too. Raises NoRoom if nothing fits into the memory, with the
-    figures of what comes nearest. What `after` says that a step takes beyond its schedule counts
-    where candidates are ranked, and is not in the plan's seconds.
+    too. Raises NoRoom if nothing fits into the memory, with the figures of what comes nearest. What
+    `after` says that a step takes beyond its schedule counts where candidates are ranked, and is
+    not in the plan's seconds.
     """
     budget = effort.budget()
     budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
