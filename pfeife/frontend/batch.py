@@ -73,10 +73,8 @@ class Indivisible(ValueError):
     does."""
 
     def __init__(self, said: str, fits: int):
-        super().__init__(
-            f"microbatch: {said}; pass microbatches={fits}, or drop_last=True in the loader"
-        )
-        self.said, self.fits = said, fits
+        super().__init__(f"{said}; pass microbatches={fits}, or drop_last=True in the loader")
+        self.said, self.fits = said.removeprefix("microbatch: "), fits
 
 
 class Cutter:
@@ -192,7 +190,9 @@ class Cutter:
         divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)
         times = self.replicas // replicas
         each = f", {wanted} for each of {times} replicas" if times > 1 else ""
-        said = f"a batch of {rows} rows does not divide into {wanted} microbatches{each}"
+        said = (
+            f"microbatch: a batch of {rows} rows does not divide into {wanted} microbatches{each}"
+        )
         raise Indivisible(said, divides * times)
 
 
