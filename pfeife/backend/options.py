@@ -1,5 +1,6 @@
 """What a user may ask of the backend, checked before anything runs."""
 
+import functools
 import math
 import os
 import sys
@@ -357,11 +358,12 @@ class Options:
         return Replicas(self.replicas, how, self.bucket_bytes, owners, apart)
 
 
-def versions() -> list[str]:
+@functools.cache  # it is read from files
+def versions() -> tuple[str, ...]:
     """What must be the same on every rank beside the program."""
     names = ("torch", "pfeife")
     found = [f"{name} {metadata.version(name)}" for name in names]
-    return [*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}"]
+    return (*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}")
 
 
 def options_from(given: Mapping[str, Any]) -> Options:

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import logging
 import os
-import subprocess
 import sys
 
 import attrs
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import bounded
 from share import some
 from torch import nn
 
@@ -210,6 +210,7 @@ def test_a_cache_that_cannot_be_written_is_only_slow(tmp_path, lines):
 
 
 PROCESS = """
+import os
 import sys
 from pathlib import Path
 
@@ -231,8 +232,7 @@ def capture(cache):
     return pfeife.capture(step, torch.ones(2, 3), cache=cache)
 
 
-def main():
-    own, shared = map(Path, sys.argv[1:])
+def main(own, shared):
     capture(own)
     (path,) = (own / FOLDER).iterdir()
     mine = plain.load(StoredProgram, path)
@@ -241,6 +241,14 @@ def main():
         found = find(shared / FOLDER, mine.key)
         assert found is None or len(found.module.graph.nodes) == len(mine.nodes) + 1
     keep(shared / FOLDER, mine)
+
+
+def both():
+    other = os.fork()
+    folder = Path(__file__).parent
+    main(folder / ("b" if other else "a"), folder / "cache")
+    if other:
+        sys.exit(os.waitpid(other, 0)[1])
 """
 
 
@@ -249,18 +257,9 @@ def test_processes_share_it(tmp_path, lines, monkeypatch):
     is found by a third."""
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(PROCESS)
-    several = [
-        subprocess.Popen(
-            [sys.executable, "-c", "import script; script.main()", own, "cache"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for own in "ab"
-    ]
-    errors = [one.communicate(timeout=300)[1] for one in several]
-    assert [one.returncode for one in several] == [0, 0], errors
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    code, _, error = bounded(["-c", "import script; script.both()"], 300, PYTHONPATH=path)
+    assert code == 0, error
     assert len(list((cache / FOLDER).iterdir())) == 1
     spec = importlib.util.spec_from_file_location("script", script)
     module = importlib.util.module_from_spec(spec)
