@@ -122,23 +122,31 @@ def step_arguments(parser: argparse.ArgumentParser, *, batched: bool = True) -> 
 
 def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
     """Those that say how it is to run; with commas between several, where `lists` are taken."""
-    many: Callable[[Any], Any] = several if lists else lambda one: one
-    one_or_more = "A,B,..." if lists else None
+    _machine_arguments(parser.add_argument_group("the machines"), lists)
+    how = parser.add_argument_group("the plan")
+    _division_arguments(how, lists)
+    _decision_arguments(how)
 
-    def default(value: Any) -> Any:
-        return (value,) if lists else value
 
-    where = parser.add_argument_group("the machines")
+def _one_or_more(
+    lists: bool, one: Callable[[str], Any], name: str | None = None, default: Any = None
+) -> dict[str, Any]:
+    """How an argument is read: a value, or several with commas between them."""
+    if not lists:
+        return {"metavar": name, "type": one, "default": default}
+    several_of = None if default is None else (default,)
+    return {"metavar": "A,B,...", "type": several(one), "default": several_of}
+
+
+def _machine_arguments(where: argparse._ArgumentGroup, lists: bool) -> None:
     where.add_argument(
         "--machine",
-        metavar=one_or_more or "NAME",
-        type=many(str),
-        default=default("h100-sxm"),
+        **_one_or_more(lists, str, "NAME", "h100-sxm"),
         help="a shipped one (`pfeife machines` lists them), or the path of its JSON; h100-sxm "
         "unless given",
     )
     where.add_argument(
-        "--ranks", metavar=one_or_more, type=many(count), required=True, help="of all replicas"
+        "--ranks", **_one_or_more(lists, count), required=True, help="of all replicas"
     )
     where.add_argument(
         "--nodes", type=count, default=1, help="of equal size; ranks are neighbours in them"
@@ -147,29 +155,31 @@ def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
     where.add_argument("--between", metavar="LINK", help="what joins the nodes: ib-ndr, ...")
     where.add_argument("--network", metavar="FILE", help="what `pfeife bench-network` has measured")
     where.add_argument("--memory", metavar="BYTES", type=bytes_of, help="of a rank, such as 80GB")
-    how = parser.add_argument_group("the plan")
+
+
+def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
+    """What is divided: the batch, the ranks, the model, and in which order its parts run."""
     how.add_argument(
         "--microbatches",
-        metavar=one_or_more,
-        type=many(count),
+        **_one_or_more(lists, count),
         required=True,
         help="into how many parts the batch of all replicas is cut",
     )
     how.add_argument(
         "--replicas",
-        metavar=one_or_more,
-        type=many(count),
-        default=default(1),
+        **_one_or_more(lists, count, default=1),
         help="pipelines that share the batch; each has ranks / replicas ranks",
     )
     how.add_argument("--stages", type=count, help="of a pipeline; one a rank unless given")
     how.add_argument(
         "--schedule",
-        metavar=one_or_more or "NAME",
-        type=many(str),
-        default=default("1f1b"),
+        **_one_or_more(lists, str, "NAME", "1f1b"),
         help="a family (1f1b, gpipe, zb-h1, ...), search, or the CSV of a schedule",
     )
+
+
+def _decision_arguments(how: argparse._ArgumentGroup) -> None:
+    """What the planner may decide, and what counts for it."""
     how.add_argument(
         "--cut-at",
         choices=("anywhere", "blocks"),
