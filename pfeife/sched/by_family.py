@@ -1,7 +1,6 @@
 """A plan with a family's schedule, or a given one, or one that a function makes."""
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -18,6 +17,7 @@ from pfeife.sched.cutting.balanced import Cutter
 from pfeife.sched.cutting.judged import best_cut, message_seconds
 from pfeife.sched.cutting.layouts import Constraints, even_cuts
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
+from pfeife.sched.cutting.relief import in_flight
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy
@@ -194,17 +194,3 @@ def _placed(family: Family, stages: int, ranks: int) -> tuple[int, ...]:
             f"(torchrun --nproc-per-node {stages}), or ask for more stages or replicas"
         )
     return family.placement(stages, ranks)
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For every stage the most microbatches that are between forward and last backward."""
-    peak = [0] * schedule.stages
-    for actions in schedule.ranks:
-        flying: Counter[int] = Counter()
-        for action in actions:
-            if action.do == Do.FORWARD:
-                flying[action.stage] += 1
-                peak[action.stage] = max(peak[action.stage], flying[action.stage])
-            elif action.do in (Do.BACKWARD, Do.WEIGHT_BACKWARD):
-                flying[action.stage] -= 1
-    return tuple(peak)

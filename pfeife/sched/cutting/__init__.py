@@ -6,8 +6,8 @@ that cuts make of them; read these first, then `borders`, `joints` (the link of 
 they make), `blocks` (at whose borders to cut), `cuts` (by hand), `partitions` (as DeepSpeed says
 it), `mixed` (ranks whose machines differ) and `layouts` (stages on ranks).
 `duplicated` finds what stages compute for themselves, `recompute_choice` what a stage computes
-again for a number of bytes, `recompute_policy` what people ask for by a word; `room` keeps plans to
-the memory, by the account of every byte.
+again for a number of bytes, `recompute_policy` what people ask for by a word, `relief` what ranks
+without room do; `room` keeps plans to the memory, by the account of every byte.
 """
 
 from pfeife.sched.cutting.account import Account

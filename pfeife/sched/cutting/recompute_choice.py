@@ -6,7 +6,7 @@ Checkmate, MLSys 2020, without its order of computation, which here is the backw
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from math import gcd
 from typing import Literal
 
@@ -194,19 +194,10 @@ class _Stage:
             cost, most = seconds / (seconds.sum() or 1), (budget - fixed) // unit
         if not storages:
             return []
-        limit = scipy.optimize.LinearConstraint(sizes, -np.inf, most)
-        found = scipy.optimize.milp(
-            cost,
-            integrality=[0] * len(again) + [1] * len(storages),
-            bounds=scipy.optimize.Bounds(0, 1),
-            constraints=[*_at_least_one(rows, len(cost)), limit],
-            options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
-        )
-        return None if found.x is None else [s for s in storages if found.x[place[s]] > 0.5]
+        found = _solution(tuple(cost), tuple(sizes), tuple(rows), len(again), most)
+        return None if found is None else [s for s in storages if found[place[s]] > 0.5]
 
-    def _needs(
-        self, again: dict[fx.Node, int], place: dict[Storage, int]
-    ) -> Iterator[tuple[list[int], int | None]]:
+    def _needs(self, again: dict[fx.Node, int], place: dict[Storage, int]) -> Iterator["_Row"]:
         """What must be there, kept or computed again: the columns of the ways to have it, and
         that of the node that reads it again, None for the backward itself."""
         readers: list[tuple[fx.Node, int | None]] = [(node, None) for node in self.wanted]
@@ -215,13 +206,36 @@ class _Stage:
             storage = self.storage.get(node)
             if node in self.storage and (storage is None or storage in self.held):
                 continue
-            ways = [again[node]] if node in again else []
-            yield ways + ([place[storage]] if storage else []), reader
+            ways = (again[node],) if node in again else ()
+            yield ways + ((place[storage],) if storage else ()), reader
 
 
-def _at_least_one(
-    rows: list[tuple[list[int], int | None]], columns: int
-) -> "list[scipy.optimize.LinearConstraint]":
+# Columns of which one is needed if the reader's is, or in any case.
+_Row = tuple[tuple[int, ...], int | None]
+
+
+@lru_cache(maxsize=64)
+def _solution(
+    cost: tuple[float, ...],
+    sizes: tuple[int, ...],
+    rows: tuple[_Row, ...],
+    free: int,
+    most: float,
+) -> Sequence[float] | None:
+    """The cheapest columns of which all but the first `free` are whole, and whose sizes add up to
+    `most` at most. Stages of the same layers ask the same, and so do plans that are made again."""
+    limit = scipy.optimize.LinearConstraint(np.array(sizes), -np.inf, most)
+    found = scipy.optimize.milp(
+        np.array(cost),
+        integrality=[0] * free + [1] * (len(cost) - free),
+        bounds=scipy.optimize.Bounds(0, 1),
+        constraints=[*_at_least_one(rows, len(cost)), limit],
+        options={"node_limit": SEARCH_NODES, "mip_rel_gap": 1e-4},
+    )
+    return None if found.x is None else tuple(found.x)
+
+
+def _at_least_one(rows: Sequence[_Row], columns: int) -> "list[scipy.optimize.LinearConstraint]":
     """Of each row's columns at least one, if the reader's column is one (None: in any case)."""
     if not rows:
         return []

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 
 import attrs
 from torch import fx
@@ -13,11 +12,8 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.outline import inline
 from pfeife.ir.program import Kind, Program
 from pfeife.passes import join_backward, partition
-from pfeife.sched.cutting.recompute_choice import (
-    cheapest,
-    choose_recompute,
-    recompute_options,
-)
+from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
+from pfeife.sched.cutting.relief import relieved, with_blocks
 
 # "always", "except_last", "never", "auto"; every so many blocks; or modules by their names.
 RecomputePolicy = str | int | Sequence[str]
@@ -42,8 +38,9 @@ def with_recompute(
     are the modules whose names end in a number, such as blocks.3, the outermost ones). Names: the
     inside of these modules. "auto": as little as keeps every rank to `limit` bytes (one for all, or
     one a rank) by its `curves`, the cheapest bytes first. What cannot be done again is kept in any
-    case, see `choose_recompute`. Raises ValueError for what is none of these, and for names without
-    nodes.
+    case, see `choose_recompute`. Where keeping least leaves no room for what is computed again all
+    at once, every block by itself may: that is one of what "auto" tries. Raises ValueError for what
+    is none of these, and for names without nodes.
     """
     split = any(call.kind == Kind.INPUT_BACKWARD for call in program.calls)
     whole = join_backward()(program) if split else program
@@ -52,15 +49,16 @@ def with_recompute(
     def choice(budget: str | Collection[str]) -> tuple[RecomputeOption, ...]:
         return choose_recompute(staged, budget, machine=machine, duplicated=plan.duplicated)
 
+    def options() -> list[list[RecomputeOption]]:
+        forwards = _forwards(whole)
+        inside = _inside(forwards, _blocks(forwards))
+        found = recompute_options(staged, machine, duplicated=plan.duplicated, most=5)
+        return with_blocks(found, choice(inside) if inside else ())
+
     if how == "never":
         return plan
     if how == "auto":
-        return _relieved(
-            plan,
-            partial(recompute_options, staged, machine, duplicated=plan.duplicated, most=5),
-            limit,
-            curves,
-        )
+        return relieved(plan, options, limit, curves)
     if how == "always":
         return attrs.evolve(plan, recompute=choice("full"))
     if how == "except_last":
@@ -75,37 +73,6 @@ def check_policy(how: RecomputePolicy | None) -> None:
     """Raises ValueError for a word that is none of a policy's."""
     if isinstance(how, bool) or (isinstance(how, str) and how not in WORDS):
         raise ValueError(f"recompute={how!r}: must be one of {WORDS}, a number of blocks, or names")
-
-
-def _relieved(
-    plan: Plan,
-    make_options: Callable[[], Sequence[Sequence[RecomputeOption]]],
-    limit: float | Sequence[float],
-    curves: Callable[[Plan], Iterable[MemoryCurve]],
-) -> Plan:
-    """On each rank over the limit, again and again, the stage with the cheapest bytes goes on to
-    its next option, until all ranks have room or recompute what they can."""
-
-    def room(rank: int) -> float:
-        return limit[rank] if isinstance(limit, Sequence) else limit
-
-    at = dict.fromkeys(range(plan.stages), 0)
-    options: Sequence[Sequence[RecomputeOption]] = ()
-    found = plan
-    while over := [curve.rank for curve in curves(found) if curve.peak > room(curve.rank)]:
-        options = options or make_options()
-        nexts = [
-            cheapest(options, at, [s for s, r in enumerate(plan.stage_ranks) if r == rank])
-            for rank in over
-        ]
-        if all(stage is None for stage in nexts):
-            break
-        for stage in nexts:
-            if stage is not None:
-                at[stage] += 1
-        chosen = tuple(options[stage][index] for stage, index in at.items())
-        found = attrs.evolve(plan, recompute=chosen)
-    return found
 
 
 def _forwards(program: Program) -> dict[fx.Node, str]:
@@ -125,13 +92,18 @@ def _every(forwards: dict[fx.Node, str], step: int) -> list[str]:
     """Every so many of the outermost modules with a number for a name."""
     if step < 1:
         raise ValueError(f"recompute={step}: of the blocks, every first, second, third...")
-    found = (_BLOCK.match(path) for path in forwards.values())
-    blocks = list(dict.fromkeys(one.group() for one in found if one))
+    blocks = _blocks(forwards)
     if len(blocks) < step:
         raise ValueError(
             f"recompute={step}: the model has {len(blocks)} blocks (modules such as blocks.3)"
         )
     return blocks[step - 1 :: step]
+
+
+def _blocks(forwards: dict[fx.Node, str]) -> list[str]:
+    """The outermost modules with a number for a name."""
+    found = (_BLOCK.match(path) for path in forwards.values())
+    return list(dict.fromkeys(one.group() for one in found if one))
 
 
 def _inside(forwards: dict[fx.Node, str], modules: Iterable[str]) -> set[str]:
