@@ -1,10 +1,14 @@
 """What to recompute, as somebody asks for it."""
 
 import pytest
-from small import compiled, net
+import torch
+from small import CORE, clusters, compiled, net
+from torch import nn
 
 import pfeife
+from pfeife import sched
 from pfeife.cost import memory_curves
+from pfeife.sched.cutting.room import curves_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,36 @@ def test_as_much_is_recomputed_as_the_memory_asks_for():
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
     with pytest.raises(ValueError, match="the best plan found needs"):
         compiled(stages=2, schedule="gpipe", recompute="auto", memory_limit=least - 1)
+
+
+class Wide(nn.Module):
+    """A block that is wide inside: what it computes again takes more than what it hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh().sin().tanh())
+
+
+def test_where_all_at_once_has_no_room_blocks_do_it_one_by_one():
+    """Keeping least is not needing least: a stage of six blocks that keeps its input alone has all
+    of one microbatch's insides at once, at the end of what it computes again."""
+    one = net()
+    one.model.blocks = nn.ModuleList(Wide() for _ in range(12))
+    program = clusters(one, rows=32)
+
+    def plan(how, limit=None):
+        asked = {"machine": CORE, "microbatches": 4, "stages": 2, "schedule": "1f1b"}
+        return sched.plan(program, recompute=how, memory_limit=limit, **asked)
+
+    def peak(found) -> int:
+        return max(curve.peak for curve in curves_of(program, found))
+
+    whole, blocks = peak(plan("always")), peak(plan(1))
+    assert blocks < whole
+    assert peak(plan("auto", blocks)) <= blocks
 
 
 def peaks(found) -> int:
