@@ -138,8 +138,8 @@ CASES = (
         "--microbatches 768 --batch 768 --sequence 2048 --precision bf16 --optimizer AdamW "
         "--recompute auto",
         "",
-        "The refusal says what is lacking: parameters, their gradients and those of one microbatch "
-        "are 88 GB of a stage of 14.6 G parameters.",
+        "The refusal says what is lacking: parameters, their gradients, the optimizer's state and "
+        "the gradients of one microbatch are 99 GB of a stage of 15 G parameters.",
     ),
     Case(
         "SDXL's UNet, 4 x RTX 4090",
