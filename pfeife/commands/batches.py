@@ -48,8 +48,24 @@ def batch_of(
             batch[first] = value
     if "labels" in takes and "input_ids" in batch and "labels" not in batch:
         batch["labels"] = batch["input_ids"]
+    _check_positions(model, said, looks)
     left = {"use_cache": False} if "use_cache" in takes else {}
     return batch, left, looks
+
+
+def _check_positions(model: nn.Module, said: "_Config", looks: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError for more tokens than a model has learned positions: on the meta device
+    nothing is looked up, and so nothing is missed."""
+    most = said("max_position_embeddings", "n_positions")
+    tokens = looks["input_ids"].shape[-1] if "input_ids" in looks else 0
+    if not isinstance(most, int) or tokens <= most:
+        return
+    tables = (one for one in model.modules() if isinstance(one, nn.Embedding))
+    if any(most <= table.num_embeddings <= most + 2 for table in tables):  # two: OPT's padding
+        raise ValueError(
+            f"--sequence {tokens}: {type(model).__name__} has {most} positions; make it "
+            f"{most} at most, or the model's larger"
+        )
 
 
 class _Config:

@@ -71,7 +71,28 @@ def run(given: argparse.Namespace) -> str:
     if "-" in (given.json, given.csv):
         return data if given.json == "-" else rows.rstrip("\n")
     text = report.forecast_table(outlook.forecast, terminal())
-    return f"{text}\nnote    {found.note}" if found.note else text
+    notes = [found.note] if found.note else []
+    if given.optimizer is None:
+        notes.append("memory is without an optimizer's state; --optimizer AdamW counts it")
+    notes += _in_float32(outlook, given.precision)
+    return "\n".join([text, *(f"note    {note}" for note in notes)])
+
+
+def _in_float32(outlook: "Outlook", precision: str) -> list[str]:
+    """A note where much is computed in float32 although less was asked for: what is captured is
+    what a CPU does."""
+    from pfeife.ir.flops import flops_of
+
+    flops = flops_of(outlook.clusters)
+    wide = sum(number for dtype, number in flops.items() if str(dtype).endswith("float32"))
+    share = wide / (sum(flops.values()) or 1)
+    if not precision.startswith(("bf16", "fp16")) or share < 0.02:
+        return []
+    return [
+        f"{share:.0%} of the operations are in float32, though {precision} was asked for: so a "
+        "CPU computes attention with dropout. A GPU has a faster way, which is planned where the "
+        "configuration has no dropout in attention (GPT-2: --set attn_pdrop=0)"
+    ]
 
 
 def question_of(given: argparse.Namespace, **more: Any) -> dict[str, Any]:

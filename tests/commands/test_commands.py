@@ -165,6 +165,10 @@ def test_explain_says_how_a_step_is_captured(said):
         (("plan", "mine.py:example", *ASKED, "--out", "no/such/x.json"), "no such folder"),
         (("plan", "mine.py:example", *ASKED, "--nodes", "2"), "--inside"),
         (("plan", "transformers:LlamaConfig", *ASKED, "--set", "hidden_siez=2"), "hidden_size"),
+        (
+            ("plan", "transformers:GPT2Config", *ASKED, "--set", "n_layer=1", "--sequence", "1025"),
+            "has 1024 positions",
+        ),
         (("show", "mine.py"), "is not an action"),
         (("show", "nothing.json"), "No such file"),
         (("simulate", "2f2b"), "1f1b"),

@@ -3,6 +3,8 @@ that can be edited is."""
 
 import contextlib
 import importlib.util
+import sys
+from unittest import mock
 
 import attrs
 import pytest
@@ -66,7 +68,8 @@ def step_of(edit, folder):
     file.write_text("\n" * edit.line + f"def helped(x):\n    return {edit.helper}\n")
     spec = importlib.util.spec_from_file_location("helper", file)
     helper = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helper)
+    with mock.patch.object(sys, "dont_write_bytecode", True):  # which is told by its second
+        spec.loader.exec_module(helper)
     torch.manual_seed(0)
     net, closed = Net(edit).train(edit.training), edit.closed
     net.layer.bias.requires_grad_(not edit.frozen)

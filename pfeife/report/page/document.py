@@ -78,7 +78,8 @@ def html(
 
 _STAGES = (
     "Each stage in the row of its rank, from left to right as the forward goes. The colour is its "
-    "time for a microbatch over the mean of all; lines have the bytes that go forward."
+    "time for a microbatch over the mean of all; lines have the bytes that go forward. Point at "
+    "one for those that come back."
 )
 _TIMELINE = (
     "A row a rank, predicted above measured where there are both, with the bubble in brackets; "

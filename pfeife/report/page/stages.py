@@ -12,7 +12,7 @@ from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
 from pfeife.data.units import count, duration, size
 from pfeife.ir.program import Call, Kind, Program, Role, node_bytes, source_line
-from pfeife.ir.travel import holders
+from pfeife.ir.travel import holders, messages
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path
 from pfeife.report.page.elements import Figure, Html, table
@@ -105,15 +105,26 @@ def _heaviest(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
 
 
 def _sent(program: Program) -> dict[tuple[int, int], dict[Kind, int]]:
-    """By two stages, what goes from one to the other in the forward and in the backward."""
+    """By two stages, what goes from one to the other in the forward and in the backward: messages,
+    and values that stay on their rank; each once, however many read it."""
     found: dict[tuple[int, int], dict[Kind, int]] = {}
+
+    def add(source: Call, target: int, size: int) -> None:
+        ways = found.setdefault((source.unit, target), {})
+        way = Kind.FORWARD if source.kind == Kind.FORWARD else Kind.BACKWARD
+        ways[way] = ways.get(way, 0) + size
+
+    for message in messages(program):
+        add(message.sender, message.reader, message.bytes)
     calls = {call.node: call for call in program.calls}
-    for source, target, edge in program.graph().edges(data=True):
-        one, other = calls.get(source), calls.get(target)
-        if one and other and one.unit != other.unit and edge["bytes"]:
-            ways = found.setdefault((one.unit, other.unit), {})
-            way = Kind.FORWARD if one.kind == Kind.FORWARD else Kind.BACKWARD
-            ways[way] = ways.get(way, 0) + edge["bytes"]
+    seen: set[tuple[fx.Node, int]] = set()
+    for node in program.module.graph.nodes:
+        reader = calls.get(node.name)
+        for value in node.all_input_nodes if reader else ():
+            maker = calls.get(value.all_input_nodes[0].name) if value.all_input_nodes else None
+            if reader and maker and maker.unit != reader.unit and (value, reader.unit) not in seen:
+                seen.add((value, reader.unit))
+                add(maker, reader.unit, node_bytes(value))
     return found
 
 
