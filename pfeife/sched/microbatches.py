@@ -6,7 +6,7 @@ from typing import Any
 
 from pfeife.data.plan import Plan
 from pfeife.ir.program import Program
-from pfeife.sched.joint import SEARCH_SECONDS
+from pfeife.sched.joint import SEARCH_SECONDS, Effort
 from pfeife.sched.planner import plan
 
 
@@ -28,11 +28,8 @@ def choose_microbatches(
     refused: list[ValueError] = []
     if search_seconds is None and search_work is None:
         search_seconds = SEARCH_SECONDS
-    parts = max(1, len(programs))
-    share: dict[str, Any] = {
-        "search_seconds": search_seconds and search_seconds / parts,
-        "search_work": search_work and max(1, search_work // parts),
-    }
+    effort = Effort(search_seconds, search_work).shared(max(1, len(programs)))
+    share: dict[str, Any] = {"search_seconds": effort.seconds, "search_work": effort.work}
     for count, program in programs.items():
         try:
             found[count] = plan(program, microbatches=count, **share, **request)

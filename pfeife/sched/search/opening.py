@@ -10,6 +10,7 @@ from pfeife.sched.search.seeds import SEEDING, made
 
 _SHARE = 0.1  # of a budget for families
 _SMALL = 4_000_000  # operations, half a second: all of such a budget, or nothing of it
+_TINY = 250_000  # operations, with which rules and annealing find more than families would
 _MADE_WORK = 18  # operations looked at, per operation of a schedule that is made
 
 
@@ -21,10 +22,10 @@ def try_families(searches: Sequence[Search], budget: Budget) -> bool:
     The best families come first (see `POLICIES`), on all problems before the next one. A schedule
     is made once for those that differ in their costs alone, as cuts for one placement do. A small
     budget does without where memory is short: most families need more than there is, and rules find
-    better schedules in the time that it takes to see that.
+    better schedules in the time that it takes to see that. So does a tiny one in any case.
     """
     small = budget.left < _SMALL
-    if small and not all(_roomy(search.problem) for search in searches):
+    if budget.left < _TINY or (small and not all(_roomy(search.problem) for search in searches)):
         return False
     opening = budget.part(1.0 if small else _SHARE)
     alike = [list(group) for _, group in groupby(searches, key=_asked)]
