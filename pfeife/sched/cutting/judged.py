@@ -60,33 +60,36 @@ def best_cut(
     tolerance: float,
     each: int,
 ) -> tuple[int, ...]:
-    """The cut that counts least (see `Score`), of those of a cutter and `more`, its borders moved
-    one by one as long as that helps. The cutter's own, whose slowest stage is the fastest, stands
-    where another one counts less by no more than a fifth of the tolerance: it is less at the mercy
-    of wrong costs.
+    """The cut that counts least (see `Score`) against the fastest one, of those of a cutter and
+    `more`, the borders of both moved one by one as long as that helps. The cutter's own, whose
+    slowest stage is the fastest, stands where it is longer by no more than the tolerance and
+    another one counts less by no more than a fifth of it: it is less at the mercy of wrong costs.
 
     `judge` has the seconds of a cut's step and of its messages, and looks at `each` operations for
     it: what is tried depends on their number, not on a clock. Raises ValueError as `Cutter.even`
     does.
     """
     first = cutter.even()
-    best = judge(first)
-    known, left = {first: best}, _MOST // max(each, 1)
+    known, left = {first: judge(first)}, _MOST // max(each, 1)
     for cut in _others(cutter, more):
         if len(known) > left:
             break
         if cut not in known:
             known[cut] = judge(cut)
-    fastest = min(known.values())
-    score = Score(*fastest, tolerance)
 
-    def counted(cut: tuple[int, ...]) -> float:
+    def judged(cut: tuple[int, ...]) -> tuple[float, float]:
         if cut not in known:
             known[cut] = judge(cut)
-        return score.of(*known[cut])
+        return known[cut]
 
-    found = _moved(cutter, min(known, key=counted), counted, lambda: len(known) > left)
-    return first if counted(first) <= counted(found) + tolerance / 5 else found
+    def least(counted: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+        return _moved(cutter, min(known, key=counted), counted, lambda: len(known) > left)
+
+    fastest = judged(least(lambda cut: judged(cut)[0]))
+    score = Score(*fastest, tolerance)
+    found = least(lambda cut: score.of(*judged(cut)))
+    even, most = score.of(*known[first]), score.of(*known[found]) + tolerance / 5
+    return first if even <= most and known[first][0] <= fastest[0] * (1 + tolerance) else found
 
 
 def _others(cutter: Cutter, more: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from pfeife.ir.program import Kind
 from pfeife.lowering.problem import makespan
 from pfeife.sched.by_family import cut_for, in_flight
 from pfeife.sched.cutting.account import Account
-from pfeife.sched.cutting.balanced import balanced
+from pfeife.sched.cutting.balanced import Cutter
 from pfeife.sched.cutting.borders import borders
 from pfeife.sched.cutting.judged import Score, message_seconds
 from pfeife.sched.cutting.layouts import Constraints
@@ -49,7 +49,7 @@ def made(work: Workload, network: Network, ranks: int, name: str, m: int, tolera
     account = Account(work)
 
     def judge(cut: tuple[int, ...]) -> tuple[float, float]:
-        problem = stage_problem(account, cut, placed, m, machine=HOST, network=network)
+        problem = stage_problem(account, cut, placed, m, machine=HOST, network=network, busy=True)
         return makespan(problem, order), message_seconds(problem)
 
     return order, cut_for(account, constraints, order, in_flight(order)), judge
@@ -70,19 +70,15 @@ def test_own_links_are_never_slower_than_the_slowest_one_everywhere(data):
     )
     work = two_ways(seconds, crossing)
     order, cut, judge = made(work, network, ranks, name, m)
-    slowest = balanced(
-        Account(work),
-        order.stage_ranks,
-        machine=network.seen_by(HOST),
-        in_flight=in_flight(order),
-        microbatches=m,
-        memory_limit=float("inf"),
-    )
-    assert judge(cut)[0] <= judge(slowest)[0] * (1 + 1e-9)
+    seen, flying = network.seen_by(HOST), in_flight(order)
+    cutter = Cutter(Account(work), order.stage_ranks, seen, None, flying, m, float("inf"))
+    assert judge(cut)[0] <= judge(cutter.even())[0] * (1 + 1e-9)
     _, quiet, _ = made(work, network, ranks, name, m, tolerance=0.1)
     (least, most), (taken, messages) = judge(cut), judge(quiet)
     assert taken <= least * 1.1 * (1 + 1e-9), "as much longer as was said, and not more"
-    assert taken <= least * (1 + 0.1 / 5 + 1e-9) or messages < most, "or as even as can be"
+    if quiet == attrs.evolve(cutter, machine=HOST, network=network).even():
+        least *= 1 + 0.1 / 5
+    assert taken <= least * (1 + 1e-9) or messages < most, "for less to send, or as even as can be"
 
 
 def test_only_the_border_between_nodes_is_slow():
