@@ -1,7 +1,7 @@
 """Cuts judged by the step that they make: its seconds, and what its messages take."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import chain, combinations, pairwise, product
 
 import attrs
 
@@ -69,27 +69,27 @@ def best_cut(
     it: what is tried depends on their number, not on a clock. Raises ValueError as `Cutter.even`
     does.
     """
-    first = cutter.even()
-    known, left = {first: judge(first)}, _MOST // max(each, 1)
-    for cut in _others(cutter, more):
-        if len(known) > left:
-            break
-        if cut not in known:
-            known[cut] = judge(cut)
+    first, most = cutter.even(), _MOST // max(each, 1)
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def judged(cut: tuple[int, ...]) -> tuple[float, float]:
         if cut not in known:
             known[cut] = judge(cut)
         return known[cut]
 
+    for cut in chain((first,), _others(cutter, more)):
+        if len(known) > most:
+            break
+        judged(cut)
+
     def least(counted: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-        return _moved(cutter, min(known, key=counted), counted, lambda: len(known) > left)
+        return _moved(cutter, min(known, key=counted), counted, lambda: len(known) > most)
 
     fastest = judged(least(lambda cut: judged(cut)[0]))
     score = Score(*fastest, tolerance)
     found = least(lambda cut: score.of(*judged(cut)))
-    even, most = score.of(*known[first]), score.of(*known[found]) + tolerance / 5
-    return first if even <= most and known[first][0] <= fastest[0] * (1 + tolerance) else found
+    alike = score.of(*known[first]) <= score.of(*known[found]) + tolerance / 5
+    return first if alike and known[first][0] <= fastest[0] * (1 + tolerance) else found
 
 
 def _others(cutter: Cutter, more: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
