@@ -3,9 +3,9 @@
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
-`kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo` and
-`trace` are about what their names say, `checkpoints` reads the list of one, `hollow` about tensors
-whose memory is not there, `profiling` about torch.profiler.
+`kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo`, `nccl`
+and `trace` are about what their names say, `checkpoints` reads the list of one, `hollow` about
+tensors whose memory is not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import speech as speech
@@ -65,6 +65,7 @@ from pfeife._torch.hollow import (
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
 from pfeife._torch.modules import graph_module, is_unwritten, running_ddp, saved_state, write
+from pfeife._torch.nccl import nccl_group
 from pfeife._torch.profiling import is_profiled
 from pfeife._torch.questions import (
     as_answer,
@@ -180,6 +181,7 @@ __all__ = [
     "marked_dims",
     "memory_of",
     "named_graphs",
+    "nccl_group",
     "no_autocast",
     "no_dispatch",
     "numbers_for_kernels",

@@ -1,6 +1,7 @@
 """Process groups whose waits can be ended."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pfeife import _torch
+
+log = logging.getLogger("pfeife")
 
 FOREVER = timedelta(days=1)  # of a wait that a thread ends, by cutting the connection
 _CUT = 2**30  # the tag of the receives that nobody ever answers
@@ -26,6 +29,10 @@ class Connection:
     torch.distributed's list of groups: that names them by their number, which ranks that failed at
     other moments do not agree on, and holds their sockets for ever. `gloo` is the device that
     looks after the connections.
+
+    Without one the group is NCCL's, made without that list for the same reason. It is cut by its
+    abort, which may take as long as the group's timeout, or never return, or raise: so a thread
+    calls it, once.
     """
 
     def __init__(
@@ -39,20 +46,22 @@ class Connection:
     ):
         self.ranks, self.device = tuple(ranks), device
         self.mine = dist.get_rank() in self.ranks
+        self.nccl = gloo is None
         limit = timedelta(seconds=timeout)
         self.group: Any = None
-        if device.type == "cuda":
-            made = dist.new_group(self.ranks, timeout=limit)
-            self.group = made if self.mine else None
-        elif self.mine:
+        if self.mine:
             own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
-            place = self.index(dist.get_rank())
-            self.group = _torch.gloo_group(own, place, len(self.ranks), limit, gloo)
-        if self.mine:  # how long to wait is decided where it is waited
-            self.group.set_timeout(FOREVER)
+            place, size = self.index(dist.get_rank()), len(self.ranks)
+            self.group = (
+                _torch.nccl_group(own, place, size, limit)
+                if self.nccl
+                else _torch.gloo_group(own, place, size, limit, gloo)
+            )
+            self.group.set_timeout(FOREVER)  # how long to wait is decided where it is waited
         self.lock = threading.Lock()
+        self.ending = False  # whether NCCL has been told
         self.never: list[dist.Work] = []
-        if self.mine and device.type != "cuda":
+        if self.mine and not self.nccl:
             others = [self.index(rank) for rank in self.ranks if rank != dist.get_rank()]
             self.never = [self.group.recv([torch.zeros(1)], other, _CUT) for other in others]
 
@@ -66,13 +75,39 @@ class Connection:
             while self.never:
                 with contextlib.suppress(RuntimeError):
                     self.never.pop().wait(timedelta(milliseconds=1))
-            if self.group is not None and self.device.type == "cuda":
-                self.group.abort()
+            self._end("abort")
 
-    def close(self) -> None:
-        """Lets go of the group, whose sockets and threads end when nobody waits for it."""
+    def close(self) -> threading.Thread | None:
+        """Lets go of the group, whose sockets and threads end when nobody waits for it; a thread
+        waits for what NCCL has not done yet, which takes the other ranks."""
         with self.lock:
+            ending = self._end("shutdown")
             self.never, self.group = [], None
+        return ending
+
+    def _end(self, how: str) -> threading.Thread | None:
+        """Calls a method of NCCL's group, the first that it is called with, on a thread that keeps
+        the group."""
+        if self.group is None or not self.nccl or self.ending:
+            return None
+        self.ending = True
+        thread = threading.Thread(
+            target=_called, args=(self.group, how), name=f"pfeife {how}", daemon=True
+        )
+        thread.start()
+        return thread
+
+
+def _called(group: Any, how: str) -> None:
+    try:
+        getattr(group, how)()
+    except RuntimeError as error:
+        log.info("%s of a process group: %s", how, error)
+
+
+def goes_by_nccl(device: torch.device) -> bool:
+    """Whether NCCL carries what is between ranks on such devices."""
+    return device.type == "cuda"
 
 
 def wait_for_queued(work: dist.Work, check: Callable[[], None]) -> None:

@@ -20,7 +20,8 @@ class Patience:
 
     `look` says what the rank does. A wait in which no rank has made progress for `timeout()`
     seconds ends by `stop`, which is given the failure; one for a rank that lives and is busy
-    outside of a step goes on, and the logger warns from time to time.
+    outside of a step goes on, and the logger warns from time to time. `gone` may tell earlier
+    that a wait is in vain.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class Patience:
         timeout: Callable[[], float],
         look: Callable[[], Doing],
         stop: Callable[[Failure], object],
+        gone: Callable[[Doing], Failure | None],
     ):
         self.monitor, self.timeout, self.look, self.stop = monitor, timeout, look, stop
+        self.gone = gone
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="pfeife patience", daemon=True)
         self.thread.start()
@@ -55,6 +58,11 @@ class Patience:
         warn = min(WARNING, timeout)
         while self.look() == doing and not self.over.wait(INTERVAL):
             waited = time.monotonic() - since
+            gone = self.gone(doing)
+            if gone is not None:
+                self.stop(gone)
+                self.over.set()
+                return
             if waited < min(warn, timeout - still):
                 continue  # nothing is asked of the store in vain
             seen.append(self.monitor.heartbeats())

@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import threading
 from datetime import timedelta
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
 from pfeife.runtime.distributed.rendezvous import rendezvous
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world import GRACE, World
 from pfeife.runtime.failure import Failure, PipelineError
 
 TIMEOUT = 300.0  # seconds of silence after which a rank is given up, unless an option says other
@@ -96,8 +97,11 @@ def _leave() -> None:
 
 
 def leave_world() -> None:
-    """Ends the default process group if there is one and nothing is in it."""
+    """Ends the default process group if there is one and nothing is in it. NCCL's waits for the
+    other ranks, which after a failure may not come: it is given some seconds."""
     used = any(world.inside for world in _worlds)
     _leave()
     if dist.is_initialized() and not used:
-        dist.destroy_process_group()
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(GRACE)

@@ -180,9 +180,11 @@ class Service:
 
     def _serve(self, reader: int) -> None:
         """On a thread: answers one rank until the connection is cut or that rank is gone."""
-        with contextlib.suppress(RuntimeError):
+        try:
             while True:
                 self._reply(reader, self.post.text(reader, _QUESTION))
+        except RuntimeError as error:
+            self.world.torn[reader] = error
 
     def _reply(self, reader: int, text: str) -> None:
         question = plain.from_json(Question, text)

@@ -17,7 +17,7 @@ from pfeife.runtime.distributed.buffers import Buffers
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.reducing import Reducing, Route
 from pfeife.runtime.distributed.sending import Sending
-from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.world import WAYS, World
 
 End = tuple[Connection, int]  # and the other rank as its group counts
 Works = Sequence[dist.Work | Sending]
@@ -93,22 +93,23 @@ class DistributedTransport(Buffered):
         for replica in range(self.mesh.replicas):
             for source, destination in used:
                 pair = self.mesh.in_world(replica, source), self.mesh.in_world(replica, destination)
-                way = "down" if source < destination else "up"
+                way = WAYS[source > destination]
                 connection = self.world.connection_of(sorted(pair), way)
                 if pair[0] == self.world.rank:
                     self.out[destination] = (connection, connection.index(pair[1]))
                 elif pair[1] == self.world.rank:
                     self.into[source] = (connection, connection.index(pair[0]))
-                if self.world.rank in pair and self.world.device.type == "cuda":
+                if self.world.rank in pair and connection.nccl:
                     self._first_message(connection, pair)
 
     def _first_message(self, connection: Connection, pair: tuple[int, int]) -> None:
         """NCCL connects with it, which both ends must wait for."""
         data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
-        if pair[0] == self.world.rank:
-            connection.group.send(data, connection.index(pair[1]), 0).wait()
-        else:
-            connection.group.recv(data, connection.index(pair[0]), 0).wait()
+        with self.world.connecting():
+            if pair[0] == self.world.rank:
+                connection.group.send(data, connection.index(pair[1]), 0).wait()
+            else:
+                connection.group.recv(data, connection.index(pair[0]), 0).wait()
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
         opening = envelope.opening
@@ -136,7 +137,7 @@ class DistributedTransport(Buffered):
     ) -> tuple[Works, list[torch.Tensor]]:
         pieces = envelope.pack(values)
         connection, peer = self.out[destination]
-        if envelope.bytes >= APART and connection.device.type == "cpu":
+        if envelope.bytes >= APART and not connection.nccl:
             self.apart.add(destination)  # from now on: messages must not overtake one another
         try:
             if destination in self.apart:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -17,7 +18,12 @@ from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
-from pfeife.runtime.distributed.connection import FOREVER, Connection, wait_for_queued
+from pfeife.runtime.distributed.connection import (
+    FOREVER,
+    Connection,
+    goes_by_nccl,
+    wait_for_queued,
+)
 from pfeife.runtime.distributed.ending import end_process
 from pfeife.runtime.distributed.heartbeat import (
     ALL,
@@ -40,6 +46,7 @@ from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
+WAYS = ("down", "up")  # what connections are for over which two ranks send one another messages
 _ASKED = "asked"  # what the connection of the service is for
 _SHORT = 96  # bytes of a note from which on it has a message of its own
 # What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
@@ -77,12 +84,17 @@ class World:
         self.waiting: float | None = None  # since when for all ranks
         self.waited = 0.0  # seconds so far, for messages and for all ranks
         self.look: Callable[[], Doing] = _outside
+        self.nccl = goes_by_nccl(device)
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
+        self.ending: list[threading.Thread] = []  # in which NCCL ends connections
         self.sender, self.reducer = Sender(), Reducer(device)
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
-        self.watch = Patience(self.monitor, lambda: self.timeout, self._look, self.stop)
+        self.torn: dict[int, RuntimeError] = {}  # ranks that the service has lost, and how
+        self.watch = Patience(
+            self.monitor, lambda: self.timeout, self._look, self.stop, self._seen_to_go
+        )
         try:
             with self.building("the connections"):
                 self.connection = self.connection_of(range(self.size))
@@ -103,7 +115,7 @@ class World:
     def patience(self) -> tuple[timedelta, ...]:
         """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
         watchdog looks after it."""
-        return () if self.device.type == "cuda" else (FOREVER,)
+        return () if self.nccl else (FOREVER,)
 
     def connection_of(
         self, ranks: Sequence[int], purpose: str = "", device: torch.device | None = None
@@ -113,13 +125,31 @@ class World:
         key = (tuple(ranks), purpose)
         if key not in self.connections:
             own = dist.PrefixStore(f"world {self.generation}", self.store)
+            gloo = None if self.nccl and device is None else self.gloo
             try:
-                self.connections[key] = Connection(
-                    ranks, device or self.device, self.timeout, own, purpose, self.gloo
-                )
+                made = Connection(ranks, device or self.device, self.timeout, own, purpose, gloo)
+                self.connections[key] = made
             except RuntimeError as error:
                 raise self.lost(None, error) from error
+            if made.nccl and made.mine and purpose not in WAYS:
+                with self.connecting():
+                    made.group.broadcast(torch.zeros(1, device=self.device), 0).wait()
         return self.connections[key]
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """While NCCL connects some ranks, as it does with the first message or collective, in the
+        call itself: who does not come is found as in any wait."""
+        self.waiting = time.monotonic()
+        try:
+            yield
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            raise self.lost(None, error) from error
+        finally:
+            self.waiting = None
+        self.check()
 
     def _look(self) -> Doing:
         doing = self.look()
@@ -187,6 +217,15 @@ class World:
             )
             end_process()
 
+    def _seen_to_go(self, doing: Doing) -> Failure | None:
+        """Why there is no use in waiting for what NCCL carries, which does not notice a process
+        that is gone: the sockets of the service do."""
+        if not self.nccl or not self.torn or self.failure is not None:
+            return None
+        peer, error = next(iter(self.torn.items()))
+        with self._diagnosis():
+            return diagnosis.cause(self.monitor, peer, error, doing.text)
+
     def lost(self, peer: int | None, error: RuntimeError) -> PipelineError:
         """The error to raise when a message from or to a rank of the world (None if it is not
         known which) has failed."""
@@ -208,7 +247,7 @@ class World:
         """Waits for a collective operation of all ranks, or of some."""
         self.waiting = time.monotonic()
         try:
-            if self.device.type == "cuda" and isinstance(work, dist.Work):
+            if self.nccl and isinstance(work, dist.Work):
                 wait_for_queued(work, self.check)
             else:
                 self._wait_in_slices(work)
@@ -357,8 +396,9 @@ class World:
         self.sender.close()
         self.reducer.close()
         for connection in self.connections.values():
-            if connection is not self.service.connection:
-                connection.close()
+            ending = None if connection is self.service.connection else connection.close()
+            if ending is not None:
+                self.ending.append(ending)
 
     def leave(self) -> None:
         """Tells the others that this process ends, once they need nothing of it; after a failure,
@@ -371,6 +411,11 @@ class World:
             self.monitor.ask(lambda: self.beside.set(f"left {self.rank}", ""))
             self._end_threads()
             self.service.end()
+        if self.nccl:
+            self.disconnect()
+            over = time.monotonic() + GRACE
+            for thread in self.ending:
+                thread.join(max(0.0, over - time.monotonic()))
         self.ownership.end()
 
     def _end_threads(self) -> None:

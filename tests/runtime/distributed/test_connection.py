@@ -1,5 +1,6 @@
 """What there is of connections beside Gloo's, as far as a machine without GPUs can tell."""
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -54,3 +55,32 @@ def test_who_is_not_in_a_group_has_nothing_to_cut():
         theirs.close()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_the_watchdog_of_a_group_of_ours_leaves_the_process_alone(given, monkeypatch):
+    """Unless its user has said what it should do; other groups are made as before."""
+    variable, made = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, *given):
+            made.append((os.environ[variable], given))
+
+        def set_timeout(self, timeout):
+            pass
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    if given:
+        monkeypatch.setenv(variable, given)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        for _ in range(2):  # no number in a list of groups, on which ranks may not agree
+            Connection([1, 2], torch.device("cuda"), 5.0, dist.HashStore(), "down")
+    finally:
+        dist.destroy_process_group()
+    assert [(said, rest[1:3]) for said, rest in made] == [(given or "0", (0, 2))] * 2
+    assert os.environ.get(variable) == given

@@ -1,0 +1,204 @@
+"""Ranks whose process groups fail as NCCL's do, where they are told to.
+
+    python -m nccl_like        tries all faults side by side, prints what the ranks say, as JSON
+
+The groups stand in for torch's `ProcessGroupNCCL`, which this machine cannot run; all else is what
+runs on GPUs: real processes, their stores, signs of life and schedules. As NCCL's, a group connects
+in its first call; what waits for a group that was aborted comes out of it without an error; that
+another process has gone is not noticed. A wait keeps the caller, as where the host is at once
+behind its stream. Messages go by Gloo.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import attrs
+import torch
+import torch.distributed as dist
+from fault_ranks import told
+from faulty import Case, case
+from forked import Launch, Report
+
+from pfeife import _torch
+from pfeife.runtime.distributed import ending, process_group, world
+from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.failure import PipelineError
+
+LONG = 600.0  # seconds
+STRUCK = 1  # the rank that a fault befalls
+CALLS = ("send", "recv", "broadcast", "allgather", "allreduce", "alltoall_base", "_allgather_base")
+
+
+@attrs.define
+class Fault:
+    """What befalls the `at`th message of the step in which it is armed, and each abort."""
+
+    message: str = ""  # "hangs", "raises", "kills" as the watchdog does
+    abort: str = ""  # "blocks", "raises"
+    shutdown: str = ""  # "blocks"
+    connecting: str = ""  # "hangs"
+    timeout: float = 3.0  # of the ranks, in seconds
+    at: int = 3
+    armed: bool = False
+
+    def next(self) -> str:
+        if not self.armed:
+            return ""
+        self.at -= 1
+        return self.message if self.at == 0 else ""
+
+
+FAULTS = {
+    "a message that hangs": Fault("hangs"),
+    "an error in a wait": Fault("raises", timeout=60.0),
+    "an abort that blocks": Fault("hangs", abort="blocks"),
+    "an abort that raises": Fault("hangs", abort="raises"),
+    "a watchdog that ends its process": Fault("kills", timeout=60.0),
+    "connecting that hangs": Fault(connecting="hangs"),
+    "a shutdown that blocks": Fault(shutdown="blocks"),
+}
+mine = Fault()  # this process's
+aborts: list[bool] = []  # whether each came from the main thread
+
+
+class Queued(dist.Work):
+    """What a group has begun; without `inner` it is never over."""
+
+    def __init__(self, group: "NcclLike", inner: dist.Work | None, error: str = ""):
+        super().__init__()
+        self.group, self.inner, self.error = group, inner, error
+        self.done = threading.Event()
+        threading.Thread(target=self._finish, daemon=True).start()
+
+    def _finish(self) -> None:
+        if self.error:
+            self.done.set()
+        if self.inner is not None:
+            try:
+                self.inner.wait(timedelta(seconds=LONG))
+                self.done.set()
+            except RuntimeError:  # the other process has gone, which NCCL does not notice
+                pass
+
+    def is_completed(self) -> bool:
+        return self.done.is_set() or self.group.aborted.is_set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        while not self.is_completed():
+            time.sleep(0.005)
+        if self.error:
+            raise dist.DistBackendError(self.error)
+        return True
+
+
+class NcclLike:
+    """In the place of `torch.distributed.ProcessGroupNCCL`."""
+
+    class Options:
+        pass
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options):
+        self.made, self.aborted = (store, rank, size), threading.Event()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    @functools.cached_property
+    def inner(self) -> Any:
+        if mine.connecting == "hangs":
+            time.sleep(LONG)  # in C, without Python's lock
+        return _torch.gloo_group(*self.made, timedelta(seconds=LONG), _torch.gloo_device())
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(name)
+        return functools.partial(self._begin, name)
+
+    def _begin(self, name: str, *given: Any) -> Queued:
+        if self.aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted")
+        strike = mine.next()
+        if strike == "kills":
+            os.kill(os.getpid(), signal.SIGABRT)
+        if strike == "hangs":
+            return Queued(self, None)
+        begun = getattr(self.inner, name)(*given)
+        return Queued(self, begun, "NCCL error: remote process exited" if strike else "")
+
+    def abort(self) -> None:
+        aborts.append(threading.current_thread() is threading.main_thread())
+        if mine.abort == "blocks":
+            time.sleep(LONG)
+        self.aborted.set()
+        if "inner" in vars(self):  # or its threads would be left when Python ends
+            other = 1 - self.inner.rank()
+            with contextlib.suppress(RuntimeError):
+                self.inner.recv([torch.zeros(1)], other, 2**30).wait(timedelta(milliseconds=1))
+        if mine.abort == "raises":
+            raise dist.DistBackendError("ProcessGroup abort timed out")
+
+    def shutdown(self) -> None:
+        if mine.shutdown == "blocks":
+            time.sleep(LONG)
+
+
+def rank_of(tried: Case, fault: Fault) -> Any:
+    """A good step, one in which the fault strikes, and a good one again."""
+
+    def main(rank: int, report: Report) -> None:
+        global mine
+        torch.set_num_threads(1)
+        dist.ProcessGroupNCCL = NcclLike  # type: ignore[attr-defined]
+        world.goes_by_nccl = lambda device: True  # type: ignore[assignment]
+        world.GRACE = process_group.GRACE = ending.CHANCE = 1.5
+        if rank == STRUCK:
+            mine = fault
+        try:
+            pipeline = DistributedPipeline(tried.program, tried.schedule, timeout=fault.timeout)
+            good = pipeline(tried.state, tried.batch).loss
+            mine.armed = True
+            report(event="armed")
+            pipeline(tried.state, tried.batch)
+            report(event="nothing")
+        except PipelineError as error:
+            report(**told(error), aborts=len(aborts), main=any(aborts))
+            if fault.connecting or fault.message == "kills":
+                raise
+            again = pipeline(tried.state, tried.batch).loss
+            report(event="again", same=bool(good is not None and torch.equal(good, again)))
+        report(event="over")
+
+    return main
+
+
+def main() -> None:
+    tried = case("1f1b", 2)
+    chosen = {name: FAULTS[name] for name in sys.argv[1:] or FAULTS}
+    begun = time.monotonic()
+    launches = {
+        name: Launch(2, rank_of(tried, fault), seconds=60) for name, fault in chosen.items()
+    }
+    while not all([one.poll() for one in launches.values()]):  # all of them: they are killed late
+        time.sleep(0.05)
+    found = {}
+    for name, one in launches.items():
+        codes = {rank: process.code for rank, process in one.ranks.items()}
+        seconds = {rank: process.ended - begun for rank, process in one.ranks.items()}
+        reports = one.reports()
+        found[name] = {"codes": codes, "seconds": seconds, "reports": reports, "log": one.close()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
