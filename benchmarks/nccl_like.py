@@ -1,6 +1,9 @@
 """Ranks whose process groups fail as NCCL's do, where they are told to.
 
-    python -m nccl_like        tries all faults side by side, prints what the ranks say, as JSON
+    python benchmarks/nccl_like.py                       # all faults side by side
+    python benchmarks/nccl_like.py "an error in a wait"  # one of them
+
+What the ranks say is printed as JSON; tests/runtime/distributed/test_world.py judges it.
 
 The groups stand in for torch's `ProcessGroupNCCL`, which this machine cannot run; all else is what
 runs on GPUs: real processes, their stores, signs of life and schedules. As NCCL's, a group connects
@@ -21,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import attrs
 import torch
