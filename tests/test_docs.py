@@ -67,6 +67,15 @@ def test_messages_are_those_of_the_code():
     assert not [message for message, parts in found.items() if not is_in(code, parts)]
 
 
+def test_tests_that_are_named_exist():
+    named = set[tuple[str, str]]()
+    for page in PAGES:
+        named |= set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()))
+    assert len(named) > 15
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
 def is_in(code: str, parts: list[str]) -> bool:
     """Whether all parts are in the code, one behind the other and close together."""
     longest = re.escape(max(parts, key=len))

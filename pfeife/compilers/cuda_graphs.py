@@ -51,13 +51,13 @@ def as_cuda_graph(run: Callable, slots: list[torch.Tensor]) -> Callable:
     done, turn = torch.cuda.Event(), threading.Lock()
     done.record(stream)
 
-    def replay(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def replay(*values: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with turn, torch.cuda.device(device):
             done.wait()
             for slot, value in zip(slots, values, strict=True):
                 slot.copy_(value)
             graph.replay()
-            results = tuple(value.clone() for value in kept)
+            results = tuple(None if value is None else value.clone() for value in kept)
             done.record()
         return results
 

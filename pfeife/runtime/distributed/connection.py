@@ -92,14 +92,16 @@ class Connection:
             return None
         self.ending = True
         thread = threading.Thread(
-            target=_called, args=(self.group, how), name=f"pfeife {how}", daemon=True
+            target=_called, args=(self.group, how, self.device), name=f"pfeife {how}", daemon=True
         )
         thread.start()
         return thread
 
 
-def _called(group: Any, how: str) -> None:
+def _called(group: Any, how: str, device: torch.device) -> None:
     try:
+        if device.type == "cuda":  # a thread begins on the first one
+            torch.cuda.set_device(device)
         getattr(group, how)()
     except RuntimeError as error:
         log.info("%s of a process group: %s", how, error)
