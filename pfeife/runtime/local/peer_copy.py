@@ -9,7 +9,8 @@ class PeerCopies:
     """Brings values to one device, from each other device on a pair of side streams.
 
     torch copies on the source's current stream, after what the destination's current stream has
-    been given so far; on side streams neither waits for the other's computing.
+    been given so far; on side streams neither waits for the other's computing. They are kept from
+    step to step: the allocator keeps the memory of copies for the stream that took it.
     """
 
     def __init__(self, device: torch.device):
@@ -38,8 +39,9 @@ class PeerCopies:
         return copy
 
     def _side(self, source: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if source not in self.streams:
-            self.streams[source] = torch.cuda.Stream(source), torch.cuda.Stream(self.device)
+        if source not in self.streams:  # replicas may ask at once, and must get the same
+            pair = torch.cuda.Stream(source), torch.cuda.Stream(self.device)
+            self.streams.setdefault(source, pair)
         return self.streams[source]
 
 

@@ -54,9 +54,9 @@ class LocalWorld:
 class LocalTransport:
     """One rank's end of a local world; `offset` is the first rank of its pipeline."""
 
-    def __init__(self, world: LocalWorld, rank: int, offset: int, device: torch.device | None):
-        self.world, self.rank, self.offset, self.device = world, rank, offset, device
-        self.copies = PeerCopies(device) if device is not None else None
+    def __init__(self, world: LocalWorld, rank: int, offset: int, copies: PeerCopies | None):
+        self.world, self.rank, self.offset, self.copies = world, rank, offset, copies
+        self.device = None if copies is None else copies.device
         self.waited = 0.0  # seconds so far
 
     def expect(self, source: int, channel: Channel) -> None:
@@ -156,6 +156,7 @@ class LocalPipeline(Pipeline["LocalStep"]):
         if program.replicas > 1:  # they share bodies
             _torch.write(program.module)
         self.devices: Sequence[torch.device | None] = devices or [None] * ranks
+        self.copies = [None if one is None else PeerCopies(one) for one in self.devices]
         known = acknowledged(schedule)
         self.runners = [RankRunner(program, schedule, r, bodies, known) for r in range(ranks)]
         self.gradients = frozenset().union(*(trained_on(program, r) for r in range(ranks)))
@@ -194,7 +195,7 @@ class LocalStep(PipelineStep):
     ) -> Step:
         device = pipeline.devices[runner.rank]
         offset = replica * len(pipeline.runners)
-        transport = LocalTransport(self.world, runner.rank, offset, device)
+        transport = LocalTransport(self.world, runner.rank, offset, pipeline.copies[runner.rank])
         seeds = {port.name for port in self.program.ports(Role.SEED)}  # which the CPU reads
         reads = runner.handlers.reads - seeds
         inputs = [
