@@ -8,8 +8,9 @@ What the ranks say is printed as JSON; tests/runtime/distributed/test_world.py j
 The groups stand in for torch's `ProcessGroupNCCL`, which this machine cannot run; all else is what
 runs on GPUs: real processes, their stores, signs of life and schedules. As NCCL's, a group connects
 in its first call; what waits for a group that was aborted comes out of it without an error; that
-another process has gone is not noticed. A wait keeps the caller, as where the host is at once
-behind its stream. Messages go by Gloo.
+another process has gone is not noticed. A wait keeps the caller, as where the host waits for its
+stream in every action, or, where the host is `ahead`, what is computed next (of no meaning then).
+Messages go by Gloo.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from faulty import Case, case
 from forked import Launch, Report
 
 from pfeife import _torch
-from pfeife.runtime.distributed import ending, process_group, world
+from pfeife.runtime.distributed import ending, process_group, transport, world
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.failure import PipelineError
 
@@ -52,6 +53,7 @@ class Fault:
     shutdown: str = ""  # "blocks"
     connecting: str = ""  # "hangs"
     timeout: float = 3.0  # of the ranks, in seconds
+    ahead: bool = False  # whether no rank waits for messages, which its device would do
     at: int = 3
     armed: bool = False
 
@@ -64,6 +66,7 @@ class Fault:
 
 FAULTS = {
     "a message that hangs": Fault("hangs"),
+    "a message that hangs, the host ahead": Fault("hangs", ahead=True),
     "an error in a wait": Fault("raises", timeout=60.0),
     "an abort that blocks": Fault("hangs", abort="blocks"),
     "an abort that raises": Fault("hangs", abort="raises"),
@@ -73,6 +76,8 @@ FAULTS = {
 }
 mine = Fault()  # this process's
 aborts: list[bool] = []  # whether each came from the main thread
+stream: "list[Queued]" = []  # what this process's device waits for
+ahead = False
 
 
 class Queued(dist.Work):
@@ -82,6 +87,7 @@ class Queued(dist.Work):
         super().__init__()
         self.group, self.inner, self.error = group, inner, error
         self.done = threading.Event()
+        self.after = Mark() if ahead else None  # it begins behind what the device has to do
         threading.Thread(target=self._finish, daemon=True).start()
 
     def _finish(self) -> None:
@@ -95,14 +101,29 @@ class Queued(dist.Work):
                 pass
 
     def is_completed(self) -> bool:
-        return self.done.is_set() or self.group.aborted.is_set()
+        if self.after is not None and self.after.query():
+            self.after = None
+        return (self.after is None and self.done.is_set()) or self.group.aborted.is_set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if ahead:
+            stream.append(self)
+            return True
         while not self.is_completed():
             time.sleep(0.005)
         if self.error:
             raise dist.DistBackendError(self.error)
         return True
+
+
+class Mark:
+    """In the place of an event on the device's stream."""
+
+    def __init__(self, device: torch.device | None = None):
+        self.before = len(stream)
+
+    def query(self) -> bool:
+        return all(one.is_completed() for one in stream[: self.before])
 
 
 class NcclLike:
@@ -160,11 +181,13 @@ def rank_of(tried: Case, fault: Fault) -> Any:
     """A good step, one in which the fault strikes, and a good one again."""
 
     def main(rank: int, report: Report) -> None:
-        global mine
+        global ahead, mine
         torch.set_num_threads(1)
         dist.ProcessGroupNCCL = NcclLike  # type: ignore[attr-defined]
         world.goes_by_nccl = lambda device: True  # type: ignore[assignment]
         world.GRACE = process_group.GRACE = ending.CHANCE = 1.5
+        transport.queued_by_now = Mark  # type: ignore[assignment]
+        ahead = fault.ahead
         if rank == STRUCK:
             mine = fault
         try:
@@ -179,7 +202,7 @@ def rank_of(tried: Case, fault: Fault) -> Any:
             if fault.connecting or fault.message == "kills":
                 raise
             again = pipeline(tried.state, tried.batch).loss
-            report(event="again", same=bool(good is not None and torch.equal(good, again)))
+            report(event="again", same=ahead or bool(torch.equal(good, again)))
         report(event="over")
 
     return main

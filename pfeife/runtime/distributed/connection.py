@@ -112,6 +112,11 @@ def goes_by_nccl(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def queued_by_now(device: torch.device) -> Any:
+    """An event after all that is queued on a device by now."""
+    return torch.cuda.current_stream(device).record_event()
+
+
 def wait_for_queued(work: dist.Work, check: Callable[[], None]) -> None:
     """Until NCCL has done something, as long as `check` does not raise. It is asked: `wait` with a
     time aborts the communicator when that is over, though the others may only be late; without a

@@ -188,8 +188,12 @@ class DistributedStep(PipelineStep):
         start, end = (0 if forward else border), (None if backward else border)
         begun, waited = time.monotonic(), world.waited
         with world.busy(self._doing), self.phases.running(forward, backward):
-            runner.run(self.step, start, end, watch(runner.rank) if watch else None)
-            self.transport.finish()
+            self.transport.at = lambda: self.step.at
+            try:
+                runner.run(self.step, start, end, watch(runner.rank) if watch else None)
+                self.transport.finish()
+            finally:
+                self.transport.at = None  # or it would keep the step
         seconds = time.monotonic() - begun
         self.spent += seconds
         self.worked += seconds - (world.waited - waited)
@@ -199,6 +203,13 @@ class DistributedStep(PipelineStep):
         actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
         return Doing(where, *self.transport.awaited)
+
+    def _sharing(self) -> Doing:
+        """Read by the monitor's thread."""
+        text, behind = "sharing the results of a step", self.transport.behind()
+        if behind is not None:
+            text += f", its device in {describe(self.pipeline.runner.actions[behind])}"
+        return Doing(text)
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """While the backward is prepared, which fails on all ranks if it does on one."""
@@ -221,7 +232,7 @@ class DistributedStep(PipelineStep):
         `outputs` there are neither outputs nor buffers, for which ranks have been asked already.
         Raises PipelineError if any rank has failed, RuntimeError for a step that has not run."""
         begun = time.monotonic()
-        with self.transport.world.busy(lambda: Doing("sharing the results of a step")):
+        with self.transport.world.busy(self._sharing):
             self.phases.check()
             mine = result_of(self.pipeline.program, self.transport.rank, self.step)
             shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()

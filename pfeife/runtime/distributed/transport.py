@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.connection import Connection, queued_by_now
 from pfeife.runtime.distributed.reducing import Reducing, Route
 from pfeife.runtime.distributed.sending import Sending
 from pfeife.runtime.distributed.world import WAYS, World
@@ -61,6 +62,9 @@ class DistributedTransport(Buffered):
         self.apart = set[int]()  # ranks to which the world's sender sends
         # The rank that this one waits for, and since when.
         self.awaited: tuple[int, float] | tuple[None, None] = None, None
+        # Under NCCL the host is ahead: after which waits of which actions the device is.
+        self.at: Callable[[], int] | None = None
+        self.marks: list[tuple[int, Any]] = []
 
     def for_step(self) -> "DistributedTransport":
         """The same transport with messages of its own: steps may overlap, and each knows when
@@ -68,7 +72,12 @@ class DistributedTransport(Buffered):
         self.buffers.forget_used()
         other = copy.copy(self)
         Buffered.__init__(other)
+        other.marks = []
         return other
+
+    def behind(self) -> int | None:
+        """The number of the action that the device is in, None if it has got all messages."""
+        return next((at for at, event in list(self.marks) if not event.query()), None)
 
     def _routes(self, program: Program) -> dict[str, Route]:
         """How this rank's buckets travel, by their first gradients. Every set of ranks that reduces
@@ -153,6 +162,8 @@ class DistributedTransport(Buffered):
             for work in works:
                 work.wait(*self.patience)
             self.awaited = None, None
+            if self.world.nccl and self.at is not None:
+                self.marks.append((self.at(), queued_by_now(self.world.device)))
             self.world.waited += time.monotonic() - begun
         except RuntimeError as error:
             raise self.world.lost(self._in_world(peer), error) from error

@@ -23,7 +23,13 @@ def failures(found):
 
 
 @pytest.mark.parametrize(
-    "fault", ["a message that hangs", "an error in a wait", "an abort that raises"]
+    "fault",
+    [
+        "a message that hangs",
+        "a message that hangs, the host ahead",
+        "an error in a wait",
+        "an abort that raises",
+    ],
 )
 def test_all_ranks_come_out_with_one_failure_and_go_on(tried, fault):
     """It names the rank, the action and its microbatch. Groups are aborted once each, never by the
@@ -34,6 +40,8 @@ def test_all_ranks_come_out_with_one_failure_and_go_on(tried, fault):
     assert first == second and first["rank"] in (0, 1)
     assert "microbatch" in first["where"] + first["cause"]
     assert "of stage" in first["where"] + first["cause"]
+    if fault.endswith("ahead"):
+        assert first["where"].startswith("sharing the results of a step, its device in action")
     if fault == "an error in a wait":
         assert "remote process exited" in first["cause"]
     heard = [one for one in found["reports"] if "failure" in one]
