@@ -99,7 +99,7 @@ def test_a_folder_says_what_is_in_it(path):
 
 TESTS = ROOT / "tests"
 TESTED = sorted({path.parent.relative_to(ROOT / "pfeife") for path in MODULES} - {Path(".")})
-WHOLES = {"edges", "distributed"}  # rows for steps as a whole
+WHOLES = {"edges", "strict", "distributed"}  # for steps as a whole
 
 
 @pytest.mark.parametrize("folder", TESTED, ids=str)

@@ -90,7 +90,11 @@ class DistributedTransport(Buffered):
                 members = [self.mesh.in_world(r, rank) for r in replicas for rank in first.ranks]
                 connection = self.world.connection_of(sorted(members), "reduce")
                 if connection.mine:
-                    found[first.name] = Route(bucket, self.mesh, self.replica, connection)
+                    route = Route(bucket, self.mesh, self.replica, connection)
+                    if connection.nccl and not bucket.sparse:
+                        with self.world.connecting():
+                            route.connect(self.world.device)
+                    found[first.name] = route
         return found
 
     def _in_world(self, rank: int) -> int:

@@ -1,0 +1,142 @@
+"""What hangs with NCCL, each put in on purpose: the model names it."""
+
+import attrs
+import pytest
+import torch
+from strict.circle import Stuck
+from strict.gpu import Half, Machine, Mismatch
+from strict.group import Communicators, Group
+from strict.host import Host, Pace, run_hosts
+from strict.programs import on_ranks, skipping
+from strict.ranks import on_strict_ranks, steps_of
+
+import pfeife
+from pfeife.runtime.distributed.reducing import Route
+from pfeife.sched import families
+from pfeife.testing import assert_same
+
+
+def tensor(elements: int = 1) -> torch.Tensor:
+    return torch.zeros(elements)
+
+
+def on_two(*jobs, pace=Pace.AHEAD, queues=None):
+    """Two ranks that each do a job with their ends of one group."""
+    machine, shared = Machine(queues), Communicators("two", (0, 1))
+    hosts = [Host(machine, rank, pace) for rank in range(2)]
+    groups = [Group(shared, host) for host in hosts]
+    return run_hosts(
+        machine, hosts, [lambda j=job, g=one: j(g) for job, one in zip(jobs, groups, strict=True)]
+    )
+
+
+def both_send_first(group):
+    other = 1 - group.host.rank
+    group.send([tensor()], other, 0).wait()
+    group.recv([tensor()], other, 0).wait()
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_both_send_first(pace):
+    """Whether hosts wait or streams do; a group of both is well."""
+    with pytest.raises(Stuck, match=r"rank 0 .*a send to rank 1 .*rank 1 .*a send to rank 0 .*cir"):
+        on_two(both_send_first, both_send_first, pace=pace)
+
+    def together(group):
+        other = 1 - group.host.rank
+        group.grouped([Half(True, other, tensor()), Half(False, other, tensor())]).wait()
+
+    on_two(together, together, pace=pace)
+
+
+def test_a_collective_between_two_sends_on_one_rank():
+    """Over one stream. (Messages of torch's groups have one apart, but if the stream waits.)"""
+
+    def between(group):
+        group.send([tensor()], 1, 0).wait()
+        group.broadcast(tensor(), 0).wait()
+        group.send([tensor()], 1, 0).wait()
+
+    def after(group):
+        group.recv([tensor()], 0, 0).wait()
+        group.recv([tensor()], 0, 0).wait()
+        group.broadcast(tensor(), 0).wait()
+
+    with pytest.raises(Stuck, match=r"a broadcast .*in a circle"):
+        on_two(between, after)
+
+
+def test_other_collectives():
+    with pytest.raises(Mismatch, match=r"rank 0 at .*: a broadcast of 4 .*rank 1 at .* of 8 bytes"):
+        on_two(
+            lambda g: g.broadcast(tensor(), 0).wait(), lambda g: g.broadcast(tensor(2), 0).wait()
+        )
+
+
+def test_a_send_that_nobody_receives():
+    with pytest.raises(Stuck, match=r"a send to rank 1 .* waits for rank 1, which has ended"):
+        on_two(
+            lambda g: [g.send([tensor()], 1, 0) for _ in range(2)],
+            lambda g: g.recv([tensor()], 0, 0),
+        )
+
+
+def moved(schedule: pfeife.Schedule, rank: int, action: str, beside: str) -> pfeife.Schedule:
+    """An action of a rank, at the place of another one."""
+    ranks = [list(actions) for actions in schedule.ranks]
+    names = [str(one) for one in ranks[rank]]
+    ranks[rank].insert(names.index(beside), ranks[rank].pop(names.index(action)))
+    return pfeife.Schedule(tuple(map(tuple, ranks)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "action", "beside"), [(0, "0SEND_F0", "0SEND_F1"), (1, "1RECV_F1", "1RECV_F0")]
+)
+def test_two_sends_or_receives_of_one_size_in_another_order(rank, action, beside):
+    """The check of the schedule says so; NCCL does not, and the numbers are others."""
+    program, lowered = on_ranks(families.gpipe(2, 2), overlap=False)
+    wrong = moved(lowered, rank, action, beside)
+    with pytest.raises(ValueError, match=r"rank 1 expects 1RECV_F. from rank 0, which sends 1RECV"):
+        pfeife.sched.verify_schedule(wrong)
+    _, state, batches = skipping(microbatches=2)
+    whole = pfeife.evaluate(program, state, batches)
+    found = on_strict_ranks(program, wrong, steps_of(state, batches), pace=Pace.COMPUTING)[0]
+    mine = {name: whole.gradients[name] for name in found.gradients}
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same(attrs.evolve(whole, gradients=mine), found, ("layers.1.weight",))
+
+
+@pytest.mark.parametrize(
+    ("rank", "action", "beside"), [(0, "0SEND_F1", "2SEND_F0"), (1, "3RECV_F0", "1RECV_F1")]
+)
+def test_two_sends_or_receives_of_other_sizes_in_another_order(rank, action, beside):
+    """Two stages of rank 0 send to rank 1, the first of them two values."""
+    program, lowered = on_ranks(families.interleaved(4, 2, (0, 1, 0, 1)))
+    wrong = moved(lowered, rank, action, beside)
+    _, state, batches = skipping(microbatches=2)
+    with pytest.raises(Mismatch, match=r"rank . at .*rank . at .* are not of one size"):
+        on_strict_ranks(program, wrong, steps_of(state, batches), pace=Pace.KEPT)
+
+
+def on_tied_ranks(**options):
+    """The last stage's rank reduces a tied weight before what the first one waits for."""
+    program, lowered = on_ranks(families.interleaved(4, 2, (0, 1, 0, 1)))
+    _, state, batches = skipping(microbatches=2)
+    return on_strict_ranks(program, lowered, steps_of(state, batches), **options)
+
+
+def test_connecting_in_a_step(monkeypatch):
+    """What NCCL connects with the first operation of a kind keeps a host from posting what the
+    other one's needs, if that is kept by its GPU."""
+    on_tied_ranks(pace=Pace.KEPT)
+    monkeypatch.setattr(Route, "connect", lambda self, device: None)
+    with pytest.raises(Stuck, match=r"REDUCE_GRAD .*: its host connects reduce .*in a circle"):
+        on_tied_ranks(pace=Pace.KEPT)
+
+
+def test_one_hardware_queue_for_all_streams():
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it: the second receive that is posted ahead
+    waits for the first one, and all that is posted after it behind it."""
+    on_tied_ranks(queues=16)
+    with pytest.raises(Stuck, match=r"a receive from .*in a circle"):
+        on_tied_ranks(queues=1)
