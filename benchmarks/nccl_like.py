@@ -1,7 +1,7 @@
 """Ranks whose process groups fail as NCCL's do, where they are told to.
 
-    python benchmarks/nccl_like.py                       # all faults side by side
-    python benchmarks/nccl_like.py "an error in a wait"  # one of them
+    python benchmarks/nccl_like.py                           # all faults side by side
+    python benchmarks/nccl_like.py "an abort that blocks"    # one of them
 
 What the ranks say is printed as JSON; tests/runtime/distributed/test_world.py judges it.
 
@@ -65,14 +65,12 @@ class Fault:
 
 
 FAULTS = {
-    "a message that hangs": Fault("hangs"),
+    "a message that hangs, a shutdown that blocks": Fault("hangs", shutdown="blocks"),
     "a message that hangs, the host ahead": Fault("hangs", ahead=True),
-    "an error in a wait": Fault("raises", timeout=60.0),
+    "an error in a wait, an abort that raises": Fault("raises", abort="raises", timeout=60.0),
     "an abort that blocks": Fault("hangs", abort="blocks"),
-    "an abort that raises": Fault("hangs", abort="raises"),
     "a watchdog that ends its process": Fault("kills", timeout=60.0),
     "connecting that hangs": Fault(connecting="hangs"),
-    "a shutdown that blocks": Fault(shutdown="blocks"),
 }
 mine = Fault()  # this process's
 aborts: list[bool] = []  # whether each came from the main thread

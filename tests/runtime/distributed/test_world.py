@@ -25,15 +25,15 @@ def failures(found):
 @pytest.mark.parametrize(
     "fault",
     [
-        "a message that hangs",
+        "a message that hangs, a shutdown that blocks",
         "a message that hangs, the host ahead",
-        "an error in a wait",
-        "an abort that raises",
+        "an error in a wait, an abort that raises",
     ],
 )
 def test_all_ranks_come_out_with_one_failure_and_go_on(tried, fault):
     """It names the rank, the action and its microbatch. Groups are aborted once each, never by the
-    thread that trains; the next step connects anew and gives the same loss."""
+    thread that trains; the next step connects anew and gives the same loss; no process is kept at
+    its end."""
     found = tried[fault]
     assert set(found["codes"].values()) == {0}, found["log"]
     first, second = failures(found)
@@ -42,7 +42,7 @@ def test_all_ranks_come_out_with_one_failure_and_go_on(tried, fault):
     assert "of stage" in first["where"] + first["cause"]
     if fault.endswith("ahead"):
         assert first["where"].startswith("sharing the results of a step, its device in action")
-    if fault == "an error in a wait":
+    if "an error in a wait" in fault:
         assert "remote process exited" in first["cause"]
     heard = [one for one in found["reports"] if "failure" in one]
     assert [(one["aborts"], one["main"]) for one in heard] == [(3, False)] * 2
@@ -71,10 +71,6 @@ def test_connecting_that_hangs_ends_all(tried):
     found = tried["connecting that hangs"]
     assert set(found["codes"].values()) == {1}
     assert found["log"].count("building: the connections and did not come out of it") == 2
-
-
-def test_a_shutdown_that_blocks_does_not_keep_the_process(tried):
-    assert set(tried["a shutdown that blocks"]["codes"].values()) == {0}
 
 
 def test_all_end_within_seconds(tried):
