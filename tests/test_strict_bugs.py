@@ -134,9 +134,12 @@ def test_connecting_in_a_step(monkeypatch):
         on_tied_ranks(pace=Pace.KEPT)
 
 
-def test_one_hardware_queue_for_all_streams():
+def test_one_hardware_queue_for_all_streams(monkeypatch):
     """CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it: the second receive that is posted ahead
-    waits for the first one, and all that is posted after it behind it."""
+    waits for the first one, and all that is posted after it behind it. So it is refused."""
     on_tied_ranks(queues=16)
     with pytest.raises(Stuck, match=r"a receive from .*in a circle"):
+        on_tied_ranks(queues=1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*: unset it"):
         on_tied_ranks(queues=1)

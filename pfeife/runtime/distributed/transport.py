@@ -1,6 +1,7 @@
 """Sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ class DistributedTransport(Buffered):
             raise ValueError(
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
                 f"{world.size} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
+            )
+        if world.nccl and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ValueError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 starts the kernels of all streams in one order, "
+                "so that what a rank computes waits for receives posted ahead, and ranks "
+                "for one another: unset it, or set it to 32, before the processes start"
             )
         super().__init__()
         self.world, self.mesh = world, mesh
