@@ -11,7 +11,7 @@ from strict.programs import on_ranks, skipping
 from strict.ranks import on_strict_ranks, steps_of
 
 import pfeife
-from pfeife.runtime.distributed.reducing import Route
+from pfeife.runtime.distributed import connecting
 from pfeife.sched import families
 from pfeife.testing import assert_same
 
@@ -129,7 +129,7 @@ def test_connecting_in_a_step(monkeypatch):
     """What NCCL connects with the first operation of a kind keeps a host from posting what the
     other one's needs, if that is kept by its GPU."""
     on_tied_ranks(pace=Pace.KEPT)
-    monkeypatch.setattr(Route, "connect", lambda self, device: None)
+    monkeypatch.delitem(connecting._USES, connecting.REDUCE)
     with pytest.raises(Stuck, match=r"REDUCE_GRAD .*: its host connects reduce .*in a circle"):
         on_tied_ranks(pace=Pace.KEPT)
 

@@ -30,7 +30,6 @@ from gpu.workers import serve  # noqa: E402
 from pfeife.data.machine import Mesh  # noqa: E402
 from pfeife.ir.program import Reduction  # noqa: E402
 from pfeife.lowering.buckets import Bucket  # noqa: E402
-from pfeife.runtime.distributed.connection import Connection  # noqa: E402
 from pfeife.runtime.distributed.elsewhere import is_here  # noqa: E402
 from pfeife.runtime.distributed.pipeline import DistributedPipeline  # noqa: E402
 from pfeife.runtime.distributed.process_group import join_world, leave_world  # noqa: E402
@@ -106,7 +105,6 @@ def directions() -> Told:
     away, here = ways if RANK == 0 else ways[::-1]
     sent = torch.full((size,), RANK, dtype=torch.uint8, device=DEVICE)
     got = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    _first_messages(ways)
     times = []
     for turn in range(6):
         wait()
@@ -123,15 +121,6 @@ def directions() -> Told:
         times.append(time.perf_counter() - start)
         assert got.eq(1 - RANK).all().item()
     return {"GB/s each way": 1e-9 * size / sorted(times)[2], "MiB": size / 2**20}
-
-
-def _first_messages(ways: list[Connection]) -> None:
-    """In one order on both ranks, since NCCL connects with them."""
-    one = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
-    for index, way in enumerate(ways):
-        call = way.group.send if index == RANK else way.group.recv
-        call([one], 1 - RANK, 0).wait()
-    wait()
 
 
 def train(name: str, kind: str) -> Told:

@@ -31,7 +31,8 @@ class StrictConnection:
     def __init__(self, shared: Communicators, host: Host):
         self.ranks, self.device, self.nccl = shared.ranks, CUDA, True
         self.mine = host.rank in self.ranks
-        self.group = Group(shared, host) if self.mine else None
+        if self.mine:
+            self.place, self.group = self.index(host.rank), Group(shared, host)
 
     def index(self, rank: int) -> int:
         return self.ranks.index(rank)

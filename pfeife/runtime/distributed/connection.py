@@ -51,11 +51,10 @@ class Connection:
         self.group: Any = None
         if self.mine:
             own = dist.PrefixStore(f"{self.ranks} {purpose}", store)
-            place, size = self.index(dist.get_rank()), len(self.ranks)
+            self.place = self.index(dist.get_rank())  # this rank, as the group counts
+            member = own, self.place, len(self.ranks), limit
             self.group = (
-                _torch.nccl_group(own, place, size, limit)
-                if self.nccl
-                else _torch.gloo_group(own, place, size, limit, gloo)
+                _torch.nccl_group(*member) if self.nccl else _torch.gloo_group(*member, gloo)
             )
             self.group.set_timeout(FOREVER)  # how long to wait is decided where it is waited
         self.lock = threading.Lock()

@@ -118,15 +118,6 @@ class Route:
         index, mesh = self.connection.index, self.mesh
         return [[index(mesh.in_world(r, rank)) for rank in first.ranks] for r in replicas]
 
-    def connect(self, device: torch.device) -> None:
-        """NCCL connects ranks with the first operation of a kind (NCCL_RUNTIME_CONNECT), at which
-        the host waits for all members. In a step it could so keep from one of them a message that
-        this one needs to come there."""
-        data = torch.zeros(self.bucket.members, dtype=torch.uint8, device=device)
-        ones, group = [1] * self.bucket.members, self.connection.group
-        group.alltoall_base(torch.empty_like(data), data, ones, ones).wait()
-        _torch.gather_into(group, torch.empty_like(data), data[:1]).wait()
-
     def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parts as they are sent, in one tensor."""
         bucket = self.bucket

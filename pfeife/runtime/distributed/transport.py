@@ -1,6 +1,7 @@
 """Sends, receives and reductions by torch.distributed (Gloo, NCCL)."""
 
 import copy
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,16 +11,17 @@ import torch
 import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
-from pfeife.ir.program import Program
+from pfeife.ir.program import Program, Reduction
 from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import APART, Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
+from pfeife.runtime.distributed.connecting import REDUCE, way
 from pfeife.runtime.distributed.connection import Connection, queued_by_now
 from pfeife.runtime.distributed.reducing import Reducing, Route
 from pfeife.runtime.distributed.sending import Sending
-from pfeife.runtime.distributed.world import WAYS, World
+from pfeife.runtime.distributed.world import World
 
 End = tuple[Connection, int]  # and the other rank as its group counts
 Works = Sequence[dist.Work | Sending]
@@ -91,18 +93,19 @@ class DistributedTransport(Buffered):
         together has a process group, all of which are made in one order."""
         found = {}
         for bucket in buckets_of(program):
-            first = bucket.first
-            for replica in range(self.mesh.replicas if first.replicas == 1 else 1):
-                replicas = [replica] if first.replicas == 1 else range(self.mesh.replicas)
-                members = [self.mesh.in_world(r, rank) for r in replicas for rank in first.ranks]
-                connection = self.world.connection_of(sorted(members), "reduce")
+            for members in self._members(bucket.first):
+                connection = self.world.connection_of(members, REDUCE)
                 if connection.mine:
-                    route = Route(bucket, self.mesh, self.replica, connection)
-                    if connection.nccl and not bucket.sparse:
-                        with self.world.connecting():
-                            route.connect(self.world.device)
-                    found[first.name] = route
+                    found[bucket.first.name] = Route(bucket, self.mesh, self.replica, connection)
         return found
+
+    def _members(self, first: Reduction) -> list[list[int]]:
+        """Ranks of the world that reduce a gradient together: of each replica, or of all."""
+        pipelines = [
+            sorted(self.mesh.in_world(replica, rank) for rank in first.ranks)
+            for replica in range(self.mesh.replicas)
+        ]
+        return pipelines if first.replicas == 1 else [sorted(itertools.chain(*pipelines))]
 
     def _in_world(self, rank: int) -> int:
         """The rank of the world that is a rank of this one's pipeline."""
@@ -113,23 +116,11 @@ class DistributedTransport(Buffered):
         for replica in range(self.mesh.replicas):
             for source, destination in used:
                 pair = self.mesh.in_world(replica, source), self.mesh.in_world(replica, destination)
-                way = WAYS[source > destination]
-                connection = self.world.connection_of(sorted(pair), way)
+                connection = self.world.connection_of(sorted(pair), way(*pair))
                 if pair[0] == self.world.rank:
                     self.out[destination] = (connection, connection.index(pair[1]))
                 elif pair[1] == self.world.rank:
                     self.into[source] = (connection, connection.index(pair[0]))
-                if self.world.rank in pair and connection.nccl:
-                    self._first_message(connection, pair)
-
-    def _first_message(self, connection: Connection, pair: tuple[int, int]) -> None:
-        """NCCL connects with it, which both ends must wait for."""
-        data = [torch.zeros(1, dtype=torch.uint8, device=self.device)]
-        with self.world.connecting():
-            if pair[0] == self.world.rank:
-                connection.group.send(data, connection.index(pair[1]), 0).wait()
-            else:
-                connection.group.recv(data, connection.index(pair[0]), 0).wait()
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
         opening = envelope.opening

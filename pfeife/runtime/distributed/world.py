@@ -18,6 +18,7 @@ from pfeife import _torch
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
+from pfeife.runtime.distributed.connecting import ALL_RANKS, use_once
 from pfeife.runtime.distributed.connection import (
     FOREVER,
     Connection,
@@ -46,7 +47,6 @@ from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
-WAYS = ("down", "up")  # what connections are for over which two ranks send one another messages
 _ASKED = "asked"  # what the connection of the service is for
 _SHORT = 96  # bytes of a note from which on it has a message of its own
 # What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
@@ -118,10 +118,10 @@ class World:
         return () if self.nccl else (FOREVER,)
 
     def connection_of(
-        self, ranks: Sequence[int], purpose: str = "", device: torch.device | None = None
+        self, ranks: Sequence[int], purpose: str = ALL_RANKS, device: torch.device | None = None
     ) -> Connection:
         """The connection of some ranks, for tensors on the world's or another device; all ranks of
-        the world make new ones, in one order."""
+        the world make new ones, in one order, and connect there."""
         key = (tuple(ranks), purpose)
         if key not in self.connections:
             own = dist.PrefixStore(f"world {self.generation}", self.store)
@@ -131,20 +131,15 @@ class World:
                 self.connections[key] = made
             except RuntimeError as error:
                 raise self.lost(None, error) from error
-            if made.nccl and made.mine and purpose not in WAYS:
-                with self.connecting():
-                    made.group.broadcast(torch.zeros(1, device=self.device), 0).wait()
+            if made.nccl and made.mine:
+                self._connect(made, purpose)
         return self.connections[key]
 
-    @contextlib.contextmanager
-    def connecting(self) -> Iterator[None]:
-        """While NCCL connects some ranks, as it does with the first message or collective, in the
-        call itself: who does not come is found as in any wait."""
+    def _connect(self, connection: Connection, purpose: str) -> None:
+        """Who does not come is found as in any wait."""
         self.waiting = time.monotonic()
         try:
-            yield
-        except PipelineError:
-            raise
+            use_once(connection, purpose)
         except RuntimeError as error:
             raise self.lost(None, error) from error
         finally:
