@@ -64,7 +64,14 @@ from pfeife._torch.hollow import (
     written,
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
-from pfeife._torch.modules import graph_module, is_unwritten, running_ddp, saved_state, write
+from pfeife._torch.modules import (
+    function_of,
+    graph_module,
+    is_unwritten,
+    running_ddp,
+    saved_state,
+    write,
+)
 from pfeife._torch.nccl import nccl_group
 from pfeife._torch.profiling import is_profiled
 from pfeife._torch.questions import (
@@ -149,6 +156,7 @@ __all__ = [
     "frame",
     "frame_arguments",
     "frame_name",
+    "function_of",
     "gather_into",
     "gloo_device",
     "gloo_group",

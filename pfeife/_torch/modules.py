@@ -1,5 +1,6 @@
 """Modules of graphs that write their code when it is asked for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ def graph_module(
 def is_unwritten(module: fx.GraphModule) -> bool:
     """Whether a module has no code yet: it will be that of its graph."""
     return isinstance(module, _LazyGraphModule) and module._needs_recompile()
+
+
+def function_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """What a graph's code does, without what a module's call looks for first (hooks, whether the
+    code is written): twice as fast for tiny graphs, and silent where an operation fails."""
+    write(module)
+    return module.forward
 
 
 def write(module: torch.nn.Module) -> None:

@@ -25,7 +25,7 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     many tensors as the graph.
     """
     if compiler == "aot_eager":
-        return piece.forward
+        return _torch.function_of(piece)
     values = [node.meta["val"] for node in inputs(piece)]
     with torch.no_grad(), _torch.no_autocast():
         if callable(compiler):

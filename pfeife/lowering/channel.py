@@ -8,14 +8,19 @@ import attrs
 from pfeife.lowering.envelope import Envelope
 
 AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
-FEWEST, MOST = 2, 64  # messages ahead, whatever their size
+FEWEST, MOST = 2, 1024  # messages ahead, whatever their size
+# The same on CUDA, where receives stand in a stream's queue, several operations each: if one has a
+# thousand or so, whoever puts in the next one waits.
+MOST_QUEUED = 64
 
 
 @attrs.frozen(slots=False)
 class Channel:
-    """The messages that one rank will receive from another, in their order."""
+    """The messages that one rank will receive from another, in their order; how many at `most` are
+    posted ahead."""
 
     envelopes: tuple[Envelope, ...]
+    most: int = MOST
 
     @cached_property
     def ahead(self) -> list[int]:
@@ -23,7 +28,7 @@ class Channel:
 
         None is posted before the sizes of one that is sent before it are known.
         """
-        found = posted_ahead([envelope.bytes for envelope in self.envelopes])
+        found = posted_ahead([envelope.bytes for envelope in self.envelopes], self.most)
         border = len(self.envelopes)
         for taken in reversed(range(len(self.envelopes))):
             if self.envelopes[taken].opening is not self.envelopes[taken]:
@@ -32,12 +37,13 @@ class Channel:
         return found
 
 
-def posted_ahead(sizes: Sequence[int]) -> list[int]:
+def posted_ahead(sizes: Sequence[int], most: int = MOST) -> list[int]:
     """How many of a channel's messages (of so many bytes, in their order) have had their receives
     posted when 0, 1, 2, ... of them have been taken.
 
-    At least the next two are, and as many as fit into `AHEAD` bytes; they are posted several at a
-    time, when half of them are gone, since the sender's thread then wakes up once for all:
+    At least the next two are, and as many as fit into `AHEAD` bytes, up to `most`; they are posted
+    several at a time, when half of them are gone: each tells the sender, whose thread then wakes up
+    once for all, and keeps it from sending meanwhile.
 
         taken     0  1  2  3  4 ...     for messages of a quarter of `AHEAD`
         posted    4  4  6  6  8 ...
@@ -45,16 +51,16 @@ def posted_ahead(sizes: Sequence[int]) -> list[int]:
     found, posted, ahead = [], 0, 0
     for taken in range(len(sizes) + 1):
         if posted - taken <= max(ahead // 2, FEWEST - 1):
-            posted = _filled(sizes, taken, posted)
+            posted = _filled(sizes, taken, posted, most)
             ahead = posted - taken
         found.append(posted)
     return found
 
 
-def _filled(sizes: Sequence[int], taken: int, posted: int) -> int:
+def _filled(sizes: Sequence[int], taken: int, posted: int, most: int = MOST) -> int:
     """How many are posted once there is room for no more."""
     held = sum(sizes[taken:posted])
-    while posted < len(sizes) and posted - taken < MOST:
+    while posted < len(sizes) and posted - taken < most:
         if posted - taken >= FEWEST and held + sizes[posted] > AHEAD:
             break
         held += sizes[posted]

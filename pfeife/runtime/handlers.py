@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 
+from pfeife import _torch
 from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.program import Call, Kind, Port, Role, returned
 from pfeife.ir.statistics import tracked_names
@@ -54,7 +55,7 @@ class Handlers:
         return self._transfer(action)
 
     def _compute(self, call: Call) -> Handler:
-        body = self.bodies.get(call.node) or self.program.body(call).forward
+        body = self.bodies.get(call.node) or _torch.function_of(self.program.body(call))
         reads, slots = self.wiring.arguments(call), self.wiring.results(call)
         self.reads.update(reads)
         summed = summed_in_place(self.program, call)

@@ -33,7 +33,7 @@ from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State, as_computed
 from pfeife.ir.program import STATE_ROLES, Port, Program
-from pfeife.lowering.channel import Channel
+from pfeife.lowering.channel import MOST, MOST_QUEUED, Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring
@@ -96,6 +96,11 @@ class RankRunner:
         """The ports of the state that the rank reads."""
         ports = self.program.ports(*STATE_ROLES)
         return tuple(port for port in ports if port.name in self.handlers.reads)
+
+    @property
+    def _on_cuda(self) -> bool:
+        """Whether the step is computed there, for which it was captured."""
+        return any(port.device.type == "cuda" for port in self.program.inputs)
 
     @cached_property
     def backward_start(self) -> int:
@@ -185,8 +190,10 @@ class RankRunner:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
                     found.setdefault(message.source, []).append(self.envelopes[message.node])
-            channels = {source: Channel(tuple(envelopes)) for source, envelopes in found.items()}
-            self.expected[start, end] = channels
+            most = MOST_QUEUED if self._on_cuda else MOST
+            self.expected[start, end] = {
+                source: Channel(tuple(envelopes), most) for source, envelopes in found.items()
+            }
         return self.expected[start, end]
 
 

@@ -6,7 +6,7 @@ from carried import tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfeife.lowering.channel import AHEAD, FEWEST, MOST, posted_ahead
+from pfeife.lowering.channel import AHEAD, FEWEST, MOST, MOST_QUEUED, posted_ahead
 from pfeife.lowering.envelope import PACKED, Envelope, Layout
 
 
@@ -39,11 +39,14 @@ def test_a_value_that_nobody_expects_is_not_sent(wrong, others):
         Envelope((layout,) * (1 + others)).pack((wrong,) * (1 + others))
 
 
-@given(st.lists(st.sampled_from([0, 10, AHEAD // 20, AHEAD // 3, AHEAD, 3 * AHEAD]), max_size=60))
-def test_receives_are_posted_in_time_and_within_the_budget(sizes):
-    ahead = posted_ahead(sizes)
+@given(
+    st.lists(st.sampled_from([0, 10, AHEAD // 20, AHEAD // 3, AHEAD, 3 * AHEAD]), max_size=60),
+    st.sampled_from([FEWEST, 5, MOST_QUEUED, MOST]),
+)
+def test_receives_are_posted_in_time_and_within_the_budget(sizes, most):
+    ahead = posted_ahead(sizes, most)
     assert len(ahead) == len(sizes) + 1 and ahead == sorted(ahead)
     for taken, posted in enumerate(ahead):
-        assert min(taken + FEWEST, len(sizes)) <= posted <= min(taken + MOST, len(sizes))
+        assert min(taken + FEWEST, len(sizes)) <= posted <= min(taken + most, len(sizes))
         waiting = sizes[taken:posted]
         assert len(waiting) <= FEWEST or sum(waiting) <= AHEAD
