@@ -95,7 +95,7 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     if isinstance(microbatch, Mapping) and all(port.fqn in microbatch for port in ports):
         values = [microbatch[port.fqn] for port in ports]
     else:
-        values = [v for v in pytree.tree_leaves(microbatch) if isinstance(v, torch.Tensor)]
+        values = _tensors(microbatch)
         if len(values) != len(ports):
             names = [port.fqn for port in ports]
             raise ValueError(
@@ -105,6 +105,13 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}")
     return {port.name: value for port, value in zip(ports, values, strict=True)}
+
+
+def _tensors(microbatch: Any) -> list[torch.Tensor]:
+    """Those of a microbatch in their order; most are tuples of tensors, which need no search."""
+    if type(microbatch) is tuple and all([isinstance(one, torch.Tensor) for one in microbatch]):
+        return list(microbatch)
+    return [one for one in pytree.tree_leaves(microbatch) if isinstance(one, torch.Tensor)]
 
 
 def as_computed(port: Port, value: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,8 @@ class Layout:
 
     def check(self, value: torch.Tensor) -> None:
         """Raises ValueError for a value that the receiver does not expect."""
-        if value.shape != self.shape:
+        if value.shape != self.shape or value.dtype != self.dtype:
             raise self._unexpected(value)
-        self.check_kind(value)
 
     def check_kind(self, value: torch.Tensor) -> None:
         """Raises ValueError for a value that is another one than in its sizes."""
