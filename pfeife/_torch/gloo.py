@@ -1,5 +1,6 @@
 """Gloo's process groups over a device of ours."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 
 def gloo_device() -> Any:
     """A thread that looks after connections, which several groups can share: every one wakes up a
-    hundred times a second. If `create_default_device` moves: leave the device out, and each group
-    has its own."""
-    return torch.distributed.ProcessGroupGloo.create_default_device()
+    hundred times a second. It listens where torch's own groups do. If `create_device` moves: leave
+    the device out, and each group has its own."""
+    gloo = torch.distributed.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:

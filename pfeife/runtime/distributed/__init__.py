@@ -1,20 +1,20 @@
 """A rank a process, over torch.distributed.
 
 `pipeline` runs a rank's schedule over `transport`; read these first, then `world` (what the
-processes share; `agreement` is a part of it), `process_group` and `rendezvous` (how they find one
-another). `ownership`, `owned`, `foreign` and `nan_memory` keep state where it is trained,
-`gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries whether an optimizer
-takes parameters one by one; `telling` is what ranks tell one another of all this before a step,
-`copies` are of what one replica trains for all, `derived` is what scripts compute of state.
-`saving` and `optimizers` give state whole to whoever saves it: `asking` knows who has what,
-`serving` asks and answers (`script`, `questions`, `posting`, `by_hand`, `meeting`, `exchanges`,
-`givens` and `kept` are its parts; `handed` is what scripts got). `shares` are what a rank writes to
-a checkpoint, by `writing`. `staying`, `heartbeat`, `patience`, `diagnosis` and `ending` are for
-when a rank is late or gone; `connection`, `connecting`, `sending`, `reducing`, `buffers` and
-`arriving` are parts of the transport, `meshes` reads which ranks are its pipelines. `loading` gives
-ranks their data: `announcing` tells all what rank 0 has, `rank_zero` does so with a call's
-arguments. `batch_norms` joins what those of replicas have found. Tensors that travel together are a
-message by `packing`. `wrapped` refuses models that DDP or FSDP distributes.
+processes share; `agreement` is a part of it), `process_group`, `interface`, `rendezvous` and
+`starting` (how they find one another). `ownership`, `owned`, `foreign` and `nan_memory` keep state
+where it is trained, `gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries
+whether an optimizer takes parameters one by one; `telling` is what ranks tell one another of all
+this before a step, `copies` are of what one replica trains for all, `derived` is what scripts
+compute of state. `saving` and `optimizers` give state whole to whoever saves it: `asking` knows who
+has what, `serving` asks and answers (`script`, `questions`, `posting`, `by_hand`, `meeting`,
+`exchanges`, `givens` and `kept` are its parts; `handed` is what scripts got). `shares` are what a
+rank writes to a checkpoint, by `writing`. `staying`, `heartbeat`, `lifelines`, `patience`,
+`diagnosis` and `ending` are for when a rank is late or gone; `connection`, `connecting`, `sending`,
+`reducing`, `buffers` and `arriving` are parts of the transport, `meshes` reads which ranks are its
+pipelines. `loading` gives ranks their data: `announcing` tells all what rank 0 has, `rank_zero`
+does so with a call's arguments. `batch_norms` joins what those of replicas have found. Tensors that
+travel together are a message by `packing`. `wrapped` refuses models that DDP or FSDP distributes.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
+from pfeife.runtime.distributed.interface import choose_interface
 from pfeife.runtime.distributed.rendezvous import rendezvous
+from pfeife.runtime.distributed.starting import start_group
 from pfeife.runtime.distributed.world import GRACE, World
 from pfeife.runtime.failure import Failure, PipelineError
 
@@ -28,6 +30,8 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     naming them, if ranks do not arrive within `timeout` seconds.
     """
     limit = TIMEOUT if timeout is None else timeout
+    if not _worlds:
+        _choose_interface()
     if not dist.is_initialized() and number_of("WORLD_SIZE", 1, default="1") > 1:
         _initialize(device, limit)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -54,6 +58,13 @@ def world_so_far() -> World | None:
     return join_world(_worlds[0].device)
 
 
+def _choose_interface() -> None:
+    """Of ranks that torchrun has started on several nodes."""
+    host, size = os.environ.get("MASTER_ADDR"), number_of("WORLD_SIZE", 1, default="1")
+    if host and number_of("LOCAL_WORLD_SIZE", 1, default=str(size)) < size:
+        choose_interface(host, number_of("MASTER_PORT", 1, 2**16 - 1))
+
+
 def _initialize(device: torch.device, timeout: float) -> None:
     size, port = number_of("WORLD_SIZE", 1), number_of("MASTER_PORT", 1, 2**16 - 1)
     rank = number_of("RANK", 0, size - 1)
@@ -72,8 +83,7 @@ def _initialize(device: torch.device, timeout: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(number_of("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0"))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # Without our timeout: the user's own collectives keep that of torch.
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    start_group(backend, store, rank, size)
     atexit.register(leave_world)
 
 

@@ -35,6 +35,7 @@ from pfeife.runtime.distributed.heartbeat import (
     Monitor,
     kept_by_torchrun,
 )
+from pfeife.runtime.distributed.lifelines import SILENCE, Lifelines
 from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
 from pfeife.runtime.distributed.reducing import Reducer
@@ -90,6 +91,7 @@ class World:
         self.ending: list[threading.Thread] = []  # in which NCCL ends connections
         self.sender, self.reducer = Sender(), Reducer(device)
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
+        self.lifelines: Lifelines = before.lifelines if before else Lifelines(self.beside)
         self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
         self.torn: dict[int, RuntimeError] = {}  # ranks that the service has lost, and how
         self.watch = Patience(
@@ -213,9 +215,15 @@ class World:
             end_process()
 
     def _seen_to_go(self, doing: Doing) -> Failure | None:
-        """Why there is no use in waiting for what NCCL carries, which does not notice a process
-        that is gone: the sockets of the service do."""
-        if not self.nccl or not self.torn or self.failure is not None:
+        """Why there is no use in waiting: a node is cut off, or, for what NCCL carries, which does
+        not notice it, a process is gone: the sockets of the service do."""
+        if self.failure is not None:
+            return None
+        node = self.lifelines.lost()
+        if node is not None:
+            silent = f"{node} is cut off: it has not answered for {SILENCE} s"
+            return Failure(node.first, "", f"{silent}; rank {self.rank} waited in {doing.text}")
+        if not self.nccl or not self.torn:
             return None
         peer, error = next(iter(self.torn.items()))
         with self._diagnosis():
@@ -411,6 +419,7 @@ class World:
             over = time.monotonic() + GRACE
             for thread in self.ending:
                 thread.join(max(0.0, over - time.monotonic()))
+        self.lifelines.close()
         self.ownership.end()
 
     def _end_threads(self) -> None:
