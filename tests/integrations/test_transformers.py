@@ -48,11 +48,28 @@ def two_ranks(tmp_path_factory):
 
 
 def test_two_ranks_log_and_save_what_one_device_does(one_device, two_ranks):
-    """Losses, norms, evaluations and tokens on every rank."""
+    """Losses, norms and tokens on every rank, bit for bit. The loss of an evaluation to rounding:
+    one device adds up all rows of a batch, ranks those of four parts, and whether that gives the
+    same last bit is up to the processor."""
     folder, log = one_device
     other, logs = two_ranks
-    assert logs == [log, log]
+    assert logs[0] == logs[1]
+    same_log(logs[0], log)
     same_files(folder, other)
+
+
+def same_log(mine, theirs):
+    """All but the losses of evaluations bit for bit."""
+    (trained, evaluated), (expected, whole) = apart(mine), apart(theirs)
+    assert trained == expected
+    assert evaluated == pytest.approx(whole, rel=2**-22) and whole
+
+
+def apart(log):
+    """What a run has logged without the losses of evaluations, and these."""
+    name = "eval_loss"
+    rest = [{key: value for key, value in one.items() if key != name} for one in log]
+    return rest, [one[name] for one in log if name in one]
 
 
 @pytest.mark.whole
@@ -65,7 +82,7 @@ def test_a_checkpoint_goes_on_elsewhere(request, one_device, tmp_path, before, r
     saved, _ = request.getfixturevalue(before)
     shutil.copytree(saved / "checkpoint-6", tmp_path / "checkpoint-6")
     for again in logged(SCRIPT, "--save", tmp_path, "--resume", "--stages", ranks, ranks=ranks):
-        assert again[:-1] == log[:-1]  # the last line has the mean loss since the start
+        same_log(again[:-1], log[:-1])  # the last line has the mean loss since the start
     same_files(folder, tmp_path)
 
 
