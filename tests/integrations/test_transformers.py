@@ -6,8 +6,15 @@ import pytest
 import torch
 from logged import logged
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
+from examples.hf_trainer import sentences
 from pfeife.integrations.transformers import pipelined
 
 SCRIPT = "hf_trainer.py"
@@ -48,18 +55,32 @@ def two_ranks(tmp_path_factory):
 
 
 def test_two_ranks_log_and_save_what_one_device_does(one_device, two_ranks):
-    """Losses, norms and tokens on every rank, bit for bit. The loss of an evaluation to rounding:
-    one device adds up all rows of a batch, ranks those of four parts, and whether that gives the
-    same last bit is up to the processor."""
+    """Losses, norms, evaluations and tokens on every rank."""
     folder, log = one_device
     other, logs = two_ranks
     assert logs[0] == logs[1]
     same_log(logs[0], log)
+    assert apart(logs[0])[1] == [accumulated(folder / f"checkpoint-{at}") for at in (6, 12)]
     same_files(folder, other)
 
 
+def accumulated(checkpoint, parts=4):
+    """The loss of the evaluation where eager adds up the parts of each batch, as a step does. That
+    of whole batches is the same to rounding, and on some processors to the bit."""
+    model, rows, losses = GPT2LMHeadModel(GPT2Config.from_pretrained(checkpoint)), sentences(20), []
+    model.eval().load_state_dict(load_file(checkpoint / "model.safetensors"))
+    for batch in (rows[start : start + 8] for start in range(0, len(rows), 8)):
+        each = len(batch) // parts
+        cut = [default_data_collator(batch[at : at + each]) for at in range(0, len(batch), each)]
+        count = default_data_collator(batch)["labels"].ne(-100).sum()
+        with torch.no_grad():
+            first, *others = [model(**one, num_items_in_batch=count).loss for one in cut]
+        losses += [sum(others, first)] * len(batch)
+    return torch.stack(losses).numpy().mean().item()
+
+
 def same_log(mine, theirs):
-    """All but the losses of evaluations bit for bit."""
+    """All but the losses of evaluations bit for bit; these are `accumulated`."""
     (trained, evaluated), (expected, whole) = apart(mine), apart(theirs)
     assert trained == expected
     assert evaluated == pytest.approx(whole, rel=2**-22) and whole
