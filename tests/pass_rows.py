@@ -52,6 +52,11 @@ def on_devices(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[
     return exactly(pfeife.place([torch.device("cpu")] * ranks))
 
 
+def there_and_back(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
+    """On a GPU that is not there, and on the CPU again."""
+    return exactly(pfeife.compose(pfeife.move_to_device("cuda:0"), pfeife.move_to_device("cpu")))
+
+
 def in_replicas(program: pfeife.Program, microbatches: int) -> st.SearchStrategy[Drawn]:
     """Replicas add the microbatches in another order, and each has batch statistics of its own."""
     ranks = 1 + max(call.rank or 0 for call in program.calls)
@@ -87,9 +92,11 @@ def with_plain_nodes(program: pfeife.Program, _: int) -> st.SearchStrategy[Drawn
 
 
 PLAIN = Row("plain nodes", with_plain_nodes, sometimes=True)
+MOVED = Row("move_to_device", there_and_back, sometimes=True)
 SPLIT = Row("split_backward", lambda program, _: exactly(pfeife.split_backward()), sometimes=True)
 
 ROWS = (
+    MOVED,
     Row("fuse", lambda program, _: exactly(pfeife.fuse())),
     SPLIT,  # of clusters
     Row("join_backward", lambda program, _: exactly(join_backward()), sometimes=True),
@@ -101,6 +108,7 @@ ROWS = (
     Row("insert_send_recv", lambda program, _: exactly(pfeife.insert_send_recv())),
     PLAIN,
     Row("dp_wrap", in_replicas),
+    MOVED,
     Row("absorb", lambda program, _: exactly(pfeife.absorb), sometimes=True),
     Row("place", on_devices),
 )

@@ -3,9 +3,9 @@
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
-`kernel_numbers` (what only data tell); `modules`, `recurrent`, `speech`, `tensors`, `gloo`, `nccl`
-and `trace` are about what their names say, `checkpoints` reads the list of one, `hollow` about
-tensors whose memory is not there, `profiling` about torch.profiler.
+`kernel_numbers` (what only data tell); `kernels`, `modules`, `recurrent`, `speech`, `tensors`,
+`gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list of one,
+`hollow` about tensors whose memory is not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import speech as speech
@@ -64,6 +64,7 @@ from pfeife._torch.hollow import (
     written,
 )
 from pfeife._torch.kernel_numbers import INSTEAD, MARK, floats, numbers_for_kernels
+from pfeife._torch.kernels import is_missing, lacks_device
 from pfeife._torch.modules import (
     function_of,
     graph_module,
@@ -103,6 +104,7 @@ from pfeife._torch.tensors import (
     TorchDispatchMode,
     asks_for_values,
     converting_others,
+    fake_on,
     fake_tensor,
     hooks_of,
     is_shared,
@@ -149,6 +151,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "extremes",
+    "fake_on",
     "fake_tensor",
     "floats",
     "flop_formulas",
@@ -176,6 +179,7 @@ __all__ = [
     "is_hollow",
     "is_last_compilation",
     "is_limit_of_compilations",
+    "is_missing",
     "is_operation",
     "is_profiled",
     "is_shared",
@@ -183,6 +187,7 @@ __all__ = [
     "is_torchs",
     "is_unwritten",
     "joint_graph",
+    "lacks_device",
     "leaf_dims",
     "listed",
     "makes_view",

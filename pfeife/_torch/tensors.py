@@ -37,6 +37,7 @@ __all__ = [
     "TorchDispatchMode",
     "asks_for_values",
     "converting_others",
+    "fake_on",
     "fake_tensor",
     "hooks_of",
     "is_shared",
@@ -65,6 +66,18 @@ def fake_tensor(
         else:
             like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(mode, like, device)
+
+
+def fake_on(value: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
+    """A tensor like another one, without storage, on a device that need not be there."""
+    if value.layout != torch.sparse_coo:
+        shape, stride, offset = value.shape, value.stride(), value.storage_offset()
+        return fake_tensor(mode, value.dtype, device, shape, stride, int(offset))
+    parts = [fake_on(one, device, mode) for one in (value._indices(), value._values())]
+    dims, kind = (value.sparse_dim(), value.dense_dim()), {"dtype": value.dtype, "device": device}
+    made: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+    with mode, torch.no_grad():
+        return made(*dims, value.shape, *parts, layout=value.layout, **kind)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:

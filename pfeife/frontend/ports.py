@@ -161,13 +161,13 @@ class Porter:
         before:  found = x.nonzero(), size = sym_size(found, 0)
         after:   found = x.nonzero(), tensor = size_tensor(sym_size, found, 0), size = tensor.item()
         """
-        value = number.meta["val"]
+        value, tensor = number.meta["val"], number.all_input_nodes[0].meta["val"]
         operation: Any = number.target
         number.args = (operation, *number.args)
         number.target = size_tensor
         with _torch.FakeTensorMode():
             dtype = torch.float64 if isinstance(value, float) else torch.int64
-            number.meta["val"] = torch.empty((), dtype=dtype)
+            number.meta["val"] = torch.empty((), dtype=dtype, device=tensor.device)
         item = self.graph.call_function(torch.ops.aten._local_scalar_dense.default, (number,))
         item.meta = {**number.meta, "val": value}
         return item

@@ -1,10 +1,9 @@
 """Passes: each a factory that binds its options and returns a function of a program.
 
-Read them as a program meets them: `precision` and `defer_batch_norm` (if asked for), `fuse`,
-`annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`; `recompute` is a part of
-`partition`, `compose` puts passes together and keeps
-what each has made, `apply` puts those together that a plan decides, `changes` says what one has
-changed.
+Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
+for), `fuse`, `annotate`, `partition`, `split_backward`, `send_recv`, `dp_wrap`, `place`;
+`recompute` is a part of `partition`, `compose` puts passes together and keeps what each has made,
+`apply` puts those together that a plan decides, `changes` says what one has changed.
 """
 
 from pfeife.ir.absorb import absorb
@@ -15,6 +14,7 @@ from pfeife.passes.compose import History, Pass, compose, record
 from pfeife.passes.defer_batch_norm import defer_batch_norm
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.fuse import fuse
+from pfeife.passes.move_to_device import move_to_device
 from pfeife.passes.partition import partition
 from pfeife.passes.place import place
 from pfeife.passes.precision import accumulate_in, master_weights
@@ -37,6 +37,7 @@ __all__ = [
     "insert_send_recv",
     "join_backward",
     "master_weights",
+    "move_to_device",
     "partition",
     "passes_of",
     "place",

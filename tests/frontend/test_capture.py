@@ -248,3 +248,11 @@ def test_a_program_says_what_a_trace_takes_for_granted():
     (answer,) = [one for one in flat.premises if one.kind == "answer"]
     assert str(answer) in str(flat) and "gets True" in answer.what
     assert pfeife.fuse()(flat).premises == flat.premises
+
+
+def test_a_size_of_data_is_where_the_data_are():
+    x = torch.ones(3, 2, device="meta")
+    program = pfeife.capture(lambda x: x[x > 0].mean(), x, loss_reduction="mean", device="meta")
+    values = [node.meta.get("val") for node in program.module.graph.nodes]
+    places = [one.device.type for one in values if isinstance(one, torch.Tensor)]
+    assert places == ["meta"] * 5  # x, a mask, what it selects, how many these are, their mean

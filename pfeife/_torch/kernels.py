@@ -1,0 +1,35 @@
+"""Which devices an operation has kernels for."""
+
+import functools
+import re
+from typing import Any
+
+import torch
+
+from pfeife._torch.tensors import OpOverload
+
+_CPU_ALONE = {"cpu", "mkldnn", "onednn", "quantized", "fbgemm", "xnnpack"}  # words in names
+
+
+@functools.cache
+def is_missing(operation: Any, kind: str) -> bool:
+    """Whether an operation is known to have no kernel for a type of device ("cuda").
+
+    The dispatcher says so where this build of torch has that type's kernels. Elsewhere the names
+    do, as far as operations are the CPU's own. If the questions to the dispatcher move: names
+    alone, and an operation of one device is noticed when it runs on another.
+    """
+    if not isinstance(operation, OpOverload):
+        return False
+    name = operation.name()  # such as "aten::add.Tensor"
+    key = torch._C._dispatch_key_for_device(kind)
+    known = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    if known("aten::view", key):  # which is made of no other one
+        return not known(name, key)
+    return kind != "cpu" and not _CPU_ALONE.isdisjoint(re.split(r"[_:.]+", name))
+
+
+def lacks_device(error: Exception) -> bool:
+    """Whether an operation has no value on a device only because this build of torch has not been
+    linked with it. There is no class for that; if the words change: torch's own error is shown."""
+    return isinstance(error, NotImplementedError) or "not linked with support for" in str(error)

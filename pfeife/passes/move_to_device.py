@@ -1,0 +1,209 @@
+"""A program of one device as that of another, which need not be there."""
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.ir.program import (
+    Port,
+    Program,
+    Role,
+    has_effects,
+    is_sized_by_data,
+    receive,
+    returned,
+    send,
+    source_line,
+    value_of,
+)
+from pfeife.ir.seeding import seeded
+from pfeife.passes.compose import Pass
+
+_COPY = torch.ops.aten._to_copy.default
+_CPU = torch.device("cpu")
+
+
+def move_to_device(device: torch.device | str) -> Pass:
+    """A pass that makes a program of one device that of another: ports, fake values, and the
+    devices that operations name. Nothing is run, and the device need not be there: what was
+    captured on a laptop is planned, accounted and lowered for a GPU.
+
+        before  full([8], 1.0, device=cpu)     after  full([8], 1.0, device=cuda:0)
+                c, held by value                      _to_copy(c, device=cuda:0)
+
+    Seeds stay on the CPU, which reads them, and so does what else is there in a program of another
+    device. The operations stay those that were captured: a capture on the new device might have
+    chosen others. Premises are those of the capture.
+
+    Raises ValueError, with the line of the model, for an operation that the new device has not,
+    and for a program of several devices, such as `place` makes.
+
+    >>> net = torch.nn.Linear(4, 1)
+    >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
+    >>> print(pfeife.move_to_device("cuda:0")(flat).inputs[0])
+    weight: parameter weight float32 1x4 cuda:0
+    """
+    target = torch.device(device)
+    if target.type == "meta":
+        raise ValueError("move_to_device: nothing runs on meta tensors; name another device")
+    if target.type != "cpu" and target.index is None:
+        target = torch.device(target.type, 0)
+
+    def run(program: Program) -> Program:
+        home = _home(program)
+        if home == target:
+            return program
+        mover = _Mover(home, target)
+        seeds = {port.name for port in program.ports(Role.SEED)}
+        module = mover.module(program.module, stay=seeds)
+        counts = (attrs.evolve(one, module=mover.module(one.module)) for one in program.counts)
+        given = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+        return attrs.evolve(
+            program,
+            module=module,
+            inputs=tuple(_as(given[port.name], port) for port in program.inputs),
+            outputs=tuple(_as(returned(module)[port.name], port) for port in program.outputs),
+            counts=tuple(counts),
+        )
+
+    return run
+
+
+def _home(program: Program) -> torch.device:
+    """The device of a program; what another one needs of the CPU is beside it."""
+    found: dict[torch.device, fx.Node] = {}
+    for module in program.module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            for one in _places(node) if node.op != "get_attr" else ():
+                found.setdefault(one, node)
+    others = [one for one in found if one != _CPU]
+    if len(others) > 1:
+        said = (f"{found[one].name} is on {one} ({source_line(found[one])})" for one in others)
+        raise ValueError(f"move_to_device: a program of several devices: {'; '.join(said)}")
+    return others[0] if others else _CPU
+
+
+def _places(node: fx.Node) -> Iterator[torch.device]:
+    """The devices of a node's values, and those that it names."""
+    for one in pytree.tree_leaves((node.meta.get("val"), node.args, node.kwargs)):
+        if isinstance(one, torch.Tensor):
+            yield one.device
+        elif isinstance(one, torch.device) and (one.type == "cpu" or one.index is not None):
+            yield one
+
+
+def _as(node: fx.Node, port: Port) -> Port:
+    """A port that is what its node is."""
+    value = value_of(node)
+    if value is None:
+        return port
+    return attrs.evolve(port, dtype=value.dtype, device=value.device)
+
+
+class _Mover:
+    """Copies of what is at home, for the target, with the values that torch's own rules tell."""
+
+    def __init__(self, home: torch.device, target: torch.device):
+        self.home, self.target = home, target
+        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.of: dict[fx.Node, Any] = {}  # the values of new nodes
+        self.modules: dict[int, fx.GraphModule] = {}  # calls may share one
+
+    def device(self, one: torch.device) -> torch.device:
+        here = one.type == self.home.type and one.index in (None, self.home.index)
+        return self.target if here else one
+
+    def value(self, old: Any) -> Any:
+        """A node's value as it was, but for where it is."""
+        return pytree.tree_map_only(
+            torch.Tensor, lambda one: _torch.fake_on(one, self.device(one.device), self.mode), old
+        )
+
+    def module(
+        self, module: fx.GraphModule, given: Collection[Any] = (), stay: Collection[str] = ()
+    ) -> fx.GraphModule:
+        """A moved graph, which is `given` values, else its own; those of a name in `stay` stay."""
+        if id(module) in self.modules:
+            return self.modules[id(module)]
+        graph = fx.Graph()
+        here: dict[fx.Node, fx.Node] = {}
+        held: dict[str, Any] = {}
+        left = iter(given)
+        for node in module.graph.nodes:
+            made = here[node] = graph.node_copy(node, here.__getitem__)
+            if node.op == "placeholder":
+                mine = node.meta.get("val")
+                self._tell(made, next(left, mine if node.name in stay else self.value(mine)))
+            elif node.op == "call_function":
+                self._operation(made)
+            elif node.op in ("get_attr", "call_module"):
+                held[str(node.target)], here[node] = self._held(module, made)
+        self.modules[id(module)] = _torch.graph_module(held, graph, type(module).__name__)
+        return self.modules[id(module)]
+
+    def _tell(self, node: fx.Node, value: Any) -> None:
+        self.of[node] = value
+        if "val" in node.meta:
+            node.meta["val"] = value
+
+    def _held(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, fx.Node]:
+        """What a module has by the name of a new node's target, and the node to read of it: a
+        tensor that is held by value stays where it is, and a copy is read."""
+        held = operator.attrgetter(str(node.target))(module)
+        if isinstance(held, fx.GraphModule):
+            given = [self.of[one] for one in node.all_input_nodes]
+            held = self.module(held, given)
+            if node.op == "call_module":
+                self._tell(node, fx.node.map_arg(returned(held), self.of.__getitem__))
+        elif isinstance(held, torch.Tensor):
+            self._tell(node, _torch.fake_on(held, held.device, self.mode))
+            if held.device == self.home:
+                copy = node.graph.call_function(_COPY, (node,), {"device": self.target})
+                copy.meta = dict(node.meta)
+                self._operation(copy)
+                return held, copy
+        return held, node
+
+    def _operation(self, node: fx.Node) -> None:
+        operation: Any = node.args[0] if node.target is seeded else node.target
+        if _torch.is_missing(operation, self.target.type):
+            raise ValueError(
+                f"move_to_device: {operation} is no operation of {self.target.type} "
+                f"({source_line(node)}); capture the step without it: attention under "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), recurrent layers after "
+                "torch.backends.mkldnn.set_flags(False)"
+            )
+        named = pytree.tree_map_only(torch.device, self.device, (node.args, node.kwargs))
+        node.args, node.kwargs = named
+        self._tell(node, self._value(node, operation))
+
+    def _value(self, node: fx.Node, operation: Any) -> Any:
+        """A new node's value: on another device it may have another dtype or other strides."""
+        old = node.meta.get("val")
+        if not _is_ruled(node, old):
+            return self.value(old)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.of.__getitem__)
+        try:
+            with self.mode, torch.no_grad():
+                return operation(*(args[3:] if node.target is seeded else args), **kwargs)
+        except Exception as error:
+            if _torch.lacks_device(error):
+                return self.value(old)
+            raise ValueError(
+                f"move_to_device: {node.name} is not to be had on {self.target} "
+                f"({source_line(node)}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_ruled(node: fx.Node, value: Any) -> bool:
+    """Whether what a node reads tells its value, and not data or a graph."""
+    passes_on = node.target in (send, receive, operator.getitem)
+    tensors = any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value))
+    elsewhere = is_sized_by_data(node) or _torch.is_higher_order(node.target) or has_effects(node)
+    return (passes_on or tensors) and not elsewhere
