@@ -69,7 +69,7 @@ def stand_ins(
     values = {}
     for slot in places.slots:
         one = slot.get()
-        plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor)
         if plain and one.layout == torch.strided and slot.is_open:
             if id(one) not in found:
                 found[id(one)] = fake_like(mode, one, device=device)
