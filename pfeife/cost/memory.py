@@ -27,6 +27,7 @@ from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
 
+CUDA_BLOCK = 512  # bytes, kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
 _AGAIN = "buffers of before"  # for a step that may run again
 
 
@@ -35,7 +36,7 @@ def memory_curves(
     schedule: Schedule,
     *,
     optimizer: Optimizer | None = None,
-    rounding: int = 1,
+    rounding: int | None = None,
     replica: int | None = None,
     apart: bool = False,
 ) -> tuple[MemoryCurve, ...]:
@@ -51,8 +52,9 @@ def memory_curves(
     step in float16 keeps what the buffers were that it updates, since it may run again with another
     gradient of its loss; the gradients that it has then are gone.
     `optimizer` is the real one, its class, or bytes for each element of a parameter (see
-    `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes (512 for
-    torch's CUDA allocator). What an operation needs inside itself is not known.
+    `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes: those of
+    torch's allocator unless given, 512 for a program of a CUDA device. What an operation needs
+    inside itself is not known.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))
@@ -63,6 +65,9 @@ def memory_curves(
     [664, 768]
     """
     program = absorb(program)
+    if rounding is None:
+        on_cuda = any(port.device.type == "cuda" for port in program.inputs)
+        rounding = CUDA_BLOCK if on_cuda else 1
     ranks = range(len(schedule.ranks))
     places = [(_owning_most(program, r) if replica is None else replica, r) for r in ranks]
     known = acknowledged(schedule)
