@@ -140,6 +140,27 @@ def every_door():
     check_places(model)
 
 
+def moved():
+    """A program that was captured here computes the same bits there; a tensor of the wrong device
+    would end it."""
+    model, rows = Tied(), batch(4)
+
+    def step(*given):
+        made = torch.arange(2.0, device=given[0].device)
+        return (loss_of(model, *given) * torch.tensor([0.5, 1.5]) * made).mean()
+
+    flat = pfeife.capture(step, *rows, loss_reduction="mean")
+    there = pfeife.move_to_device(THERE)(flat)
+    state = pfeife.state_of(flat, model)
+    wanted = pfeife.evaluate(flat, state, [rows] * 2)
+    away = {name: value.detach().to(THERE) for name, value in state.items()}
+    found = pfeife.evaluate(there, away, [tuple(one.to(THERE) for one in rows)] * 2)
+    assert {str(one.device) for one in (found.loss, *found.gradients.values())} == {THERE}
+    assert torch.equal(found.loss.cpu(), wanted.loss)
+    for name, gradient in found.gradients.items():
+        assert torch.equal(gradient.cpu(), wanted.gradients[name]), name
+
+
 def refused():
     def message(run):
         try:
@@ -164,5 +185,5 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     on_second_device()
-    for check in (training_goes_on, every_door, refused):
+    for check in (training_goes_on, every_door, refused, moved):
         check()
