@@ -25,7 +25,8 @@ def is_missing(operation: Any, kind: str) -> bool:
     key = torch._C._dispatch_key_for_device(kind)
     known = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     if known("aten::view", key):  # which is made of no other one
-        return not known(name, key)
+        keys = [key, f"Sparse{key}"] if kind in ("cpu", "cuda") else [key]
+        return not any(known(name, one) for one in keys)
     return kind != "cpu" and not _CPU_ALONE.isdisjoint(re.split(r"[_:.]+", name))
 
 
