@@ -2,9 +2,9 @@
 
 import contextlib
 
+import programs
 import pytest
 import torch
-from models import CASES, case
 from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
@@ -83,13 +83,12 @@ def held():
     return step, torch.tensor([[1, 2], [3, 4]])
 
 
-STEPS = {name: (lambda name=name: (case(name).step, *case(name).batch(2))) for name in CASES}
-STEPS |= {"autocast": mixed, "held": held}
+STEPS = {"autocast": mixed, "held": held}
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["GPT", "BatchNormNet", "DropoutNet", *STEPS])
 def test_every_value_is_where_torch_says(name):
-    flat = captured(*STEPS[name]())
+    flat = captured(*STEPS[name]()) if name in STEPS else programs.captured(name)[1]
     fused = pfeife.fuse()(flat)
     for program in (flat, fused):
         there = moved(program)
@@ -143,8 +142,7 @@ def test_what_only_the_cpu_has_is_refused_with_its_line(step, without):
 
 
 def test_programs_of_several_devices_are_refused():
-    one = case("GPT")
-    fused = moved(pfeife.fuse()(captured(one.step, *one.batch(2))))
+    fused = moved(pfeife.fuse()(programs.captured("GPT")[1]))
     plan = pfeife.Plan(
         tuple(int(at >= fused.units // 2) for at in range(fused.units)),
         pfeife.sched.families.one_f_one_b(2, 2),
