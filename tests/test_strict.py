@@ -1,5 +1,6 @@
 """Every schedule comes to its end where nothing is buffered, as NCCL's messages are not."""
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from orders import placed, shuffled
 from programs import CPU_CORE
 from share import random_cases
 from strict.host import Pace
-from strict.programs import on_ranks, skipping
-from strict.ranks import on_strict_ranks, steps_of
+from strict.programs import Case, on_ranks, skipping
+from strict.ranks import given_by_rank_zero, on_strict_ranks, steps_of
 
 import pfeife
 from pfeife import sched
@@ -23,14 +24,46 @@ from pfeife.testing import assert_same
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(schedule, replicas=1, *, pace=Pace.KEPT, queues=None, phases=False, apart=False, **made):
-    """A step of a net with skip connections and a tied weight, on ranks of the model."""
-    program, lowered = on_ranks(schedule, replicas, **made)
-    _, state, batches = skipping(microbatches=schedule.microbatches * replicas)
-    job = in_phases if phases else steps_of
+def run(
+    schedule,
+    replicas=1,
+    *,
+    pace=Pace.KEPT,
+    queues=None,
+    job=steps_of,
+    apart=False,
+    case=Case.TRAINING,
+    **made,
+):
+    """A step of a net with skip connections and a tied weight, on ranks of the model. Reductions
+    come last where hosts compute: these wait for them."""
+    overlap = pace != Pace.COMPUTING
+    program, lowered = on_ranks(schedule, replicas, case=case, overlap=overlap, **made)
+    _, state, batches = skipping(case, microbatches=schedule.microbatches * replicas)
     options = {"pace": pace, "queues": queues, "apart": apart}
     found = on_strict_ranks(program, lowered, job(state, batches), **options)
-    return program, state, batches, found
+    if pace == Pace.COMPUTING:
+        as_evaluated(program, state, batches, found)
+    return found
+
+
+def as_evaluated(program, state, batches, found):
+    """Whatever a rank has is what one device has: each message is that which its receiver means."""
+    whole = pfeife.evaluate(program, state, batches)
+    trained = {name for one in found for name in one.gradients}
+    updated = {name for one in found for name in one.buffers}
+    assert (trained, updated) == ({*whole.gradients}, {*whole.buffers})
+    for one in found:
+        mine = attrs.evolve(
+            whole,
+            gradients={name: whole.gradients[name] for name in one.gradients},
+            buffers={name: whole.buffers[name] for name in one.buffers},
+            outputs=tuple(
+                {name: theirs[name] for name in here}
+                for here, theirs in zip(one.outputs, whole.outputs, strict=True)
+            ),
+        )
+        assert_same(mine, one, ("layers.1.weight",))
 
 
 def in_phases(state, batches):
@@ -70,11 +103,11 @@ def test_replicas_reduce_beside_a_step(apart):
 
 
 def test_forwards_and_backwards_apart():
-    run(families.gpipe(4, 3, (0, 1, 1, 0)), phases=True)
+    run(families.gpipe(4, 3, (0, 1, 1, 0)), job=in_phases)
 
 
 def test_a_searched_schedule():
-    fused = pfeife.annotate(estimate(skipping(True)[0], CPU_CORE))(skipping(True)[0])
+    fused = pfeife.annotate(estimate(skipping(split=True)[0], CPU_CORE))(skipping(split=True)[0])
     plan = sched.plan(
         fused,
         machine=CPU_CORE,
@@ -87,31 +120,49 @@ def test_a_searched_schedule():
     run(plan.schedule)
 
 
-@random_cases(24)
-@given(st.data())
-def test_random_schedules(data):
-    """Of any placement; some with split backwards and swapped neighbours."""
-    schedule = data.draw(st.one_of(placed((families.gpipe, families.one_f_one_b)), shuffled()))
+@st.composite
+def steps(draw):
+    """Any placement; some with split backwards and swapped neighbours, some that only evaluate."""
+    policies = families.gpipe, families.one_f_one_b, families.forward_only
+    schedule = draw(st.one_of(placed(policies), shuffled()))
     assume(1 < schedule.stages <= 6 and len(schedule.ranks) > 1)
     try:
         sched.verify_schedule(schedule)
     except ValueError:
         assume(False)
-    run(schedule)
+    trains = any(action.do != "F" for rank in schedule.ranks for action in rank)
+    cases = [case for case in Case if trains == (case != Case.EVALUATION)]
+    return schedule, draw(st.sampled_from(cases))
 
 
+@random_cases(40)
+@given(steps(), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.sampled_from(Pace))
+def test_random_steps(step, replicas, shard, apart, pace):
+    schedule, case = step
+    apart &= replicas > 1
+    run(schedule, replicas, case=case, shard=shard, apart=apart, pace=pace)
+
+
+TWO_EACH = families.interleaved(4, 4, (0, 1, 0, 1))
+
+
+@pytest.mark.parametrize("pace", Pace)
 @pytest.mark.parametrize(
-    ("schedule", "replicas"),
+    ("case", "schedule", "replicas", "options"),
     [
-        (families.zb_v(4, 4, (0, 1, 1, 0)), 1),
-        (families.one_f_one_b(3, 2), 2),
+        (Case.TRAINING, families.zb_v(4, 4, (0, 1, 1, 0)), 1, {}),
+        (Case.TRAINING, families.one_f_one_b(3, 2), 2, {}),
+        (Case.TRAINING, TWO_EACH, 2, {"shard": True}),
+        (Case.EVALUATION, families.forward_only(4, 4, (0, 1, 1, 0)), 1, {}),
+        (Case.EVALUATION, families.forward_only(4, 2, (0, 1, 0, 1)), 2, {"apart": True}),
+        (Case.SIZED, TWO_EACH, 1, {}),
+        (Case.SIZED, families.zb_h1(3, 2), 2, {"apart": True}),
+        (Case.COUNTED, families.one_f_one_b(3, 2), 2, {"apart": True}),
+        (Case.COUNTED, TWO_EACH, 1, {"job": given_by_rank_zero}),
+        (Case.NORMED, TWO_EACH, 2, {"job": partial(given_by_rank_zero, everything=True)}),
+        (Case.NORMED, families.one_f_one_b(3, 3), 2, {"shard": True, "apart": True}),
     ],
 )
-def test_the_numbers_are_those_of_one_device(schedule, replicas):
-    """So each message is that which its receiver means. Reductions come last here: hosts that
-    compute wait for them."""
-    program, state, batches, found = run(schedule, replicas, pace=Pace.COMPUTING, overlap=False)
-    whole = pfeife.evaluate(program, state, batches)
-    for one in found:
-        mine = {name: whole.gradients[name] for name in one.gradients}
-        assert_same(attrs.evolve(whole, gradients=mine), one, ("layers.1.weight",))
+def test_every_kind_of_step(case, schedule, replicas, options, pace):
+    """Where hosts compute, the numbers are those of one device."""
+    run(schedule, replicas, case=case, pace=pace, **options)

@@ -2,6 +2,6 @@
 
 `gpu` has streams, events and communicators, `host` the threads of ranks, one of which runs at a
 time, `circle` what waits for what when nothing moves. `group` is a process group of this model,
-`cuda` what torch.cuda is meanwhile, `ranks` runs pfeife's own pipeline over them, `programs` has
-a step for it.
+`gloo` one for tensors of the CPU, `cuda` what torch.cuda is meanwhile, `ranks` runs pfeife's own
+pipeline over them, `programs` has steps for it.
 """

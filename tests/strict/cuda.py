@@ -73,7 +73,8 @@ class _Pretend(TorchFunctionMode):
         return func(*map(_cpu, args), **places)
 
 
-_READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__bool__}
+_T = torch.Tensor
+_READS = {_T.tolist, _T.item, _T.cpu, _T.__int__, _T.__bool__}
 
 
 def _cpu(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from strict.gpu import Communicator, Half, Meets, Operation
+from strict.gpu import Communicator, Half, Meets, Mismatch, Operation
 from strict.host import Host
 
 
@@ -131,6 +131,9 @@ def _gather(given: dict[int, Any]) -> None:
 
 
 def _exchange(given: dict[int, Any]) -> None:
-    for at, (found, _) in enumerate(given.values()):
-        for part, (_, sent) in zip(found, given.values(), strict=True):
+    for at, (rank, (found, _)) in enumerate(given.items()):
+        for part, (source, (_, sent)) in zip(found, given.items(), strict=True):
+            if part.nbytes != sent[at].nbytes:
+                sizes = f"{sent[at].nbytes} bytes for {part.nbytes}"
+                raise Mismatch(f"in an all-to-all rank {source} sends rank {rank} {sizes}")
             part.copy_(sent[at])

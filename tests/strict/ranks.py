@@ -12,27 +12,31 @@ import torch
 import torch.distributed as dist
 
 import pfeife
-from pfeife.ir.program import Call, Program, returned
+from pfeife.ir.program import Call, Program, Role, is_sized_by_data, returned
 from pfeife.runtime.distributed import world
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.rank_zero import CallOfRankZero
 from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced
+from strict.gloo import GlooGroup
 from strict.gpu import Machine
 from strict.group import Communicators, Group
 from strict.host import Host, Pace, run_hosts
+from strict.programs import ROWS
 
 
 class StrictConnection:
-    """As Connection of NCCL, with a group of the model."""
+    """As Connection, with a group of the model: NCCL's, or Gloo's for a device that is the CPU."""
 
-    def __init__(self, shared: Communicators, host: Host):
-        self.ranks, self.device, self.nccl = shared.ranks, CUDA, True
+    def __init__(self, shared: Communicators, host: Host, device: torch.device):
+        self.ranks, self.device, self.nccl = shared.ranks, device, device == CUDA
         self.mine = host.rank in self.ranks
         if self.mine:
-            self.place, self.group = self.index(host.rank), Group(shared, host)
+            self.place = self.index(host.rank)
+            self.group = (Group if self.nccl else GlooGroup)(shared, host)
 
     def index(self, rank: int) -> int:
         return self.ranks.index(rank)
@@ -45,7 +49,7 @@ class StrictWorld(World):
         self.device, self.timeout, self.rank, self.size = CUDA, 300.0, host.rank, size
         self.failure, self.raised, self.waiting, self.waited = None, False, None, 0.0
         self.inside, self.asking, self.generation = 0, False, 0
-        self.nccl, self.gloo, self.store = True, None, dist.HashStore()
+        self.nccl, self.gloo, self.store = True, "gloo", dist.HashStore()
         self.look = lambda: Doing("the beginning")
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
@@ -70,18 +74,27 @@ class StrictPipeline(DistributedPipeline):
 
 def kernels(program: Program, host: Host) -> dict[str, Callable]:
     """Stage bodies that put a kernel on the stream, and compute where the host has what arrived by
-    then; else they give values of the right shapes."""
+    then; else they give values of the right shapes. Who does not know these before waits."""
 
     computes = host.pace == Pace.COMPUTING
 
     def body(call: Call) -> Callable:
         module = program.body(call)
-        values = [node.meta["val"] for node in returned(module)]
+        nodes = returned(module)
+        values = [node.meta["val"] for node in nodes]
         made = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype).zero_() for v in values]
+        sized = [is_sized_by_data(node) for node in nodes]
+        counts = any(node.target == torch.ops.aten.index.Tensor for node in module.graph.nodes)
 
         def run(*values: torch.Tensor) -> Sequence[torch.Tensor]:
-            host.gpu.current.post("a kernel")
-            return module.forward(*values) if computes else [one.clone() for one in made]
+            kernel = host.gpu.current.post("a kernel")
+            if counts:
+                host.synchronize(kernel, "counts rows")
+            if computes:
+                return module.forward(*values)
+            rows = host.machine.operations % ROWS
+            pairs = zip(made, sized, strict=True)
+            return [(one[:rows] if some and one.dim() else one).clone() for one, some in pairs]
 
         return run
 
@@ -113,10 +126,10 @@ def on_strict_ranks(
         bodies = kernels(program, host)
         return job(StrictPipeline(own, program, schedule, bodies=bodies, mesh=mesh, **options))
 
-    def connection(ranks: Sequence[int], *known: Any) -> StrictConnection:
+    def connection(ranks: Sequence[int], device: torch.device, *known: Any) -> StrictConnection:
         key = tuple(ranks), known[-2] or "world"
         members = shared.setdefault(key, Communicators(key[1], key[0]))
-        return StrictConnection(members, host_here())
+        return StrictConnection(members, host_here(), device)
 
     jobs = [on_cuda(host, lambda host=host: start(host)) for host in hosts]
     with replaced(), mock.patch.object(world, "Connection", connection):
@@ -124,11 +137,33 @@ def on_strict_ranks(
 
 
 def steps_of(state: Mapping[str, torch.Tensor], microbatches: Sequence, count: int = 1) -> Job:
-    """Some steps, one after another; the result of the last one."""
+    """Some steps, one after another, of which each rank is given what it must be; the result of the
+    last one."""
 
     def run(pipeline: StrictPipeline) -> Any:
+        given = pipeline.given
         for _ in range(count):
-            found = pipeline(state, microbatches)
+            known = pipeline.known(microbatches[given.start : given.stop])
+            found = pipeline(state, known)
         return found
+
+    return run
+
+
+def given_by_rank_zero(
+    state: Mapping[str, torch.Tensor], microbatches: Sequence, *, everything: bool = False
+) -> Job:
+    """A step whose batch rank 0 alone has; others are sent what they read, or `everything`."""
+
+    def run(pipeline: StrictPipeline) -> Any:
+        own = pipeline.own
+        batch = torch.cat([one for (one,) in microbatches])
+        given = [batch] if own.rank == 0 else ["what does not count"]
+        (whole,), _, sent = CallOfRankZero("a step")(own, given, {})
+        if everything:
+            sent.everything()
+        sent.parts(pipeline.reads({port: whole for port in pipeline.program.ports(Role.BATCH)}))
+        cut = [(one,) for one in whole.chunk(pipeline.microbatches)]
+        return pipeline(state, pipeline.known(cut, of_rank_zero=True))
 
     return run
