@@ -150,8 +150,9 @@ def bare(one: harness.Ready) -> Side:
         arriving: list[dist.Work] = []
         for action, message in messages:
             if action.do in RECEIVES:
-                line, peer = transport.into[message.source]
-                arriving += [line.group.recv([piece], peer, 0) for piece in data[message.node]]
+                end = transport.into[message.source]
+                group = end.connection.group
+                arriving += [group.recv([piece], end.peer, 0) for piece in data[message.node]]
         leaving: list[dist.Work] = []
         come = iter(arriving)
         for action, message in messages:
@@ -159,8 +160,8 @@ def bare(one: harness.Ready) -> Side:
                 if action.do in RECEIVES:
                     next(come).wait()
                 else:
-                    line, peer = transport.out[message.destination]
-                    leaving.append(line.group.send([piece], peer, 0))
+                    end = transport.out[message.destination]
+                    leaving.append(end.connection.group.send([piece], end.peer, 0))
         for work in leaving:
             work.wait()
 

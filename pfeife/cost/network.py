@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import scipy  # whose parts are loaded when they are asked for
@@ -13,6 +13,11 @@ import torch.distributed as dist
 from pfeife.data.link import Link
 from pfeife.data.network import Network
 from pfeife.data.progress import Progress
+from pfeife.lowering.envelope import Envelope, Layout
+from pfeife.runtime.distributed.buffers import Buffers
+from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
+from pfeife.runtime.distributed.process_group import join_world
+from pfeife.runtime.distributed.world import World
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 
@@ -26,22 +31,26 @@ def bench_network(
 ) -> Network:
     """Every pair of ranks, both directions, one pair at a time (collective).
 
+    Messages go as those of a pipeline do.
+
     Alone: a message of each size is answered by one of a byte; what the byte takes both ways is
     halved and taken off. With both ranks computing: how much longer the same computation takes
     while a message leaves or arrives. Medians of `repeats`. Every rank returns all that was
     measured. `progress` is called with how many of how many pairs are done.
     """
     place = device or torch.device("cpu")
-    world = dist.get_world_size()
-    pairs = list(itertools.permutations(range(world), 2))
+    world = join_world(place)
+    if world is None:
+        raise ValueError("links are between processes, and this one is alone: start torchrun")
+    pairs = list(itertools.permutations(range(world.size), 2))
     links = []
     for done, (source, destination) in enumerate(pairs):
-        alone = [_one_way(source, destination, size, repeats, place) for size in (1, *sizes)]
+        line = _Line(world, source, destination)
+        alone = [_one_way(line, size, repeats) for size in (1, *sizes)]
         alone = _shared(alone, source, place)
         seconds = [max(taken - alone[0] / 2, 1e-9) for taken in alone[1:]]
         lost = [
-            _lost(source, destination, size, taken, repeats, place)
-            for size, taken in zip(sizes, seconds, strict=True)
+            _lost(line, size, taken, repeats) for size, taken in zip(sizes, seconds, strict=True)
         ]
         knots = (0, *sizes)
         values, residual = piecewise_fit(sizes, seconds)
@@ -61,63 +70,89 @@ def _shared(mine: Sequence[float], source: int, device: torch.device) -> list[fl
     return shared.tolist()
 
 
-def _one_way(source: int, destination: int, size: int, repeats: int, device: torch.device) -> float:
+class _Line:
+    """This rank's ends of one direction between two ranks of a world and of the other one, None on
+    others (collective)."""
+
+    def __init__(self, world: World, source: int, destination: int):
+        self.world, self.device = world, world.device
+        self.ways = {
+            True: world.ends.of(source, destination),
+            False: world.ends.of(destination, source),
+        }
+        self.source, self.destination = world.rank == source, world.rank == destination
+        self.peer = destination if self.source else source
+        self.buffers = Buffers(self.device, world.ends.memory)
+
+    def message(self, size: int, away: bool = True) -> Callable[[], Works]:
+        """What sends a message of so many bytes or posts its receive, whichever this rank does."""
+        data = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        end, envelope = self.ways[away], Envelope((Layout.of(data),))
+        if isinstance(end, Outgoing):
+            return lambda: end.send((data,), envelope)[0]
+        if isinstance(end, Incoming):
+            return lambda: end.post(envelope.empty(self.device, self.buffers.take)[1])
+        return tuple
+
+    def end(self, works: Works) -> None:
+        """Raises PipelineError if the other rank is lost."""
+        try:
+            for work in works:
+                work.wait(*self.world.patience)
+        except RuntimeError as error:
+            raise self.world.lost(self.peer, error) from error
+
+
+def _one_way(line: _Line, size: int, repeats: int) -> float:
     """Seconds from the first byte sent to the answer, on the source; 0 elsewhere."""
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    answer = torch.zeros(1, dtype=torch.uint8, device=device)
+    message, answer = line.message(size), line.message(1, away=False)
     taken = []
     dist.barrier()
     for _ in range(repeats + 2):
         start = time.perf_counter()
-        if dist.get_rank() == source:
-            dist.send(message, destination)
-            dist.recv(answer, destination)
-            answer.item()
-        elif dist.get_rank() == destination:
-            dist.recv(message, source)
-            dist.send(answer, source)
+        line.end(message())
+        line.end(answer())
+        if line.device.type == "cuda":
+            torch.cuda.synchronize(line.device)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:]) if dist.get_rank() == source else 0.0
+    return statistics.median(taken[2:]) if line.source else 0.0
 
 
-def _lost(
-    source: int, destination: int, size: int, alone: float, repeats: int, device: torch.device
-) -> float:
+def _lost(line: _Line, size: int, alone: float, repeats: int) -> float:
     """Seconds by which a computation of twice the transfer's time is longer with it than
     without, on either end, and at least those of the call that sends; 0 elsewhere.
 
     As in the runtime, the receive is posted before the message is sent.
     """
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    operand = torch.ones(96, 96, device=device)
+    message = line.message(size)
+    operand = torch.ones(96, 96, device=line.device)
 
     def compute(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             operand @ operand
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if line.device.type == "cuda":
+            torch.cuda.synchronize(line.device)
         return time.perf_counter() - start
 
-    here = dist.get_rank() in (source, destination)
     compute(20)
+    here = line.source or line.destination
     count = max(20, int(2 * alone / (compute(100) / 100))) if here else 0
     without, beside, calls = [], [], [0.0]
-    work: dist.Work | None = None
     for _ in range(repeats + 1):
+        works: Works = ()
         dist.barrier()
         without.append(compute(count))
-        if dist.get_rank() == destination:
-            work = dist.irecv(message, source)
+        if line.destination:
+            works = message()
         dist.barrier()
         start = time.perf_counter()
-        if dist.get_rank() == source:
-            work = dist.isend(message, destination)
+        if line.source:
+            works = message()
             calls.append(time.perf_counter() - start)
         compute(count)
         beside.append(time.perf_counter() - start)
-        if work is not None:
-            work.wait()
+        line.end(works)
     lost = statistics.median(beside[1:]) - statistics.median(without[1:])
     return max(lost, statistics.median(calls[1:] or [0.0]))
 

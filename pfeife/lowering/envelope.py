@@ -106,6 +106,12 @@ class Envelope:
     def bytes(self) -> int:
         return sum(self.piece_bytes(piece) for piece in self.pieces)
 
+    @cached_property
+    def apart(self) -> frozenset[int]:
+        """Which pieces are a value of at least `APART` bytes."""
+        alone = [(at, piece) for at, piece in enumerate(self.pieces) if len(piece) == 1]
+        return frozenset(at for at, piece in alone if self.piece_bytes(piece) >= APART)
+
     def kept(self, index: int) -> bool:
         """Whether a value arrives in a buffer that is used again."""
         return self.layouts[index].large

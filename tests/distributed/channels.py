@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from unittest import mock
 
 import attrs
 import torch
@@ -22,8 +23,11 @@ from pfeife import report, sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.network import bench_network
 from pfeife.lowering.channel import Channel
-from pfeife.lowering.envelope import APART, Envelope, Layout
+from pfeife.lowering.envelope import APART, PACKED, Envelope, Layout
+from pfeife.runtime.distributed import mapped
+from pfeife.runtime.distributed.buffers import Buffers
 from pfeife.runtime.distributed.connection import Connection
+from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
@@ -39,7 +43,7 @@ def a_connection_a_direction() -> None:
     transports = [interleaved()[0].transport for _ in range(2)]
     for one in transports:
         ends = [*one.out.values(), *one.into.values()]
-        groups = [connection.group for connection, _ in ends]
+        groups = [end.connection.group for end in ends]
         assert len({id(group) for group in (*groups, one.world.connection.group)}) == 3
     assert transports[0].out == transports[1].out and transports[0].into == transports[1].into
 
@@ -75,8 +79,9 @@ def large_and_small_messages() -> None:
     for _ in range(3):
         expected = as_evaluated(pipeline, state, microbatches)
     world = pipeline.transport.world
-    for other in pipeline.transport.apart:
-        pipeline.transport.out[other][0].cut()
+    for end in pipeline.transport.out.values():
+        if end.thread is not None:
+            end.connection.cut()
     try:
         pipeline(state, microbatches)
     except pfeife.PipelineError as error:
@@ -85,6 +90,39 @@ def large_and_small_messages() -> None:
         raise AssertionError("what was not sent has arrived")
     assert torch.equal(pipeline(state, microbatches).loss, expected.loss)
     assert pipeline.transport.world is not world
+
+
+@row(ranks=(2,))
+def large_values_with_and_without_common_memory() -> None:
+    """Some through it, some not, in one message, many times; without it for who has none."""
+    world = join_world(torch.device("cpu"))
+    small, large = torch.zeros(PACKED // 4), torch.zeros(APART // 4 + 3)
+    envelope = Envelope(tuple(map(Layout.of, (*[small] * 9, large, large, large[:-3].view(2, -1)))))
+    assert envelope.apart == {1, 2, 3} and envelope.piece_bytes(envelope.pieces[0]) > APART
+    for purpose, maps in (("mapped", True), ("not mapped", False)):
+        own = dist.PrefixStore(purpose, world.store)
+        connection = Connection((0, 1), world.device, 60.0, own, "", world.gloo)
+        ends = Ends(world)
+        with mock.patch.object(mapped, "can_be_mapped", lambda maps=maps: maps):
+            end = (ends.outgoing if world.rank else ends.incoming)(connection)
+        assert bool(end.others if world.rank else end.blocks) == maps
+        buffers = Buffers(world.device, ends.memory)
+        for count in range(20):
+            values = [
+                torch.full(one.shape, float(count + at)) for at, one in enumerate(envelope.layouts)
+            ]
+            if world.rank:
+                works = end.send(tuple(values), envelope)[0]
+            else:
+                found, pieces = envelope.empty(world.device, buffers.take)
+                works = end.post(pieces)
+            for work in works:
+                work.wait(timedelta(seconds=60))
+            if not world.rank:
+                assert all(map(torch.equal, found, values)), count
+        assert len(buffers.tensors) <= 6
+        end.close() if world.rank else None
+        connection.close()
 
 
 def as_evaluated(
@@ -214,7 +252,7 @@ def a_connection_that_is_lost() -> None:
         if fails == "receive":
             run["expect"]()
         transport.world.gather(torch.zeros(1))
-        (transport.out if fails == "send" else transport.into)[other][0].cut()
+        (transport.out if fails == "send" else transport.into)[other].connection.cut()
         try:
             run[fails]()
         except pfeife.PipelineError as error:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import pfeife
 from pfeife.ir.program import Call, Program, Role, is_sized_by_data, returned
 from pfeife.runtime.distributed import world
+from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero
@@ -53,7 +54,7 @@ class StrictWorld(World):
         self.look = lambda: Doing("the beginning")
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
-        self.reducer, self.sender = Reducer(CUDA), None
+        self.reducer, self.ends = Reducer(CUDA), Ends(self)
         self.connection = self.connection_of(range(size))
 
     def stop(self, failure: Failure) -> Failure:

@@ -10,8 +10,9 @@ compute of state. `saving` and `optimizers` give state whole to whoever saves it
 has what, `serving` asks and answers (`script`, `questions`, `posting`, `by_hand`, `meeting`,
 `exchanges`, `givens` and `kept` are its parts; `handed` is what scripts got). `shares` are what a
 rank writes to a checkpoint, by `writing`. `staying`, `heartbeat`, `lifelines`, `patience`,
-`diagnosis` and `ending` are for when a rank is late or gone; `connection`, `connecting`, `sending`,
-`reducing`, `buffers` and `arriving` are parts of the transport, `meshes` reads which ranks are its
+`diagnosis` and `ending` are for when a rank is late or gone; `ends` is how a message goes, within a
+node through memory that is `mapped`; `connection`, `connecting`, `sending`, `reducing`, `buffers`
+and `arriving` are parts of the transport as well, `meshes` reads which ranks are its
 pipelines. `loading` gives ranks their data: `announcing` tells all what rank 0 has, `rank_zero`
 does so with a call's arguments. `batch_norms` joins what those of replicas have found. Tensors that
 travel together are a message by `packing`. `wrapped` refuses models that DDP or FSDP distributes.

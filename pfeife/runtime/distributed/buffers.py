@@ -1,5 +1,7 @@
 """Memory that large values arrive in, one step after another."""
 
+from collections.abc import Callable
+
 import torch
 
 from pfeife._torch import is_shared
@@ -15,8 +17,9 @@ class Buffers:
     waits for all that was queued before it was posted, and so for the last reader.
     """
 
-    def __init__(self, device: torch.device | None):
-        self.device = device
+    def __init__(self, device: torch.device | None, make: Callable[[int], torch.Tensor]):
+        """`make` gives a buffer of so many bytes."""
+        self.device, self.make = device, make
         self.known: dict[int, list[torch.Tensor]] = {}  # by their size in bytes
         self.shared: torch.Tensor | None = None
 
@@ -25,7 +28,7 @@ class Buffers:
         known = self.known.setdefault(layout.bytes, [])
         free = next((one for one in known if not is_shared(one)), None)
         if free is None:
-            free = torch.empty(layout.bytes, dtype=torch.uint8, device=self.device)
+            free = self.make(layout.bytes)
             known.append(free)
         return layout.within(free, 0)
 

@@ -8,23 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.program import Program, Reduction
 from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
-from pfeife.lowering.envelope import APART, Envelope, Tensors
+from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.connecting import REDUCE, way
+from pfeife.runtime.distributed.connecting import REDUCE
 from pfeife.runtime.distributed.connection import Connection, queued_by_now
+from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.reducing import Reducing, Route
-from pfeife.runtime.distributed.sending import Sending
 from pfeife.runtime.distributed.world import World
-
-End = tuple[Connection, int]  # and the other rank as its group counts
-Works = Sequence[dist.Work | Sending]
 
 
 class DistributedTransport(Buffered):
@@ -59,16 +55,15 @@ class DistributedTransport(Buffered):
         self.routes = self._routes(program)
         scratch = (one.bucket.scratch_bytes(self.replica) for one in self.routes.values())
         self.scratch_bytes = max(scratch, default=0)  # of the largest bucket
-        self.out: dict[int, End] = {}
-        self.into: dict[int, End] = {}
+        self.out: dict[int, Outgoing] = {}
+        self.into: dict[int, Incoming] = {}
         self._connect(program)
         self.within: Connection | None = None  # None for all ranks
         for pipeline in mesh.pipelines if apart else ():
             connection = world.connection_of(pipeline, "results")
             if world.rank in pipeline:
                 self.within = connection
-        self.buffers = Buffers(self.device)
-        self.apart = set[int]()  # ranks to which the world's sender sends
+        self.buffers = Buffers(self.device, world.ends.memory)
         # The rank that this one waits for, and since when.
         self.awaited: tuple[int, float] | tuple[None, None] = None, None
         # Under NCCL the host is ahead: after which waits of which actions the device is.
@@ -79,6 +74,8 @@ class DistributedTransport(Buffered):
         """The same transport with messages of its own: steps may overlap, and each knows when
         its own messages have arrived."""
         self.buffers.forget_used()
+        for end in self.out.values():
+            end.forget_unused()
         other = copy.copy(self)
         Buffered.__init__(other)
         other.marks = []
@@ -116,15 +113,14 @@ class DistributedTransport(Buffered):
         for replica in range(self.mesh.replicas):
             for source, destination in used:
                 pair = self.mesh.in_world(replica, source), self.mesh.in_world(replica, destination)
-                connection = self.world.connection_of(sorted(pair), way(*pair))
-                if pair[0] == self.world.rank:
-                    self.out[destination] = (connection, connection.index(pair[1]))
-                elif pair[1] == self.world.rank:
-                    self.into[source] = (connection, connection.index(pair[0]))
+                end = self.world.ends.of(*pair)
+                if isinstance(end, Outgoing):
+                    self.out[destination] = end
+                elif end is not None:
+                    self.into[source] = end
 
     def _posted(self, source: int, envelope: Envelope) -> tuple[Tensors, Works]:
-        opening = envelope.opening
-        return self._receiving(source, *opening.empty(self.device, self.buffers.take))
+        return self._receiving(source, *envelope.opening.empty(self.device, self.buffers.take))
 
     def _whole(self, source: int, arrived: Tensors, envelope: Envelope) -> Tensors:
         def bring(rest: Envelope) -> Tensors:  # its sizes may be others each time: no buffers stay
@@ -137,23 +133,16 @@ class DistributedTransport(Buffered):
     def _receiving(
         self, source: int, values: Tensors, buffers: Sequence[torch.Tensor]
     ) -> tuple[Tensors, Works]:
-        connection, peer = self.into[source]
         try:
-            return values, [connection.group.recv([one], peer, 0) for one in buffers]
+            return values, self.into[source].post(buffers)
         except RuntimeError as error:
             raise self.world.lost(self._in_world(source), error) from error
 
     def _sent(
         self, destination: int, values: Tensors, envelope: Envelope
     ) -> tuple[Works, list[torch.Tensor]]:
-        pieces = envelope.pack(values)
-        connection, peer = self.out[destination]
-        if envelope.bytes >= APART and not connection.nccl:
-            self.apart.add(destination)  # from now on: messages must not overtake one another
         try:
-            if destination in self.apart:
-                return self.world.sender.send(connection, pieces, peer), pieces
-            return [connection.group.send([piece], peer, 0) for piece in pieces], pieces
+            return self.out[destination].send(values, envelope)
         except RuntimeError as error:
             raise self.world.lost(self._in_world(destination), error) from error
 

@@ -26,6 +26,7 @@ from pfeife.runtime.distributed.connection import (
     wait_for_queued,
 )
 from pfeife.runtime.distributed.ending import end_process
+from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import (
     ALL,
     BUILDING,
@@ -40,7 +41,6 @@ from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
 from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.rendezvous import rendezvous
-from pfeife.runtime.distributed.sending import Sender
 from pfeife.runtime.distributed.serving import Service
 from pfeife.runtime.distributed.staying import stay
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
@@ -89,7 +89,7 @@ class World:
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.ending: list[threading.Thread] = []  # in which NCCL ends connections
-        self.sender, self.reducer = Sender(), Reducer(device)
+        self.ends, self.reducer = Ends(self), Reducer(device)
         own = dist.PrefixStore(f"world {self.generation}", self.beside)
         self.lifelines: Lifelines = before.lifelines if before else Lifelines(self.beside)
         self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
@@ -396,7 +396,7 @@ class World:
 
     def disconnect(self) -> None:
         """Closes all connections but that of the service."""
-        self.sender.close()
+        self.ends.close()
         self.reducer.close()
         for connection in self.connections.values():
             ending = None if connection is self.service.connection else connection.close()

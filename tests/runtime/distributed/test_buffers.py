@@ -1,5 +1,7 @@
 """Receive buffers that are used again."""
 
+from functools import partial
+
 import torch
 
 from pfeife.lowering.envelope import Layout
@@ -9,7 +11,7 @@ LAYOUT = Layout.of(torch.zeros(4))
 
 
 def test_a_buffer_is_used_again_when_nobody_looks_at_it():
-    buffers = Buffers(None)
+    buffers = Buffers(None, partial(torch.empty, dtype=torch.uint8))
     kept, given_back = buffers.take(LAYOUT), buffers.take(LAYOUT)
     place = given_back.data_ptr()
     assert kept.data_ptr() != place
@@ -19,7 +21,7 @@ def test_a_buffer_is_used_again_when_nobody_looks_at_it():
 
 
 def test_what_is_in_use_is_left_to_its_users():
-    buffers = Buffers(None)
+    buffers = Buffers(None, partial(torch.empty, dtype=torch.uint8))
     kept, given_back = buffers.take(LAYOUT).fill_(1), buffers.take(LAYOUT)
     place = given_back.data_ptr()
     del given_back
