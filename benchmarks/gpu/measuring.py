@@ -26,7 +26,6 @@ from pfeife.runtime.profile import CudaMemory, LiveTensors
 COSTS = 0.1  # of the profiler's seconds
 MEMORY = 0.02  # of all bytes
 STEPS = 0.05  # of a step, by the median of the configurations
-ROUNDING = 512  # bytes of torch's CUDA allocator
 
 
 @functools.cache
@@ -95,7 +94,7 @@ def memory(setting: Setting, make: Callable[[Setting], Large], stages: int) -> d
     """The account of bytes against the allocator's statistics at every action of a rank."""
     one = make(setting)
     program, schedule = lowered(one, stages)
-    (account,) = memory_curves(program, schedule, rounding=ROUNDING if setting.cuda else 1)
+    (account,) = memory_curves(program, schedule)
     device = torch.device(setting.device)
     pipeline = LocalPipeline(program, schedule, [device])
     state = pfeife.state_of(program, one.model)

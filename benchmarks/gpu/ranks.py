@@ -209,7 +209,7 @@ def lost(how: Callable[[], None]) -> Told:
 
 def memory() -> Told:
     """The account of bytes of a rank against the allocator's statistics."""
-    from gpu.measuring import MEMORY, ROUNDING, language
+    from gpu.measuring import MEMORY, language
     from gpu.timing import lowered
     from pfeife.cost import memory_curves
     from pfeife.runtime.profile import profile_memory
@@ -218,7 +218,7 @@ def memory() -> Told:
     program, schedule = lowered(one, SIZE, ranks=SIZE)
     pipeline = DistributedPipeline(program, schedule, DEVICE, timeout=60)
     state = pfeife.state_of(program, one.model)
-    said = memory_curves(program, schedule, rounding=ROUNDING if CUDA else 1)[RANK]
+    said = memory_curves(program, schedule)[RANK]
     found = profile_memory(pipeline, state, one.microbatches)[RANK]
     ratio = said.peak / found.peak
     figures = {f"ratio of rank {RANK}'s peak": ratio, f"MiB of rank {RANK}": found.peak / 2**20}

@@ -40,17 +40,14 @@ class Incoming:
 
     def post(self, pieces: Sequence[torch.Tensor]) -> Works:
         """What is to be waited for until pieces of a message have their contents."""
-        works: list[dist.Work] = []
+        group, works = self.connection.group, list[dist.Work]()
         for piece in pieces:
             place = self.blocks and self.blocks.places.get(piece.data_ptr())
             if place:
-                works.append(self._send(torch.tensor(place)))
+                works.append(group.send([torch.tensor(place)], self.peer, _PLACE))
                 piece = torch.empty(1, dtype=torch.uint8)
-            works.append(self.connection.group.recv([piece], self.peer, _MESSAGE))
+            works.append(group.recv([piece], self.peer, _MESSAGE))
         return works
-
-    def _send(self, place: torch.Tensor) -> dist.Work:
-        return self.connection.group.send([place], self.peer, _PLACE)
 
 
 class Outgoing:
