@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +39,15 @@ class Event:
 
     def __init__(self, recorder: "Recorder"):
         self.recorder, self.clock = recorder, Clock()
+        self.device: torch.device | None = None
 
     def record(self, stream: "Stream | None" = None) -> None:
-        self.clock = dict((stream or self.recorder.current()).clock)
+        stream = stream or self.recorder.current()
+        self.clock, self.device = dict(stream.clock), stream.device
+
+    def query(self) -> bool:
+        """Nothing is over unless somebody waits for it."""
+        return False
 
     def wait(self, stream: "Stream | None" = None) -> None:
         (stream or self.recorder.current()).wait_event(self)
@@ -89,7 +96,7 @@ class Memory:
         self.storage, self.owner = storage, owner
         self.reads: dict[str, tuple[int, str]] = {}
         self.writes: dict[str, tuple[int, str]] = {}
-        self.recorded: set[str] = set()
+        self.recorded: set[Stream] = set()
 
     def not_before(self, clock: Clock, *, reads: bool) -> Iterator[str]:
         """The accesses that a clock does not know to be over."""
@@ -182,14 +189,14 @@ class Recorder:
             return
         self.thread.seen = True
         try:
-            with self.fakes, _Watch(self):
+            with self.fakes, _Watch(self), _NoDevice():
                 yield
         finally:
             self.thread.seen = False
 
     def keep(self, value: torch.Tensor, stream: Stream) -> None:
         with self.looking():
-            self.memory(value, stream).recorded.add(stream.name)
+            self.memory(value, stream).recorded.add(stream)
 
     def memory(self, value: torch.Tensor, owner: Stream) -> Memory:
         storage = StorageWeakRef(value.untyped_storage())
@@ -204,11 +211,10 @@ class Recorder:
             yield
 
     def _free(self, memory: Memory) -> None:
-        clock = dict(memory.owner.clock)
-        for name in memory.recorded:  # an event on each of them, which the allocator asks
-            known = itertools.chain(memory.reads.items(), memory.writes.items())
-            clock[name] = max([clock.get(name, 0), *(at for n, (at, _) in known if n == name)])
-        for access in memory.not_before(clock, reads=True):
+        waits = Stream(self, memory.owner.device, "the allocator")
+        for stream in (memory.owner, *memory.recorded):  # an event on each, which it asks
+            waits.take(stream.clock)
+        for access in memory.not_before(waits.clock, reads=True):
             self.found.append(f"freed: a memory of {memory.owner.name} before {access} is over")
 
     def ran(self, operation: Any, given: Any, result: Any) -> None:
@@ -267,6 +273,8 @@ class Recorder:
         write: bool,
         owner: Stream | None = None,
     ) -> None:
+        if not value.untyped_storage().nbytes():
+            return
         memory = self.memory(value, owner or stream)
         for access in memory.not_before(stream.clock, reads=write):
             how = "written" if write else "read"
@@ -307,6 +315,21 @@ class _Watch(TorchDispatchMode):
             with self.recorder.looking():
                 self.recorder.ran(func, given, result)
         return result
+
+
+class _NoDevice(TorchFunctionMode):
+    """Brackets and `copy_` of Python ask for a tensor's device first, which is not there; the
+    operations that they stand for do not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.copy_:
+            return torch.ops.aten.copy_.default(*args, **(kwargs or {}))
+        if func == torch.Tensor.__getitem__ and isinstance(args[1], int):
+            return args[0].select(0, args[1])
+        if func == torch.Tensor.__getitem__ and isinstance(args[1], slice):
+            start, end, _ = args[1].indices(len(args[0]))
+            return args[0].narrow(0, start, end - start)
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

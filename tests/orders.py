@@ -46,6 +46,18 @@ def shuffled(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
+def on_several(draw: st.DrawFn, policies=(gpipe, one_f_one_b)) -> Schedule:
+    """One that can run, of up to six stages on two ranks or more."""
+    schedule = draw(st.one_of(placed(policies), shuffled()))
+    assume(1 < schedule.stages <= 6 and len(schedule.ranks) > 1)
+    try:
+        return verify_schedule(schedule)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@st.composite
 def reductions(draw: st.DrawFn, schedule: Schedule) -> list[Reduction]:
     """Gradients of parameters that one or several stages use."""
     stage_ranks, found = schedule.stage_ranks, []

@@ -81,7 +81,7 @@ def alone() -> Told:
     bucket = Bucket((Reduction("w", (0,), (0,)),), ((4,),), torch.float32)
     route = Route(bucket, Mesh(1), 0, world.connection_of([0], "reduce"))
     flat, scratch = route.packed([one]), torch.empty(64, dtype=torch.uint8, device=DEVICE)
-    begun = world.reducer.begin(lambda: route.run(flat, scratch, None))
+    begun = world.reducer.begin(lambda: route.run(flat, scratch, None), (flat, scratch))
     sums = Reducing(begun, world.wait, route.sums(flat), flat).wait()
     assert torch.equal(sums["w"], one)
     start = time.monotonic()

@@ -71,14 +71,20 @@ class Buffered(ABC):
         known = min(count, self.finished[destination])
         self.finished[destination] -= known
         for _ in range(count - known):
-            self._wait(destination, self.leaving[destination].popleft()[0])
+            self._let_go(destination)
 
     def finish(self) -> None:
         """Waits until all that this step has sent has arrived."""
         for destination, leaving in self.leaving.items():
             while leaving:
-                self._wait(destination, leaving.popleft()[0])
+                self._let_go(destination)
                 self.finished[destination] += 1
+
+    def _let_go(self, destination: int) -> None:
+        """Of the oldest of what leaves, when that has been waited for."""
+        works, pieces = self.leaving[destination].popleft()
+        self._wait(destination, works)
+        del pieces
 
 
 class _Inbox:

@@ -8,7 +8,7 @@ does not keep to: so the bits depend neither on the sizes of buckets nor on what
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import cached_property
@@ -33,14 +33,17 @@ class Reducer:
         self.thread = ThreadPoolExecutor(1, "pfeife reducer")  # started with the first job
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, job: Callable[[], object]) -> "_Job | _Queued":
-        """Returns at once, with what can be waited for like torch.distributed's own work."""
+    def begin(self, job: Callable[[], object], touched: Iterable[torch.Tensor]) -> "_Job | _Queued":
+        """Returns at once, with what can be waited for like torch.distributed's own work. What is
+        `touched` goes back to the caller's stream when the job is over, waited for or not."""
         if self.stream is None:
             flushes = flushes_denormals()
             return _Job(self.thread.submit(_alone, job, flushes))
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             job()
+            for one in touched:
+                one.record_stream(self.stream)
             return _Queued(self.stream.record_event())
 
     def close(self) -> None:

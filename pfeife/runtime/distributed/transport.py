@@ -163,11 +163,12 @@ class DistributedTransport(Buffered):
         route, reducer, wait = self.routes[bucket.first.name], self.world.reducer, self.world.wait
         if bucket.sparse:
             totals = [part.coalesce() for part in parts]
-            begun = reducer.begin(lambda: route.run_sparse(totals))
+            begun = reducer.begin(lambda: route.run_sparse(totals), totals)
             names = [one.name for one in bucket.reductions]
             return Reducing(begun, wait, dict(zip(names, totals, strict=True)))
         flat = route.packed(parts)
         scratch = self.buffers.scratch(self.scratch_bytes)
         mine = flat.new_empty(bucket.piece(self.replica)) if bucket.owned else None
-        begun = reducer.begin(lambda: route.run(flat, scratch, mine))
-        return Reducing(begun, wait, route.sums(flat if mine is None else mine), flat)
+        sums = flat if mine is None else mine
+        begun = reducer.begin(lambda: route.run(flat, scratch, mine), (flat, scratch, sums))
+        return Reducing(begun, wait, route.sums(sums), flat)

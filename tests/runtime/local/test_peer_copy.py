@@ -2,9 +2,7 @@
 and the order of streams and events, by a model of them (see `happens`)."""
 
 import functools
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +10,13 @@ from happens import Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import CPU_CORE, captured, clusters, for_ranks
+from seeded import seed
 
 import pfeife
 from pfeife import sched
 from pfeife.data.schedule import Do
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.local import peer_copy, pipeline
+from pfeife.runtime.local import peer_copy
 from pfeife.testing.strategies import plans, recomputing
 
 
@@ -93,16 +92,9 @@ SEEDED = {
 
 
 @pytest.mark.parametrize("bug", SEEDED)
-def test_seeded(monkeypatch, tmp_path, bug):
+def test_seeded(monkeypatch, bug):
     right, wrong, found = SEEDED[bug]
-    source = Path(peer_copy.__file__).read_text()
-    assert source.count(right) == 1
-    file = tmp_path / "spoilt.py"
-    file.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("spoilt", file)
-    spoilt = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(spoilt)
-    monkeypatch.setattr(pipeline, "PeerCopies", spoilt.PeerCopies)
+    seed(monkeypatch, peer_copy, right, wrong)
     plan = sched.plan(clustered("UNet"), machine=CPU_CORE, microbatches=3, stages=2)
     recorder = two_steps("UNet", plan, [0, 1])
     assert recorder.copies
