@@ -66,6 +66,8 @@ class _Pretend(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
             return True
+        if func == torch.Tensor.record_stream:
+            return None  # memory is not this model's: see happens
         if func in _READS:
             gpu = host_here().gpu
             host_here().synchronize(gpu.current.post("all before a value is read"), "reads a value")
