@@ -66,8 +66,6 @@ class _Pretend(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
             return True
-        if func == torch.Tensor.record_stream:
-            return None  # memory is not this model's: see happens
         if func in _READS:
             gpu = host_here().gpu
             host_here().synchronize(gpu.current.post("all before a value is read"), "reads a value")
@@ -96,8 +94,9 @@ def on_cuda(host: Host, job: Callable[[], Any]) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def replaced() -> Iterator[None]:
-    """While torch.cuda's streams are the model's."""
+    """While torch.cuda's streams are the model's; when memory is free is `happens`'s matter."""
     with (
+        mock.patch.object(torch.Tensor, "record_stream", lambda value, stream: None),
         mock.patch.object(torch.cuda, "Stream", CudaStream),
         mock.patch.object(torch.cuda, "stream", _on),
         mock.patch.object(
