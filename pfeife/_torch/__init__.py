@@ -3,11 +3,12 @@
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
-`kernel_numbers` (what only data tell); `kernels`, `modules`, `recurrent`, `speech`, `tensors`,
-`gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list of one,
-`hollow` about tensors whose memory is not there, `profiling` about torch.profiler.
+`kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`, `recurrent`, `speech`,
+`tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
+of one, `hollow` about tensors whose memory is not there, `profiling` about torch.profiler.
 """
 
+from pfeife._torch import attention as attention
 from pfeife._torch import speech as speech
 from pfeife._torch.aot import (
     BufferAOTInput,

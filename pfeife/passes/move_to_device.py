@@ -24,9 +24,11 @@ from pfeife.ir.program import (
 )
 from pfeife.ir.seeding import seeded
 from pfeife.passes.compose import Pass
+from pfeife.passes.moved_attention import MovedAttention
 
 _COPY = torch.ops.aten._to_copy.default
 _CPU = torch.device("cpu")
+_PLAINLY = "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 
 
 def move_to_device(device: torch.device | str) -> Pass:
@@ -38,8 +40,9 @@ def move_to_device(device: torch.device | str) -> Pass:
                 c, held by value                      _to_copy(c, device=cuda:0)
 
     Seeds stay on the CPU, which reads them, and so does what else is there in a program of another
-    device. The operations stay those that were captured: a capture on the new device might have
-    chosen others. Premises are those of the capture.
+    device. A CPU's attention becomes that of CUDA which torch prefers by default (a flat program
+    only, on compute capability 8.0 and above). The other operations stay those that were captured:
+    a capture on the new device might have chosen others. Premises are those of the capture.
 
     Raises ValueError, with the line of the model, for an operation that the new device has not,
     and for a program of several devices, such as `place` makes.
@@ -114,6 +117,7 @@ class _Mover:
         self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self.of: dict[fx.Node, Any] = {}  # the values of new nodes
         self.modules: dict[int, fx.GraphModule] = {}  # calls may share one
+        self.attention = MovedAttention(self.of, self._operation)
 
     def device(self, one: torch.device) -> torch.device:
         here = one.type == self.home.type and one.index in (None, self.home.index)
@@ -141,7 +145,7 @@ class _Mover:
                 mine = node.meta.get("val")
                 self._tell(made, next(left, mine if node.name in stay else self.value(mine)))
             elif node.op == "call_function":
-                self._operation(made)
+                here[node] = self._moved(node, made)
             elif node.op in ("get_attr", "call_module"):
                 held[str(node.target)], here[node] = self._held(module, made)
         self.modules[id(module)] = _torch.graph_module(held, graph, type(module).__name__)
@@ -170,14 +174,28 @@ class _Mover:
                 return held, copy
         return held, node
 
+    def _moved(self, old: fx.Node, made: fx.Node) -> fx.Node:
+        """A new node, or what is in the place of one that only the CPU has."""
+        try:
+            if self.target.type == "cuda" and made.target == _torch.attention.ON_CPU:
+                return self.attention.forward(made, saves=_reads(old, 1))
+            if self.target.type == "cuda" and made.target == _torch.attention.ON_CPU_BACKWARD:
+                return self.attention.backward(made)
+        except ValueError as error:
+            raise ValueError(
+                f"move_to_device: attention for which {self.target.type} has no kernel: {error} "
+                f"({source_line(made)}); or capture the step under {_PLAINLY}"
+            ) from error
+        self._operation(made)
+        return made
+
     def _operation(self, node: fx.Node) -> None:
         operation: Any = node.args[0] if node.target is seeded else node.target
         if _torch.is_missing(operation, self.target.type):
             raise ValueError(
                 f"move_to_device: {operation} is no operation of {self.target.type} "
                 f"({source_line(node)}); capture the step without it: attention under "
-                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), recurrent layers after "
-                "torch.backends.mkldnn.set_flags(False)"
+                f"{_PLAINLY}, recurrent layers after torch.backends.mkldnn.set_flags(False)"
             )
         named = pytree.tree_map_only(torch.device, self.device, (node.args, node.kwargs))
         node.args, node.kwargs = named
@@ -207,3 +225,8 @@ def _is_ruled(node: fx.Node, value: Any) -> bool:
     tensors = any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value))
     elsewhere = is_sized_by_data(node) or _torch.is_higher_order(node.target) or has_effects(node)
     return (passes_on or tensors) and not elsewhere
+
+
+def _reads(node: fx.Node, at: int) -> bool:
+    """Whether somebody reads one of a node's results."""
+    return any(one.args[1] == at and one.users for one in node.users)
