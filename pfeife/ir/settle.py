@@ -11,7 +11,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import Program, has_effects, output_node, receive, returned, send
+from pfeife.ir.program import (
+    Program,
+    has_effects,
+    is_sized_by_data,
+    output_node,
+    receive,
+    returned,
+    send,
+)
 from pfeife.ir.seeding import seeded
 
 Bodies = Mapping[str, fx.GraphModule]  # by the targets of their calls
@@ -25,7 +33,8 @@ def settle(program: Program) -> Program:
     kept, and nothing that was given is edited: a body may be another program's as well. A value is
     told from what the node reads, without storage; what reads it is told again as far as shapes,
     dtypes or devices change. Nothing with an effect is run for that, nor a function of Python that
-    nobody reads. Raises ValueError for a node whose value is not to be found.
+    nobody reads. Raises ValueError for a node whose value is not to be found, as where data decide
+    its size.
     """
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
     known = {id(body): _settled(body, {}) for body in bodies.values()}  # calls may share one
@@ -112,6 +121,12 @@ class _Values:
 
     def _value(self, node: fx.Node) -> Any:
         target: Any = node.target
+        if is_sized_by_data(node):  # torch's rules give a symbol, and a capture the most
+            raise ValueError(
+                f"{node.format_node()} has a size that data decide, so its value cannot be told "
+                "from its arguments; write meta['val'] of what is new before it, and of itself as "
+                "large as it can be"
+            )
         try:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
             if target is seeded:  # draws nothing here: the value is as without the seed

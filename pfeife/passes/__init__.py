@@ -2,9 +2,9 @@
 
 Read them as a program meets them: `precision`, `defer_batch_norm` and `move_to_device` (if asked
 for; `moved_attention` is a part of the last), `fuse`, `annotate`, `partition`, `split_backward`,
-`send_recv`, `dp_wrap`, `place`; `recompute` is a part of `partition`, `compose` puts passes together
-and keeps what each has made, `apply` puts those together that a plan decides, `changes` says what
-one has changed.
+`send_recv`, `dp_wrap`, `place`; `recompute` is a part of `partition`, `compose` puts passes
+together and keeps what each has made, `apply` puts those together that a plan decides, `changes`
+says what one has changed.
 """
 
 from pfeife.ir.absorb import absorb

@@ -195,7 +195,8 @@ class _Mover:
             raise ValueError(
                 f"move_to_device: {operation} is no operation of {self.target.type} "
                 f"({source_line(node)}); capture the step without it: attention under "
-                f"{_PLAINLY}, recurrent layers after torch.backends.mkldnn.set_flags(False)"
+                f"{_PLAINLY}, recurrent layers after torch.backends.mkldnn.set_flags(False), a "
+                f"custom operator with a kernel for {self.target.type} (`register_kernel`)"
             )
         named = pytree.tree_map_only(torch.device, self.device, (node.args, node.kwargs))
         node.args, node.kwargs = named

@@ -189,3 +189,18 @@ def test_what_does_not_fit_is_refused():
         tanh.args = (program.module.graph.call_function(aten.t.default, tanh.args),)
     with pytest.raises(ValueError, match=r"%add.* has another value than before.*broadcast"):
         settle(program)
+
+
+def test_a_size_that_data_decide_is_not_told_again():
+    """Torch's rules would give a symbol, whose size nothing can compare or count."""
+    flat = pfeife.capture(lambda x: (x * 2)[x > 0].mean(), torch.randn(3, 2), loss_reduction="mean")
+    program = with_copy(flat)
+    index, twice = first(program, aten.index.Tensor), first(program, aten.mul.Tensor)
+    with program.module.graph.inserting_before(index):
+        new = program.module.graph.call_function(aten.neg.default, (twice,))
+    index.args = (new, index.args[1])
+    with pytest.raises(ValueError, match=r"%index.* that data decide.*write meta\['val'\]"):
+        settle(program)
+    new.meta["val"] = twice.meta["val"]
+    settled = settle(program)
+    assert value(settled, index) is index.meta["val"] and index.meta["val"].shape == (6,)

@@ -143,6 +143,35 @@ def test_what_only_the_cpu_has_is_refused_with_its_line(step, without):
         moved(captured(*called))
 
 
+@pytest.fixture
+def operators():
+    """Custom operators by where they run, as three kinds of libraries define them."""
+    mine = torch.library.Library("moved", "DEF")
+    kernel = lambda x: x + 1  # noqa: E731
+    for name, *keys in (
+        ("here", "CPU"),
+        ("both", "CPU", "CUDA"),
+        ("anywhere", "CompositeExplicitAutograd"),
+        ("made_of_others", "CompositeImplicitAutograd"),
+    ):
+        mine.define(f"{name}(Tensor x) -> Tensor")
+        for key in (*keys, *(() if "Implicit" in keys[0] else ("Meta",))):
+            mine.impl(name, kernel, key)
+    yield torch.ops.moved
+    mine._destroy()
+
+
+def test_a_custom_operator_of_the_cpu_alone_is_refused_with_its_line(operators):
+    def step(operation):
+        return lambda x: operation(x).square().mean()
+
+    for name in ("both", "anywhere", "made_of_others"):
+        moved(captured(step(getattr(operators, name).default), torch.randn(2, 3)))
+    here = captured(step(operators.here.default), torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"moved.here.* cuda \(File .*test_move.*register_kernel"):
+        moved(here)
+
+
 def test_programs_of_several_devices_are_refused():
     fused = moved(pfeife.fuse()(programs.captured("GPT")[1]))
     plan = pfeife.Plan(
