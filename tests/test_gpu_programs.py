@@ -116,7 +116,7 @@ def test_the_account_is_that_of_torchs_cuda_allocator(name):
 
 
 def test_fewer_receives_are_posted_ahead_on_a_gpu():
-    """They stand in a stream's queue, which is short."""
+    """They stand in hardware queues, where they keep others waiting."""
     for device, most in (("cpu", MOST), ("cuda:0", MOST_QUEUED)):
         _, plan, history = planned("GPT", device)
         program = history[-2].program

@@ -138,6 +138,19 @@ def test_random_steps(step, replicas, shard, apart, pace):
     run(schedule, replicas, case=case, shard=shard, apart=apart, pace=pace)
 
 
+@random_cases(60)
+@given(
+    steps(), st.sampled_from([1, 2]), st.sampled_from([Pace.AHEAD, Pace.KEPT]), st.integers(4, 9)
+)
+def test_random_steps_with_few_hardware_queues(step, replicas, pace, queues):
+    """They come to their end, or are refused before they begin."""
+    schedule, case = step
+    try:
+        run(schedule, replicas, case=case, pace=pace, queues=queues)
+    except ValueError as refusal:
+        assert "hardware queues" in str(refusal)
+
+
 TWO_EACH = families.interleaved(4, 4, (0, 1, 0, 1))
 
 

@@ -120,8 +120,8 @@ def test_two_sends_or_receives_of_other_sizes_in_another_order(rank, action, bes
 
 def on_tied_ranks(**options):
     """The last stage's rank reduces a tied weight before what the first one waits for."""
-    program, lowered = on_ranks(families.interleaved(4, 2, (0, 1, 0, 1)))
-    _, state, batches = skipping(microbatches=2)
+    program, lowered = on_ranks(families.interleaved(4, 4, (0, 1, 0, 1)))
+    _, state, batches = skipping(microbatches=4)
     return on_strict_ranks(program, lowered, steps_of(state, batches), **options)
 
 
@@ -134,12 +134,34 @@ def test_connecting_in_a_step(monkeypatch):
         on_tied_ranks(pace=Pace.KEPT)
 
 
-def test_one_hardware_queue_for_all_streams(monkeypatch):
-    """CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it: the second receive that is posted ahead
-    waits for the first one, and all that is posted after it behind it. So it is refused."""
+@pytest.mark.parametrize("queues", [1, 2, 4])
+def test_fewer_hardware_queues_than_streams(queues):
+    """What waits for a message keeps all that was posted to its queue after it. So it is refused,
+    whoever sets it: Megatron has CUDA_DEVICE_MAX_CONNECTIONS=1."""
     on_tied_ranks(queues=16)
-    with pytest.raises(Stuck, match=r"a receive from .*in a circle"):
-        on_tied_ranks(queues=1)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*: unset it"):
-        on_tied_ranks(queues=1)
+    with pytest.raises(Stuck, match=r"in a circle"):
+        on_tied_ranks(queues=queues, told=32)
+    with pytest.raises(ValueError, match=rf"streams of a rank share {queues} hardware queues"):
+        on_tied_ranks(queues=queues)
+
+
+def test_hosts_that_wait_for_what_they_launch(monkeypatch):
+    """CUDA_LAUNCH_BLOCKING=1: a rank posts a receive before the other one can send."""
+    with pytest.raises(Stuck, match=r"waits for the kernel that it has launched.*in a circle"):
+        on_tied_ranks(blocks=True)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ValueError, match=r"CUDA_LAUNCH_BLOCKING=1 keeps a rank .*: unset it"):
+        on_tied_ranks(blocks=True)
+
+
+def test_sparse_gradients():
+    """NCCL has no sums of them; a step would only end in the middle."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(6, 4, sparse=True), torch.nn.Linear(4, 4))
+    batches = [(torch.tensor([0, index]),) for index in range(2)]
+    program = pfeife.fuse()(pfeife.capture(lambda x: net(x).square().mean(), *batches[0]))
+    plan = pfeife.Plan((0,) * (1 + max(call.unit for call in program.calls)), families.gpipe(1, 1))
+    sent = pfeife.compose(pfeife.partition(plan), pfeife.dp_wrap(pfeife.Mesh(1, 2)))(program)
+    lowered = pfeife.sched.lower(plan.schedule, sent)
+    with pytest.raises(ValueError, match=r"gradient of '0.weight' is sparse, .* sparse=False"):
+        on_strict_ranks(sent, lowered, steps_of(pfeife.state_of(program, net), batches))

@@ -9,9 +9,9 @@ from pfeife.lowering.envelope import Envelope
 
 AHEAD = 2**20  # bytes of a channel that may have their buffers before they are asked for
 FEWEST, MOST = 2, 1024  # messages ahead, whatever their size
-# The same on CUDA, where receives stand in a stream's queue, several operations each: if one has a
-# thousand or so, whoever puts in the next one waits.
-MOST_QUEUED = 64
+# The same on CUDA, where a receive that waits for the one before it may keep other streams waiting,
+# which share a hardware queue with it.
+MOST_QUEUED = 1
 
 
 @attrs.frozen(slots=False)

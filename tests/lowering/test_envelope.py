@@ -47,6 +47,6 @@ def test_receives_are_posted_in_time_and_within_the_budget(sizes, most):
     ahead = posted_ahead(sizes, most)
     assert len(ahead) == len(sizes) + 1 and ahead == sorted(ahead)
     for taken, posted in enumerate(ahead):
-        assert min(taken + FEWEST, len(sizes)) <= posted <= min(taken + most, len(sizes))
+        assert min(taken + min(FEWEST, most), len(sizes)) <= posted <= min(taken + most, len(sizes))
         waiting = sizes[taken:posted]
         assert len(waiting) <= FEWEST or sum(waiting) <= AHEAD

@@ -106,10 +106,11 @@ class Gpu:
 
 
 class Machine:
-    """All GPUs, each with so many hardware `queues` (None: one for every stream)."""
+    """All GPUs, each with so many hardware `queues` (None: one for every stream); `blocks` says
+    that a host waits for each kernel that it launches."""
 
-    def __init__(self, queues: int | None = None):
-        self.queues = queues
+    def __init__(self, queues: int | None = None, blocks: bool = False):
+        self.queues, self.blocks = queues, blocks
         self.gpus: list[Gpu] = []
         self.awake: deque[deque[Operation]] = deque()  # hardware queues that may go on
         self.operations = 0  # that are done

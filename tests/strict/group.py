@@ -76,7 +76,10 @@ class Group:
         current = self.host.gpu.current
         own = meets.communicator.streams[self.host.rank]
         own.post(f"all before {what}", current.post("an event"))
-        return Queued(self.host, own.post(what, meets=meets))
+        posted = own.post(what, meets=meets)
+        if self.host.machine.blocks:
+            self.host.synchronize(posted, "waits for the kernel that it has launched")
+        return Queued(self.host, posted)
 
     def _half(self, sends: bool, tensors: Sequence[torch.Tensor], peer: int) -> Queued:
         other = self.shared.ranks[peer]

@@ -4,6 +4,7 @@ Only what lies below them is the model's: the process group, streams, and where 
 and threads in a world of processes.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from pfeife.ir.program import Call, Program, Role, is_sized_by_data, returned
 from pfeife.runtime.distributed import world
 from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.launching import MOST_QUEUES
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero
 from pfeife.runtime.distributed.reducing import Reducer
@@ -112,13 +114,16 @@ def on_strict_ranks(
     *,
     mesh: pfeife.Mesh | None = None,
     queues: int | None = None,
+    told: int | None = None,
+    blocks: bool = False,
     pace: Pace = Pace.AHEAD,
     **options: Any,
 ) -> list:
     """What `job` returns on every rank of a program's pipelines; the values mean something where
-    hosts are computing. Raises Stuck or Mismatch."""
+    hosts are computing. GPUs have so many hardware queues, of which pfeife is `told` the truth but
+    where a test wants it otherwise. Raises Stuck or Mismatch."""
     mesh = mesh or pfeife.Mesh(len(schedule.ranks), program.replicas)
-    machine = Machine(queues)
+    machine = Machine(queues, blocks)
     shared: dict[Any, Communicators] = {}
     hosts = [Host(machine, rank, pace) for rank in range(mesh.size)]
 
@@ -133,7 +138,12 @@ def on_strict_ranks(
         return StrictConnection(members, host_here(), device)
 
     jobs = [on_cuda(host, lambda host=host: start(host)) for host in hosts]
-    with replaced(), mock.patch.object(world, "Connection", connection):
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(told or queues or MOST_QUEUES)}
+    with (
+        replaced(),
+        mock.patch.object(world, "Connection", connection),
+        mock.patch.dict(os.environ, environment),
+    ):
         return run_hosts(machine, hosts, jobs)
 
 

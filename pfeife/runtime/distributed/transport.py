@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from pfeife.runtime.distributed.buffers import Buffers
 from pfeife.runtime.distributed.connecting import REDUCE
 from pfeife.runtime.distributed.connection import Connection, queued_by_now
 from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
+from pfeife.runtime.distributed.launching import check_launching
 from pfeife.runtime.distributed.reducing import Reducing, Route
 from pfeife.runtime.distributed.world import World
 
@@ -41,12 +41,6 @@ class DistributedTransport(Buffered):
                 f"the mesh has {mesh.replicas} replicas of {mesh.ranks} ranks, the world has "
                 f"{world.size} processes; start {mesh.size} (torchrun --nproc-per-node {mesh.size})"
             )
-        if world.nccl and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            raise ValueError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 starts the kernels of all streams in one order, "
-                "so that what a rank computes waits for receives posted ahead, and ranks "
-                "for one another: unset it, or set it to 32, before the processes start"
-            )
         super().__init__()
         self.world, self.mesh = world, mesh
         self.device: torch.device | None = world.device
@@ -63,6 +57,8 @@ class DistributedTransport(Buffered):
             connection = world.connection_of(pipeline, "results")
             if world.rank in pipeline:
                 self.within = connection
+        if world.nccl:
+            check_launching(world.streams)
         self.buffers = Buffers(self.device, world.ends.memory)
         # The rank that this one waits for, and since when.
         self.awaited: tuple[int, float] | tuple[None, None] = None, None
@@ -90,6 +86,11 @@ class DistributedTransport(Buffered):
         together has a process group, all of which are made in one order."""
         found = {}
         for bucket in buckets_of(program):
+            if bucket.sparse and self.world.nccl:
+                raise ValueError(
+                    f"the gradient of {bucket.first.name!r} is sparse, and NCCL adds up dense ones "
+                    "alone: make its embedding with sparse=False, or use Gloo on CPUs"
+                )
             for members in self._members(bucket.first):
                 connection = self.world.connection_of(members, REDUCE)
                 if connection.mine:

@@ -114,6 +114,13 @@ class World:
         return dist.PrefixStore("pfeife", group.get_group_store())
 
     @property
+    def streams(self) -> int:
+        """Under NCCL, of this rank: that which computes, that which reduces, and one for each
+        connection."""
+        mine = [one for one in self.connections.values() if one.mine and one.nccl]
+        return 2 + len(mine)
+
+    @property
     def patience(self) -> tuple[timedelta, ...]:
         """What a wait for a message is given: on CUDA a time would block the host, and NCCL's
         watchdog looks after it."""
