@@ -38,6 +38,7 @@ LISTING = 180.0  # seconds in which a worker imports a part
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # or its results are not those of the run before
     "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     "PYTHONUNBUFFERED": "1",
 }

@@ -106,8 +106,7 @@ def test_a_rank_computes_on_its_own_gpu(name):
 def test_the_account_is_that_of_torchs_cuda_allocator(name):
     *_, program, schedule = moved(name)
     curves = cost.memory_curves(program, schedule, optimizer=8)
-    (*_, here) = planned(name, "cpu")
-    bare = cost.memory_curves(here[-2].program, schedule, optimizer=8)
+    bare = cost.memory_curves(program, schedule, optimizer=8, rounding=1)
     for one, other in zip(curves, bare, strict=True):
         assert one.peak >= other.peak
         for point in one.points:

@@ -139,13 +139,12 @@ def test_random_steps(step, replicas, shard, apart, pace):
 
 
 @random_cases(60)
-@given(
-    steps(), st.sampled_from([1, 2]), st.sampled_from([Pace.AHEAD, Pace.KEPT]), st.integers(4, 9)
-)
-def test_random_steps_with_few_hardware_queues(step, replicas, pace, queues):
+@given(steps(), st.sampled_from([1, 2]), st.booleans(), st.integers(4, 9))
+def test_random_steps_with_few_hardware_queues(step, replicas, ahead, queues):
     """They come to their end, or are refused before they begin."""
     schedule, case = step
     try:
+        pace = Pace.AHEAD if ahead else Pace.KEPT
         run(schedule, replicas, case=case, pace=pace, queues=queues)
     except ValueError as refusal:
         assert "hardware queues" in str(refusal)
