@@ -4,7 +4,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import scipy  # whose parts are loaded when they are asked for
 import torch
@@ -19,6 +19,7 @@ from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 
+_LEAST = 0.01  # of what a message takes, that one takes more which is as much larger
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 
 
@@ -163,19 +164,27 @@ def piecewise_fit(
     """A rising piecewise-linear function of the size with knots at 0 and the sizes.
 
     Non-negative least squares over a latency and what every segment adds, errors taken relative
-    to the measured seconds (at least a microsecond). Returns the values at the knots and the
-    largest relative error.
+    to the measured seconds (at least a microsecond). Each of these goes on rising a little behind
+    its segment, so that noise makes no link infinitely fast. Returns the values at the knots and
+    the largest relative error.
     """
-    segments = list(pairwise((0, *sizes)))
+    knots = (0, *sizes)
     scale = [max(measured, 1e-6) for measured in seconds]
-    rows = []
-    for size, unit in zip(sizes, scale, strict=True):
-        parts = [min(max(size - low, 0), high - low) / (high - low) for low, high in segments]
-        rows.append([value / unit for value in (1.0, *parts)])
+    steps = [(0, 0), *pairwise(knots)]  # the first one is the latency
+    parts = [[_risen(size, *step, sizes[-1]) for step in steps] for size in knots]
+    rows = [[one / unit for one in row] for row, unit in zip(parts[1:], scale, strict=True)]
     wanted = [measured / unit for measured, unit in zip(seconds, scale, strict=True)]
     gained, _ = scipy.optimize.nnls(rows, wanted)
-    values = tuple(map(float, accumulate(gained)))
+    values = tuple(float(sum(gained * row)) for row in parts)
     errors = [
         abs(one - other) / unit for one, other, unit in zip(values[1:], seconds, scale, strict=True)
     ]
     return values, max(errors)
+
+
+def _risen(size: int, low: int, high: int, last: int) -> float:
+    """How far a step from one size to another has been taken: wholly behind it, and a little more
+    up to the last size."""
+    if size < high:
+        return max(size - low, 0) / (high - low)
+    return 1.0 + _LEAST * (size - high) / last

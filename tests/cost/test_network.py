@@ -5,6 +5,8 @@ import math
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pfeife.cost.network import piecewise_fit
 from pfeife.data import plain
@@ -61,3 +63,23 @@ def test_links_are_fitted():
     assert list(rising) == sorted(rising) and 0.2 < residual < 1
     with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
         Network((link,)).link(1, 0)
+
+
+measured = st.floats(1e-9, 1e3)
+
+
+@given(st.lists(measured, min_size=1, max_size=8), st.sampled_from([2, 4]))
+def test_no_link_is_infinitely_fast(seconds, times):
+    """Whatever noise has measured, what is larger takes longer beyond the largest size too."""
+    sizes = tuple(64 * times**power for power in range(len(seconds)))
+    values, residual = piecewise_fit(sizes, seconds)
+    link = Link(0, 1, (0, *sizes), values, values, values, residual)
+    one, two, nine = (link.transfer_seconds(times * sizes[-1]) for times in (1, 2, 9))
+    assert one < two < nine and math.isfinite(residual)
+
+
+@given(measured, measured, st.integers(1, 8))
+def test_a_straight_line_is_found_again(latency, rate, count):
+    sizes = tuple(4**power for power in range(5, 5 + count))
+    _, residual = piecewise_fit(sizes, [latency + rate * size for size in sizes])
+    assert residual < 1e-6
