@@ -3,15 +3,19 @@
 import attrs
 import pytest
 import torch
+from seeded import seed
 from strict.circle import Stuck
+from strict.cuda import host_here
 from strict.gpu import Half, Machine, Mismatch
 from strict.group import Communicators, Group
 from strict.host import Host, Pace, run_hosts
-from strict.programs import on_ranks, skipping
-from strict.ranks import on_strict_ranks, steps_of
+from strict.programs import Case, on_ranks, skipping
+from strict.ranks import beside, kernels, on_strict_ranks, steps_of
 
 import pfeife
-from pfeife.runtime.distributed import connecting
+from pfeife.lowering import announced
+from pfeife.runtime.distributed import batch_norms, connecting, reducing
+from pfeife.runtime.interpret import RankRunner
 from pfeife.sched import families
 from pfeife.testing import assert_same
 
@@ -165,3 +169,93 @@ def test_sparse_gradients():
     lowered = pfeife.sched.lower(plan.schedule, sent)
     with pytest.raises(ValueError, match=r"gradient of '0.weight' is sparse, .* sparse=False"):
         on_strict_ranks(sent, lowered, steps_of(pfeife.state_of(program, net), batches))
+
+
+def reduced(pace=Pace.COMPUTING, case=Case.TRAINING, job=steps_of, **made):
+    """A step of two replicas, whose numbers are those of one device."""
+    schedule = families.gpipe(4, 2, (0, 1, 2, 0))
+    program, lowered = on_ranks(schedule, 2, case=case, overlap=False, **made)
+    _, state, batches = skipping(case, microbatches=4)
+    found = on_strict_ranks(program, lowered, job(state, batches), pace=pace)
+    whole = pfeife.evaluate(program, state, batches)
+    for one in found:
+        mine = {name: whole.gradients[name] for name in one.gradients}
+        theirs = attrs.evolve(whole, gradients=mine, buffers=one.buffers)
+        assert_same(theirs, one, ("layers.1.weight",))
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong", "made"),
+    [
+        (
+            reducing,
+            "[bucket.share(replica) for replica in self._replicas]",
+            "[bucket.share(replica) for replica in self._replicas][::-1]",
+            {"shard": True},
+        ),
+        (
+            batch_norms,
+            "max(sizes.values()) * len(mine.statistics) - len(given)",
+            "0",
+            {"case": Case.NORMED},
+        ),
+        (
+            announced,
+            "[*first, *Envelope(layouts).pack(told)]",
+            "[*Envelope(layouts).pack(told), *first]",
+            {"case": Case.SIZED},
+        ),
+    ],
+    ids=["shards the other way round", "statistics as each rank has them", "sizes behind values"],
+)
+def test_pieces_in_another_order_or_of_other_sizes(monkeypatch, module, right, wrong, made):
+    reduced(**made)
+    seed(monkeypatch, module, right, wrong)
+    with pytest.raises(AssertionError, match=r"differs|at others|an all-to-all|not of one size"):
+        reduced(**made)
+
+
+def test_replicas_that_reduce_in_other_orders():
+    def others(state, batches):
+        def job(pipeline):
+            runner = pipeline.runner
+            if pipeline.transport.replica and runner.rank == 0:
+                schedule = moved(runner.schedule, 0, "3REDUCE_GRAD", "0REDUCE_GRAD")
+                bodies = kernels(runner.program, host_here())
+                pipeline.runner = RankRunner(runner.program, schedule, runner.rank, bodies)
+            return steps_of(state, batches)(pipeline)
+
+        return job
+
+    reduced()
+    with pytest.raises(AssertionError, match=r"differs|at others|an all-to-all"):
+        reduced(job=others)
+
+
+def test_a_kind_of_collective_that_was_not_connected(monkeypatch):
+    """Each kind connects anew: what was used once for the exchange is not for the gathering."""
+    used = connecting._USES[connecting.REDUCE]
+    for some in used:
+        monkeypatch.setitem(connecting._USES, connecting.REDUCE, (some,))
+        with pytest.raises(Stuck, match=r"REDUCE_GRAD .*: its host connects reduce .*in a circle"):
+            on_tied_ranks(pace=Pace.KEPT)
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_training_and_evaluating_in_one_world(pace):
+    """In one order on all ranks; a rank that evaluates first waits for who trains first."""
+    evaluating = on_ranks(families.forward_only(2, 2), case=Case.EVALUATION)
+    training = on_ranks(families.one_f_one_b(2, 2))
+    steps = [
+        steps_of(*skipping(case, microbatches=2)[1:]) for case in (Case.TRAINING, Case.EVALUATION)
+    ]
+
+    def both(pipeline, other_first=()):
+        pipelines = [pipeline, beside(pipeline, *evaluating)]
+        order = [0, 1, 0, 1]
+        for at in order[::-1] if pipeline.own.rank in other_first else order:
+            steps[at](pipelines[at])
+
+    on_strict_ranks(*training, both, pace=pace)
+    with pytest.raises(AssertionError):
+        on_strict_ranks(*training, lambda one: both(one, other_first=[1]), pace=pace)

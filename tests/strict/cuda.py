@@ -29,7 +29,7 @@ class Event:
         self.operation = operation
 
     def query(self) -> bool:
-        host_here().machine.settle()
+        self.operation.stream.gpu.machine.settle()
         return self.operation.done
 
     def wait(self, stream: "CudaStream") -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife.ir.program import Call, Program, Role, is_sized_by_data, returned
+from pfeife.lowering.channel import MOST_QUEUED
+from pfeife.runtime import interpret
 from pfeife.runtime.distributed import world
 from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import Doing
@@ -143,6 +145,7 @@ def on_strict_ranks(
         replaced(),
         mock.patch.object(world, "Connection", connection),
         mock.patch.dict(os.environ, environment),
+        mock.patch.object(interpret, "MOST", MOST_QUEUED),  # as for a program of a GPU
     ):
         return run_hosts(machine, hosts, jobs)
 
@@ -178,3 +181,9 @@ def given_by_rank_zero(
         return pipeline(state, pipeline.known(cut, of_rank_zero=True))
 
     return run
+
+
+def beside(pipeline: StrictPipeline, program: Program, schedule: pfeife.Schedule) -> StrictPipeline:
+    """Another pipeline in a rank's world (collective)."""
+    bodies = kernels(program, host_here())
+    return StrictPipeline(pipeline.own, program, schedule, bodies=bodies, mesh=pipeline.mesh)
