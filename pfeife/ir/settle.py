@@ -11,15 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import (
-    Program,
-    has_effects,
-    is_sized_by_data,
-    output_node,
-    receive,
-    returned,
-    send,
-)
+from pfeife.ir.program import Program, has_effects, output_node, receive, returned, send
 from pfeife.ir.seeding import seeded
 
 Bodies = Mapping[str, fx.GraphModule]  # by the targets of their calls
@@ -121,24 +113,25 @@ class _Values:
 
     def _value(self, node: fx.Node) -> Any:
         target: Any = node.target
-        if is_sized_by_data(node):  # torch's rules give a symbol, and a capture the most
-            raise ValueError(
-                f"{node.format_node()} has a size that data decide, so its value cannot be told "
-                "from its arguments; write meta['val'] of what is new before it, and of itself as "
-                "large as it can be"
-            )
         try:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
             if target is seeded:  # draws nothing here: the value is as without the seed
                 target, args = args[0], args[3:]
             with self._mode(args, kwargs), torch.no_grad():
-                return target(*args, **kwargs)
+                value = target(*args, **kwargs)
         except Exception as error:
             has = "another value than before" if node in self.of else "no meta['val']"
             raise ValueError(
                 f"{node.format_node()} has {has}, and it cannot be told from its arguments: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if _has_symbols(value):
+            raise ValueError(
+                f"{node.format_node()} has a size that data decide, so its value cannot be told "
+                "from its arguments; write meta['val'] of what is new before it, and of itself as "
+                "large as it can be"
+            )
+        return value
 
     def _read(self, node: fx.Node) -> Any:
         if node not in self.of:
@@ -156,6 +149,13 @@ class _Values:
 
 def _has_values(body: fx.GraphModule) -> bool:
     return all("val" in node.meta for node in output_node(body).all_input_nodes)
+
+
+def _has_symbols(value: Any) -> bool:
+    """Whether torch's rules leave sizes open, of which a capture has the most."""
+    leaves = pytree.tree_leaves(value)
+    sizes = [size for one in leaves if isinstance(one, torch.Tensor) for size in one.shape]
+    return any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in (*leaves, *sizes))
 
 
 def _layout(value: Any) -> list[Any]:

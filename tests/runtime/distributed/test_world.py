@@ -44,6 +44,7 @@ def test_all_ranks_come_out_with_one_failure_and_go_on(tried, fault):
         assert first["where"].startswith("sharing the results of a step, its device in action")
     if "an error in a wait" in fault:
         assert "remote process exited" in first["cause"]
+    assert "Exception in thread" not in found["log"]
     heard = [one for one in found["reports"] if "failure" in one]
     assert [(one["aborts"], one["main"]) for one in heard] == [(3, False)] * 2
     assert [one["same"] for one in found["reports"] if one["event"] == "again"] == [True] * 2
