@@ -2,11 +2,12 @@
 
     sudo python benchmarks/nodes.py [--mbit 400] [--json FILE]
 
-Each node is a namespace with two ranks and an interface; the border is a pair of interfaces that tc
-limits (token bucket filters; no delay, which takes a module that few kernels have at hand). Shown
-are the links as bench-network and as plain sockets see them; plans that know the border and that
-believe all links alike, predicted and measured; that the numbers are those of one device; and what
-becomes of the ranks when a node is cut off or killed. The ranks are in benchmarks/nodes_ranks.py.
+Each node is a namespace of the network and of processes, with two ranks and an interface; the
+border is a pair of interfaces that tc limits (token bucket filters; no delay, which takes a module
+that few kernels have at hand). Shown are the links as bench-network and as plain sockets see them;
+plans that know the border and that believe all links alike, predicted and measured; that the
+numbers are those of one device; and what becomes of the ranks when a node is cut off or killed. The
+ranks are in benchmarks/nodes_ranks.py.
 
 Namespaces have the prefix pfeife- and this process's number; what a run that was killed has left
 is removed by the next one.
@@ -34,6 +35,8 @@ HERE = Path(__file__).parent
 PREFIX = "pfeife-"
 ADDRESSES = ("198.18.0.1", "198.18.0.2")  # of a block for benchmarks of networks (RFC 2544)
 RANKS = 2  # a node
+# Processes of one node do not see those of the other, whose memory they could map.
+APART = "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"
 MESSAGE = 2**21  # bytes of a message over plain sockets
 OFTEN = 20  # times
 
@@ -58,7 +61,7 @@ class Nodes:
     def start(self, node: int, *command: str) -> "subprocess.Popen[str]":
         """A process of a node, with its output in one pipe."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[node], *command],
+            ["ip", "netns", "exec", self.names[node], *APART, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -99,8 +102,8 @@ def removed(names: "tuple[str, ...] | list[str]") -> None:
 @contextlib.contextmanager
 def two_nodes(mbit: int) -> Iterator[Nodes]:
     """Raises Refused where namespaces cannot be made."""
-    if not (shutil.which("ip") and shutil.which("tc")):
-        raise Refused("two nodes need ip and tc (Debian's iproute2)")
+    if not all(map(shutil.which, ("ip", "tc", "unshare"))):
+        raise Refused("two nodes need ip, tc and unshare (Debian's iproute2 and util-linux)")
     if os.geteuid():
         raise Refused("two nodes need network namespaces, which take root: run it with sudo")
     removed([one for one in re.findall(rf"^({PREFIX}\d+-\d)", ip("netns", "list"), re.MULTILINE)])
