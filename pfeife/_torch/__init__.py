@@ -5,11 +5,22 @@ what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`)
 joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
 `kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`, `recurrent`, `speech`,
 `tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
-of one, `hollow` about tensors whose memory is not there, `profiling` about torch.profiler.
+of one, `absent` and `hollow` are about tensors whose values or memory are not there, `profiling`
+about torch.profiler.
 """
 
 from pfeife._torch import attention as attention
 from pfeife._torch import speech as speech
+from pfeife._torch.absent import (
+    Record,
+    as_meta,
+    first_record,
+    is_absent,
+    let_go,
+    let_go_all,
+    record_of,
+    without_values,
+)
 from pfeife._torch.aot import (
     BufferAOTInput,
     GradAOTOutput,
@@ -113,6 +124,8 @@ from pfeife._torch.tensors import (
     marked_dims,
     memory_of,
     no_dispatch,
+    storage_of,
+    users_of,
 )
 from pfeife._torch.trace import compilation, trace_artifact
 
@@ -130,11 +143,13 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "Record",
     "TangentAOTInput",
     "TorchDispatchMode",
     "address_of",
     "as_answer",
     "as_captured",
+    "as_meta",
     "as_number",
     "asks_for_values",
     "assigned",
@@ -154,6 +169,7 @@ __all__ = [
     "extremes",
     "fake_on",
     "fake_tensor",
+    "first_record",
     "floats",
     "flop_formulas",
     "forgetting_symbols",
@@ -172,6 +188,7 @@ __all__ = [
     "hollow",
     "hooks_of",
     "inductor",
+    "is_absent",
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
@@ -190,6 +207,8 @@ __all__ = [
     "joint_graph",
     "lacks_device",
     "leaf_dims",
+    "let_go",
+    "let_go_all",
     "listed",
     "makes_view",
     "marked_dims",
@@ -203,6 +222,7 @@ __all__ = [
     "order_of_facts",
     "placeholder_source",
     "plainly",
+    "record_of",
     "result_paths",
     "running_ddp",
     "said_to_compile",
@@ -211,18 +231,21 @@ __all__ = [
     "sizes_and_numbers",
     "source_value",
     "source_words",
+    "storage_of",
     "surroundings",
     "symbol_of",
     "symbolic_mode",
     "telling",
     "together",
     "trace_artifact",
+    "users_of",
     "value_of",
     "who_compiles",
     "whole_graph",
     "willing",
     "without_memory",
     "without_symbols",
+    "without_values",
     "write",
     "written",
 ]

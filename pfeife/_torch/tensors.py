@@ -45,6 +45,8 @@ __all__ = [
     "marked_dims",
     "memory_of",
     "no_dispatch",
+    "storage_of",
+    "users_of",
 ]
 
 
@@ -88,9 +90,24 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor looks at a tensor's storage. There is no public count of those; the
-    two that are always there are the tensor and the storage object that is asked."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+    """Whether another tensor looks at a tensor's storage. There is no public count of those; what
+    is always there is the storage object that is asked."""
+    return users_of(tensor) > 1
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """How many tensors look at a tensor's storage, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What tells a tensor's storage from others that are there now, None without one."""
+    if isinstance(tensor, FakeTensor) or not torch._C._has_storage(tensor):
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # of functionalization, of wrappers
+        return None
 
 
 def memory_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -23,8 +23,10 @@ from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
+from pfeife.frontend.arguments import text_of
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
+from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.world import World
 
 
@@ -47,6 +49,7 @@ class Backend:
         self.alike = [*versions(), self.builder.asked]  # on every rank
         self.meter = Meter(options.log_every, options.on_step, target, options.optimizer)
         self.known: dict[tuple[bool, int], Options] = {}
+        self.graphs: dict[str, Steps] = {}  # by what they compute
 
     def options_for(self, world: World | None, microbatches: int | None = None) -> Options:
         """The options of a call, which may be cut into fewer microbatches than others. One process
@@ -98,7 +101,8 @@ class Backend:
             )
         name, broken = _torch.frame_name(), _torch.graph_break()
         if not broken:
-            return Steps(self, BatchedGraph(module, examples, self.losses), name)
+            steps = Steps(self, BatchedGraph(module, examples, self.losses), name)
+            return self.known_steps(steps, module)
         if self.options.batch != "global":
             raise ValueError(
                 f"option batch={self.options.batch!r}: {name} is broken into several graphs, and "
@@ -114,7 +118,21 @@ class Backend:
                 )
         if broken[0] or self.broken is None:
             self.broken = broken[0] or "it goes on after another graph", broken[1]
-        return PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)
+        pieces = PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)
+        return self.known_steps(pieces, module)
+
+    def known_steps(self, steps: Steps, module: fx.GraphModule) -> Steps:
+        """The same steps, or on ranks those of an earlier graph that is the same one: Dynamo
+        compiles a step once more where its parameters have left this rank, and on other ranks it
+        does not."""
+        if world_so_far() is None:
+            return steps
+        inputs = steps.graph.inputs
+        text = f"{type(steps).__name__} {steps.name} {text_of(module, inputs)}"
+        earlier = self.graphs.get(text)
+        if earlier is None or set(earlier.graph.inputs.modules) != set(inputs.modules):
+            self.graphs[text] = earlier = steps
+        return earlier
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

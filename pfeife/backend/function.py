@@ -15,7 +15,6 @@ from pfeife.backend.options import Options
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Captured
 from pfeife.ir.program import Program, Role
-from pfeife.runtime.distributed.gradients import is_ours
 from pfeife.runtime.distributed.rank_zero import Sent
 
 log = logging.getLogger("pfeife")
@@ -62,9 +61,7 @@ def _results(call: Call, slots: Slots) -> Sequence[torch.Tensor]:
 
 def _warn_of_hooks(compiled: Compiled, leaves: Mapping[str, torch.Tensor]) -> None:
     parameters = (port.fqn for port in compiled.leaves if port.role == Role.PARAMETER)
-    found = next(
-        (n for n in parameters if any(not is_ours(h) for h in _torch.hooks_of(leaves[n]))), None
-    )
+    found = next((name for name in parameters if _torch.hooks_of(leaves[name])), None)
     if found is not None:
         compiled.said.add("hooks")
         log.warning(

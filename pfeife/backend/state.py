@@ -81,8 +81,6 @@ def clip_grad_norm_(
             "it cannot be clipped"
         )
     torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
-    for parameter in listed:
-        world.ownership.gradients.note(parameter)
     return total
 
 

@@ -301,7 +301,8 @@ class Step:
         self.hooks |= hooks_of(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
-        steps = Steps(self.backend, graph, self.name, self._settle)
+        new_steps = Steps(self.backend, graph, self.name, self._settle)
+        steps = self.backend.known_steps(new_steps, module)
         unsure = bool(changed)
 
         def run(*args: Any) -> list[torch.Tensor]:

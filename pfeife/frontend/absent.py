@@ -1,67 +1,287 @@
-"""Tensors of a batch that another rank has: here they have shapes, and no values."""
+"""Tensors whose values are not here: of a batch of rank zero, of state that other ranks train, of
+its gradients.
 
-from typing import Any, NoReturn
+What may be asked of one, and who answers:
+
+    what is asked                                   answer
+    shape, strides, dtype, device, views            as of any tensor
+    zeros_like, randn_like, new_zeros, ...          a tensor of this rank
+    what computes each element, or along dimensions absent, too: who has the values computes it
+    what changes it in place                        nothing here: who has the values changes them
+    random numbers in place                         they are drawn here as there
+    what is written into a tensor of this rank      makes that one absent, and all that share memory
+    a norm                                          asked of all ranks, of a gradient
+    all else reads values                           ValueError
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from pfeife import _torch
+from pfeife._torch import OpOverload, is_absent, record_of
 
-class Absent(torch.Tensor):
-    """A tensor with the shape, dtype and device of one on rank 0.
+aten = torch.ops.aten
+Rule = Callable[["Absence", OpOverload, tuple, dict[str, Any]], Any]
 
-    What a script does to a batch between its loader and the step gives other such tensors: slices,
-    `to(device)`, a mask of them. What would read values is a ValueError.
-    """
 
-    @staticmethod
-    def __new__(cls, like: torch.Tensor, device: torch.device) -> "Absent":
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
-        return made
+class Absence:
+    """Why a tensor has no values here."""
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        leaves = pytree.tree_leaves((args, named))
-        place = named.get("device") or next(one.device for one in leaves if isinstance(one, Absent))
-        if "device" in named:
-            named["device"] = "meta"
-        args, named = pytree.tree_map_only(torch.Tensor, _shape, (args, named))
-        try:
-            found = func(*args, **named)
-        except (NotImplementedError, RuntimeError) as error:  # data would decide the shape
-            raise _refused(func) from error
-        if not all(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(found)):
-            raise _refused(func)
-        made = pytree.tree_map_only(torch.Tensor, lambda o: cls(o, torch.device(place)), found)
-        return made
+    def refusal(self, what: str) -> ValueError:
+        """What to raise where something reads values."""
+        raise NotImplementedError
 
-    def pin_memory(self, *args: Any) -> "Absent":
-        """Itself: there is nothing to pin."""
+    def derived(self) -> "Absence":
+        """That of what is computed of each element."""
         return self
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise _refused("numpy()")
+    def written(self, tensor: torch.Tensor) -> None:
+        """It is changed in place, here as where its values are."""
 
-    def tolist(self) -> NoReturn:
-        raise _refused("tolist()")
+    def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """It is given values that this rank has."""
+        self.written(tensor)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Absent({self.dtype} {list(self.shape)} on {self.device}: rank 0 has the values)"
+    def norm(self, tensor: torch.Tensor, order: float) -> float:
+        """The norm of its values."""
+        raise self.refusal("a norm")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refused("saving it")
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient of any rank is not finite."""
+        return False
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of one of aten's operations, by the rules of this file."""
+        rule = _RULES.get(operation)
+        if rule is None and operation.name().startswith("aten::_foreach_"):
+            rule = _each_written if _writes(operation) else _each_computed
+        return (rule or (_written if _writes(operation) else _computed))(
+            self, operation, args, kwargs
+        )
 
 
-def _shape(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+class RankZeroBatch(Absence):
+    """A batch that rank zero alone has. What is computed of it between the loader and the step has
+    shapes as well, whatever operations these are."""
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what} reads values of a batch that rank 0 alone has: do it in the loader, or in a "
+            'step that is compiled with batch="rank0", or pass values=True to from_rank0'
+        )
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return _shaped(self, operation, args, kwargs)
 
 
-def _refused(what: Any) -> ValueError:
-    return ValueError(
-        f"{what} reads values of a batch that rank 0 alone has: do it in the loader, or in a step "
-        'that is compiled with batch="rank0", or pass values=True to from_rank0'
-    )
+def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.Tensor:
+    """A tensor with the shape, strides and dtype of another one, and no values."""
+    return _torch.without_values(like, device, absence)
+
+
+def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
+    """Lets go of a tensor's values, and of all tensors that share its memory. Raises ValueError if
+    something has that memory which nobody finds."""
+    sharing = [tensor]
+    if _torch.is_shared(tensor):
+        sharing = _sharing(tensor)
+        if _torch.users_of(tensor) > len(sharing):
+            raise ValueError(
+                f"{absence.refusal('this write')}; it goes into a tensor {list(tensor.shape)} "
+                "whose memory something else looks at: write into a tensor with memory of its own"
+            )
+    torch.autograd.graph.increment_version(tensor)
+    if len(sharing) == 1:
+        _torch.let_go(tensor, absence)
+    else:
+        _torch.let_go_all(sharing, absence)
+
+
+def _sharing(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All tensors of Python's in the memory of one."""
+    place = _torch.storage_of(tensor)
+    known: dict[int, torch.Tensor] = {id(tensor): tensor}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and _torch.storage_of(one) == place:
+            known[id(one)] = one
+    return list(known.values())
+
+
+def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that changes its first argument."""
+    target = args[0]
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        drawn = torch.empty_like(_torch.as_meta(target), device=target.device)
+        operation(drawn, *args[1:], **kwargs)
+    if is_absent(target):
+        _check_leaf(target)
+        torch.autograd.graph.increment_version(target)
+        record_of(target).written(target)
+    else:
+        become_absent(target, own.derived())
+    return target
+
+
+def _check_leaf(target: torch.Tensor) -> None:
+    """What autograd says on the rank that has the values."""
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+
+
+def _copied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`copy_`, by which state is loaded."""
+    target, source = args[:2]
+    if not is_absent(target) or is_absent(source):
+        return _written(own, operation, args, kwargs)
+    _check_leaf(target)
+    torch.autograd.graph.increment_version(target)
+    record_of(target).loaded(target, source)
+    return target
+
+
+def _each_written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """An operation that changes each of a list of tensors."""
+    for part, parts in _apart(args):
+        if part is None:
+            operation(*parts, **kwargs)
+            continue
+        target = parts[0][0]
+        absence = _torch.first_record(parts)
+        rule = _copied if operation is aten._foreach_copy_.default else _written
+        beside = [one[0] if isinstance(one, list) else one for one in parts[1:]]
+        rule(absence, operation, (target, *beside), kwargs)
+
+
+def _each_computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that computes something of each of a list of tensors."""
+    results: list[Any] = [None] * len(args[0])
+    for part, parts in _apart(args):
+        if part is None:
+            here = [at for at in range(len(args[0])) if not _reads_absent(args, at)]
+            for at, result in zip(here, operation(*parts, **kwargs), strict=True):
+                results[at] = result
+        else:
+            absence = _torch.first_record(parts).derived()
+            results[part] = _shaped(absence, operation, tuple(parts), kwargs)[0]
+    return results
+
+
+def _apart(args: tuple) -> Iterator[tuple[int | None, list[Any]]]:
+    """The arguments for what is here (None), if anything is, and then for each tensor that is not,
+    with its place in the lists."""
+    count = len(args[0])
+    places = list(range(count))
+    gone = [at for at in places if _reads_absent(args, at)]
+
+    def taken(chosen: Sequence[int]) -> list[Any]:
+        return [[one[at] for at in chosen] if _is_list(one, count) else one for one in args]
+
+    here = [at for at in places if at not in set(gone)]
+    if here:
+        yield None, taken(here)
+    for at in gone:
+        yield at, taken([at])
+
+
+def _reads_absent(args: tuple, at: int) -> bool:
+    count = len(args[0])
+    return any(is_absent(one[at]) for one in args if _is_list(one, count))
+
+
+def _is_list(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+def _computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that computes something of each element."""
+    if not (torch.Tag.pointwise in operation.tags or operation in _COPIES):
+        raise own.refusal(_said(operation))
+    return _along(own, operation, args, kwargs)
+
+
+def _along(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation of which only the shape of the result is known."""
+    return _shaped(own.derived(), operation, args, kwargs)
+
+
+def _shaped(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation computes, as shapes. Raises ValueError if data would decide these, or
+    something else than tensors comes out."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    device = next(one.device for one in leaves if is_absent(one))
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        kwargs = {**kwargs, "device": "meta"}
+    shapes = pytree.tree_map_only(torch.Tensor, _torch.as_meta, (args, kwargs))
+    try:
+        found = operation(*shapes[0], **shapes[1])
+    except (NotImplementedError, RuntimeError) as error:
+        raise own.refusal(_said(operation)) from error
+    if not all(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(found)):
+        raise own.refusal(_said(operation))
+    return pytree.tree_map_only(torch.Tensor, lambda one: absent(one, device, own), found)
+
+
+def _made(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A new tensor of this rank with the shape of one."""
+    kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
+    found: torch.Tensor = operation(_torch.as_meta(args[0]), *args[1:], **kwargs)
+    return found
+
+
+def _norm(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
+    if dims or kwargs.get("dim"):
+        return _along(own, operation, args, kwargs)
+    norm = own.norm(tensor, float(order))
+    dtype = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
+    return torch.tensor(norm, dtype=kwargs.get("dtype") or dtype, device=tensor.device)
+
+
+def _norms(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in args[0]]
+
+
+def _unscaled(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """What GradScaler does: all ranks find out if any gradient is not finite."""
+    _each_written(own, operation, args, kwargs)
+    if any(record_of(one).overflow for one in args[0] if is_absent(one)):
+        args[1].fill_(1.0)
+
+
+def _said(operation: OpOverload) -> str:
+    return str(operation)
+
+
+def _writes(operation: OpOverload) -> bool:
+    """Whether an operation changes its first argument."""
+    arguments = operation._schema.arguments
+    written = arguments[0].alias_info if arguments else None
+    return written is not None and written.is_write
+
+
+_COPIES = (aten.clone.default, aten._to_copy.default)
+_LIKE = (
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    *(aten.rand_like, aten.randn_like),
+)
+_ALONG = (  # some dimensions
+    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default),
+    aten.var.correction,
+)
+_RULES: Mapping[Any, Rule] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    **{operation.default: _made for operation in _LIKE},
+    **dict.fromkeys(_ALONG, _along),
+    aten.copy_.default: _copied,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+}

@@ -132,6 +132,31 @@ def describe(
     )
 
 
+def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
+    """What tells Dynamo's graph from others of the same step: its operations, what it is called
+    with, and the modes of torch that its program depends on."""
+    graphs = [str(one.graph) for one in module.modules() if isinstance(one, fx.GraphModule)]
+    constants = {
+        node.target: id(getattr(module, str(node.target), None))
+        for node in module.graph.nodes
+        if node.op == "get_attr"
+    }
+    named = {name: at for name, at in constants.items() if not isinstance(at, fx.GraphModule)}
+    arguments = [
+        (a.name, a.role, a.names, a.batch_dim, a.position, a.given) for a in inputs.arguments
+    ]
+    layouts = [_layout(one.example) for one in inputs.arguments]
+    assigned = (inputs.kept, inputs.moved, inputs.numbers, inputs.settled, inputs.assumed)
+    modes = (inputs.mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return "\n".join(map(str, (*graphs, named, arguments, layouts, assigned, inputs.flags, modes)))
+
+
+def _layout(example: Any) -> Any:
+    if not isinstance(example, torch.Tensor):
+        return example
+    return example.shape, example.stride(), example.dtype, example.device, example.requires_grad
+
+
 class _Describer:
     """Describes placeholders one after another, so that no two arguments have one name.
 

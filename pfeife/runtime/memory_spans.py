@@ -5,9 +5,12 @@ from itertools import pairwise
 
 import torch
 
+from pfeife._torch import is_absent
+
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of different tensors that share bytes on one device, by their addresses.
+    """Pairs of different tensors that share bytes on one device, by their addresses; those without
+    values have none.
 
     >>> flat = torch.zeros(4)
     >>> [len(list(overlapping(pair))) for pair in ([flat[:2], flat[2:]], [flat[:3], flat[2:]])]
@@ -15,7 +18,7 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor,
     """
     spans = []
     for tensor in {id(one): one for one in tensors}.values():
-        if tensor.numel():
+        if tensor.numel() and not is_absent(tensor):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((size - 1) * stride for size, stride in steps)
             start = tensor.data_ptr()

@@ -12,7 +12,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.ir.travel import holders
-from pfeife.runtime.distributed.nan_memory import give_back
+from pfeife.runtime.peak import give_back
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.profile import profile_memory
 

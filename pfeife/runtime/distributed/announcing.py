@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from pfeife.data import plain
-from pfeife.frontend.absent import Absent
+from pfeife.frontend.absent import RankZeroBatch, absent
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.questions import Shaped, Value, heard, shaped, told
 from pfeife.runtime.distributed.world import World
@@ -49,7 +49,8 @@ def _room(one: Shaped, device: torch.device, values: bool) -> torch.Tensor:
     kind = one.empty("meta").dtype
     if values:
         return torch.empty_strided(one.shape, one.stride, dtype=kind, device=device)
-    return Absent(torch.empty_strided(one.shape, one.stride, dtype=kind, device="meta"), device)
+    like = torch.empty_strided(one.shape, one.stride, dtype=kind, device="meta")
+    return absent(like, device, RankZeroBatch())
 
 
 def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:

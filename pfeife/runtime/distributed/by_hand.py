@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.questions import as_bytes
 
@@ -73,9 +74,11 @@ class ByHand:
         if mark is None or mark.tensor() is not tensor:
             mark = self.marks[id(tensor)] = _Mark(weakref.ref(tensor))
         mark.version = version_of(tensor)
-        if tensor.data_ptr() != mark.place:
+        if is_absent(tensor):
+            mark.place, mark.look, mark.seen = 0, None, None
+        elif tensor.data_ptr() != mark.place:
             mark.place = tensor.data_ptr()
-            mark.look = None if tensor in self.absent else _look(tensor)
+            mark.look = _look(tensor)
             mark.seen = None if mark.look is None else torch.empty_like(mark.look)
         return mark
 

@@ -1,9 +1,8 @@
 """What a script computes of all that ranks train: each rank has the values of its part.
 
                       rank 0     rank 1
-blocks.0              trained    NaN
-average.blocks.0      values     NaN        made of it outside of a step: it is rank 0's, too
-wider                 values     partly     it has rows of it
+blocks.0              trained    absent
+average.blocks.0      values     absent     made of it outside of a step: it is rank 0's, too
 """
 
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.runtime.distributed.foreign import lacks_values
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 def holders_of(
     tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: "World"
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks of a pipeline that have values of tensors which the others have as NaN, if only in
-    part: of those where these are the same ranks in each pipeline (collective)."""
-    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if lacks_values(one))
+    """The ranks of a pipeline that have tensors which the others lack: of those where these are the
+    same ranks in each pipeline (collective)."""
+    nothing = " ".join(str(at) for at, one in enumerate(tensors.values()) if is_absent(one))
     told = [{int(at) for at in text.split()} for text in world.from_all_ranks(nothing)]
     found = {}
     for at, name in enumerate(tensors):

@@ -1,72 +1,35 @@
 """What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
 
-import functools
 import hashlib
 import logging
 import weakref
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pfeife.runtime.distributed.apart import why_not_apart
-from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.runtime.failure import Refusal
 
 log = logging.getLogger("pfeife")
-
-_LOOKED_AT = 32  # values of a gradient
-_FEW = 8  # gradients of a program on a rank, and all once some were scaled
-
-
-@attrs.frozen(eq=False)
-class _Handed:
-    """A gradient as autograd left it: which tensor, at which version, and some of its values."""
-
-    parameter: weakref.ref[torch.Tensor]
-    gradient: int
-    version: int
-    values: torch.Tensor | None
-
-    def ratios(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What the values were multiplied by, where that can be told."""
-        found = (
-            gradient.flatten()[:0] if self.values is None else some_values(gradient) / self.values
-        )
-        return found[found.isfinite()]
 
 
 def some_values(gradient: torch.Tensor) -> torch.Tensor:
     """Some values of a gradient, spread over it."""
     flat = gradient.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether a parameter's hook is that of `Gradients`."""
-    return (
-        isinstance(hook, functools.partial)
-        and getattr(hook.func, "__func__", None) is Gradients.note
-    )
+    return flat[:: max(1, flat.numel() // 32)].clone()
 
 
 class Gradients:
-    """Notices what scales the gradients of this rank between backward and optimizer.step().
-
-    `owned` are the tensors that some rank trains, `absent` those that this one does not. What a
-    script computes of the gradients of one rank alone scales those of every rank otherwise.
-    """
+    """What this rank's optimizers do, each of which sees one rank's part alone. `owned` are the
+    tensors that some rank trains, `absent` those that this one does not."""
 
     def __init__(self, owned: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
         self.owned, self.absent = owned, absent
-        self.handed: dict[int, _Handed] = {}
-        self.scaled = False  # whether anything has scaled gradients so far
-        self.steps = 0  # of any optimizer since the ranks have last compared
-        self.stepped: set[str] = set()  # those optimizers, with what they are set to
+        # The optimizers that stepped since the ranks have last compared, with their settings.
+        self.stepped: set[str] = set()
         self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
-        self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
         self.handle: Any = None
         self.warned: set[str] = set()
         self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -80,31 +43,14 @@ class Gradients:
         if self.handle is not None:
             self.handle.remove()
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Notes the gradients of what a program trains on this rank from now on."""
-        for index, parameter in enumerate(parameters):
-            look = functools.partial(self.note, look=index < _FEW)
-            parameter.register_post_accumulate_grad_hook(look)
-
-    def note(self, parameter: torch.Tensor, *, look: bool = False) -> None:
-        """Called by autograd when a parameter's gradient is complete."""
-        gradient = parameter.grad
-        if is_here(gradient) and gradient.layout == torch.strided and gradient.numel():
-            values = some_values(gradient) if look or self.scaled else None
-            self.handed[id(parameter)] = _Handed(
-                weakref.ref(parameter), id(gradient), gradient._version, values
-            )
-
     def news(self) -> list[str]:
-        """The optimizers that have stepped since the ranks have last compared, and the factors,
-        a line each."""
-        lines = [f"scaled {at} {factor} {near}" for at, (factor, near) in self.factors.items()]
-        lines += [f"set {number} {_digest(texts)}" for number, texts in self.settings.items()]
+        """The optimizers that have stepped since the ranks have last compared, a line each."""
+        lines = [f"set {number} {_digest(texts)}" for number, texts in self.settings.items()]
         return [f"stepped {_digest(sorted(self.stepped))}", *lines] if self.stepped else lines
 
     def forget(self) -> None:
         """After the ranks have compared."""
-        self.steps, self.factors, self.stepped, self.settings = 0, {}, set(), {}
+        self.stepped, self.settings = set(), {}
 
     def compare_steps(self, told: Mapping[int, str], rank: int, ranks: int) -> None:
         """Warns where ranks have stepped other optimizers, by the digests that they have told.
@@ -152,10 +98,6 @@ class Gradients:
             shared = self._shared(group["params"])
             if shared is not None and any(p.grad is not None for p in group["params"]):
                 self.settings.setdefault(shared.number, []).append(text)
-        found = self._factor(parameters)
-        if found is not None:
-            self.factors[self.steps] = found
-        self.steps += 1
 
     def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
         for owned in (self.owned[p] for p in parameters if p in self.owned):
@@ -213,25 +155,6 @@ class Gradients:
                 "optimizer.state_dict(), which every rank gives, on every rank"
             )
 
-    def _factor(self, parameters: Sequence[torch.Tensor]) -> tuple[float, float] | None:
-        """By what all gradients that are not as autograd left them were multiplied, and how
-        exactly that is known; None where there are none, or not one factor for all."""
-        tops, near = [], 0.0
-        for parameter in parameters:
-            handed, gradient = self.handed.get(id(parameter)), parameter.grad
-            if handed is None or gradient is None or handed.parameter() is not parameter:
-                continue
-            if (id(gradient), gradient._version) == (handed.gradient, handed.version):
-                continue
-            self.scaled = True
-            ratios = handed.ratios(gradient)
-            if len(ratios):
-                near = max(near, 4 * torch.finfo(ratios.dtype).eps)
-                tops += [float(ratios.max()), float(ratios.min())]  # one factor for its elements
-        if not tops or max(tops) - min(tops) > near * max(tops):
-            return None
-        return max(tops), near
-
     def _warn(self, kind: str, text: str) -> None:
         """Once for each kind."""
         if kind not in self.warned:
@@ -248,24 +171,3 @@ def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
 
 def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
-
-
-def compared(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
-    """What is wrong with the factors that ranks have told, "" if nothing."""
-    found: dict[str, dict[int, float]] = {}
-    most = 0.0
-    for rank, lines in told.items():
-        for at, factor, near in lines:
-            found.setdefault(at, {})[rank] = float(factor)
-            most = max(most, float(near))
-    for factors in found.values():
-        high = max(factors.values())
-        if high - min(factors.values()) > most * high:
-            shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
-            return (
-                "between backward() and optimizer.step() the gradients were multiplied by "
-                f"{shown}: by something that each rank has computed of its own gradients. Call "
-                "pfeife.clip_grad_norm_(parameters, max_norm) on every rank instead, and begin "
-                "again from the last checkpoint, for the optimizer has made that step"
-            )
-    return ""

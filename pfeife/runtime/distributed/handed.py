@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from pfeife import _torch
-from pfeife.runtime.distributed.foreign import blank, version_of
+from pfeife.runtime.distributed.foreign import version_of
 
 _Memory = Callable[[], torch.Tensor | None]  # what looks at a copy's, None when nobody else does
 
@@ -80,3 +80,11 @@ class Handed:
                     copy = memory()
                     if copy is not None:
                         blank(copy)
+
+
+def blank(tensor: torch.Tensor) -> None:
+    """NaN, or the least integer, instead of values, in their own memory."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype.is_signed:
+        tensor.fill_(torch.iinfo(tensor.dtype).min)

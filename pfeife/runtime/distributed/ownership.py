@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
 from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
@@ -18,12 +19,9 @@ from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import (
     Borrowed,
     Foreign,
-    Guard,
-    begins_with_nan,
     version_of,
 )
 from pfeife.runtime.distributed.gradients import Gradients
-from pfeife.runtime.distributed.nan_memory import give_back
 from pfeife.runtime.distributed.optimizers import Optimizers
 from pfeife.runtime.distributed.owned import (
     Owned,
@@ -36,6 +34,7 @@ from pfeife.runtime.distributed.owned import (
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
+from pfeife.runtime.peak import give_back
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
@@ -45,13 +44,13 @@ class Ownership:
     """Where state is trained, by the tensors themselves.
 
     A program that trains a tensor first gives it its owners; every later one computes there what
-    uses it. What this rank does not train is `Foreign`: NaN, and guarded.
+    uses it. What this rank does not train is `Foreign`: it has no values here.
 
                    rank 0     rank 1
-        blocks.0   trained    NaN         Owned(0, "blocks.0", ranks=(0,))
+        blocks.0   trained    absent      Owned(0, "blocks.0", ranks=(0,))
         tied       trained    trained     Owned(1, "tied", ranks=(0, 1))
-        average    values     NaN         Owned(2, "average", ranks=(0,)), a copy of blocks.0
-        frozen     NaN        values      Owned(3, "frozen", ranks=(1,)), which alone reads it
+        average    values     absent      Owned(2, "average", ranks=(0,)), a copy of blocks.0
+        frozen     absent     values      Owned(3, "frozen", ranks=(1,)), which alone reads it
         mask       borrowed   borrowed    nobody owns it, all have its values
     """
 
@@ -60,11 +59,10 @@ class Ownership:
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
         self.frozen: dict[int, int] = {}  # those of frozen parameters that this rank keeps
-        self.watched = WeakIdKeyDictionary()  # those whose gradients are noted
+        self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.asking = Asking(self.known, self.foreign)
-        self.guard = Guard(self.known, self.foreign, self.asking.values)
         self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
         self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
@@ -147,9 +145,7 @@ class Ownership:
         for tensor, owned in pairs:
             self._note(tensor, owned, world.rank)
 
-        self._watch([slots[port.name] for port in trained_by(program)], world.rank)
-        modules = tuple(modules)
-        self.guard.watch(modules)
+        self._watch([slots[port.name] for port in trained_by(program)])
         self.saving.watch(modules)
         if pairs:
             self._install()
@@ -162,14 +158,13 @@ class Ownership:
         self.gradients.install()
         self.optimizers.install()  # last, since the other refuses what this one lets go of
 
-    def _watch(self, trained: Iterable[Any], rank: int) -> None:
-        """Notes the gradients of parameters from now on; they may have been frozen so far."""
+    def _watch(self, trained: Iterable[Any]) -> None:
+        """Guards the gradients of parameters from now on; they may have been frozen so far."""
         new = [one for one in trained if one in self.known and one not in self.watched]
         new = [one for one in new if one.is_leaf and one.requires_grad]
         for one in new:
             self.watched[one] = None
             self.foreign.guard(one)
-        self.gradients.watch([one for one in new if self.known[one].trains(rank)])
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""
@@ -198,7 +193,7 @@ class Ownership:
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             self.frozen[owned.number] = version_of(tensor)
         if not owned.holds(rank):
-            self.foreign.add(tensor, owned.number, owned.name, owned.ranks)
+            self.foreign.add(tensor, owned)
         elif owned.alike and len(owned.holders) > 1:
             self.shared[owned.number] = version_of(tensor)
             if not owned.trains(rank):
@@ -228,8 +223,8 @@ class Ownership:
             if name in ports and value not in self.known
         ]
         fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
-        nan = tuple(begins_with_nan([args[place]]) for place in at)
-        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at], nan)
+        absent = tuple(is_absent(args[place]) for place in at)
+        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at], absent)
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""

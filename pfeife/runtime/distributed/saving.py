@@ -31,7 +31,7 @@ class Saving:
                  before                    saved by torch           after
         model    asks rank 1 for the       (its children)           lets go of them
                  values of 1.weight
-        model.1  they are there            "1.weight": NaN          "1.weight": values
+        model.1  they are there            "1.weight": absent       "1.weight": values
     """
 
     def __init__(self, asking: Asking):
@@ -64,7 +64,7 @@ class Saving:
             return
         if keep_vars:
             raise ValueError(
-                f"{where_trained(self.asking.foreign.found[missing[0]])}, so that state_dict() "
+                f"{where_trained(self.asking.known[missing[0]])}, so that state_dict() "
                 "cannot give the tensor itself (keep_vars=True): call "
                 "pfeife.full_state_dict(model) on every rank"
             )
@@ -78,7 +78,7 @@ class Saving:
     def after(
         self, module: nn.Module, found: MutableMapping[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Puts the values of a module's own tensors in the place of NaN. Raises ValueError if
+        """Puts the values of a module's own tensors where they are absent. Raises ValueError if
         another hook has made something else of them."""
         own = _torch.saved_state(module)
         batch = self.batch
@@ -135,8 +135,7 @@ def _is_in(value: Any, tensor: torch.Tensor) -> bool:
     """Whether a value is in the memory of a tensor."""
     if not isinstance(value, torch.Tensor):
         return False
-    one, other = value.untyped_storage(), tensor.untyped_storage()
-    return one.data_ptr() == other.data_ptr() and one.device == other.device
+    return _torch.storage_of(value) == _torch.storage_of(tensor)
 
 
 def _otherwise(key: str) -> str:

@@ -19,7 +19,7 @@ def all_state(
     told: str = "",
     refused: Exception | None = None,
 ) -> dict[str, Any]:
-    """A model's `state_dict()` with the tensors themselves, NaN where other ranks have them; all
+    """A model's `state_dict()` with the tensors themselves, absent where others have them; all
     ranks give `what` they do this for, and are `told` the same (collective). Raises Refusal where
     ranks have other names, one has written to state that others train, or one has `refused`."""
     with world.busy(lambda: Doing(what)):
@@ -76,8 +76,8 @@ def check_hooks(model: nn.Module, state: Mapping[str, Any], world: World) -> Non
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
         if lacks(one) and name in state and state[name] is not one:
             raise ValueError(
-                f"a hook of state_dict() has changed {name}, which other ranks train and is NaN "
-                "here: change what was loaded, or what pfeife.full_state_dict(model) returns"
+                f"a hook of state_dict() has changed {name}, which other ranks train and has no "
+                "values here: change what was loaded, or what pfeife.full_state_dict(model) returns"
             )
 
 

@@ -10,17 +10,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pfeife.runtime.distributed.elsewhere import Elsewhere
+from pfeife._torch import is_absent
 
-Hidden = Mapping[torch.Tensor, Elsewhere]
+Hidden = Mapping[torch.Tensor, torch.Tensor]
 
 
 class Stepping:
     """Takes the gradients of other ranks away while any optimizer of this process steps.
 
-    before      weight.grad values    bias.grad Elsewhere
+    before      weight.grad values    bias.grad absent
     step        weight.grad values    bias.grad None         no update, and no state
-    after       weight.grad values    bias.grad Elsewhere    for who reads norms, until zero_grad()
+    after       weight.grad values    bias.grad absent       for who reads norms, until zero_grad()
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Stepping:
 
 
 def _hidden(parameters: Iterable[torch.Tensor]) -> Hidden:
-    found = {p: p.grad for p in parameters if isinstance(p.grad, Elsewhere)}
+    found: dict[torch.Tensor, Any] = {p: p.grad for p in parameters if is_absent(p.grad)}
     for parameter in found:
         parameter.grad = None
     return found

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.runtime.distributed.exchanges import differing
-from pfeife.runtime.distributed.foreign import Borrowed, begins_with_nan, digest, version_of
-from pfeife.runtime.distributed.gradients import compared
+from pfeife.runtime.distributed.foreign import Borrowed, digest, version_of
 from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.failure import Refusal
 
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 #     steps     COUNT                 how often optimizers have stepped since the last call
 #     loaded    state                 an optimizer has been given some
 #     changed   NUMBER                what is absent here has been written to, as by a checkpoint
-#     nan       NAME                  what nobody trains and this rank reads has become NaN
+#     absent    NAME                  what nobody trains and this rank reads has become absent
 #     lost      NAME                  so has a frozen parameter that this rank keeps
-#     scaled    STEP FACTOR NEAR      by what gradients were multiplied before an optimizer's step
 #     behind    copies                not all copies of what other replicas train are theirs
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
 #     exchanged ASKER OWNER ...       what one has asked the other for has been written to since
 _KINDS = (
-    *("stepped", "set", "steps", "loaded", "changed", "nan", "lost", "scaled"),
+    *("stepped", "set", "steps", "loaded", "changed", "absent", "lost"),
     *("behind", "shared", "borrowed", "exchanged"),
 )
 
 
 def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[Any]) -> str:
     """What this rank tells the others before it uses `args`, "" if all is as it was: what of
-    them has been written to, what has become NaN, by what gradients were scaled."""
+    them has been written to, what has become absent."""
     lines = [*ownership.gradients.news(), *ownership.optimizers.news(), *ownership.copies.news()]
     lines += [f"exchanged {line}" for line in ownership.asking.service.news()]
     if ownership.foreign.found:
@@ -45,23 +44,15 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
         lines += [f"lost {name}" for name in _lost(ownership, args)]
     lines += [f"shared {ranks} {writes}" for ranks, writes in _writes(ownership, args).items()]
     if borrowed:
-        lines += borrowed.news(args, ownership.known, bool(ownership.foreign.found))
+        lines += borrowed.news(args, ownership.known)
     return "\n".join(lines)
 
 
 def _lost(ownership: "Ownership", args: Sequence[Any]) -> list[str]:
-    """The frozen parameters that were written to here, and have become NaN."""
-    found = []
-    for number, tensor in ownership.among(args).items() if ownership.frozen else ():
-        if number not in ownership.frozen or tensor.requires_grad:
-            continue
-        version = version_of(tensor)
-        if version != ownership.frozen[number] or begins_with_nan([tensor]):
-            if tensor.isnan().any():
-                found.append(ownership.owned[number].name)
-            else:
-                ownership.frozen[number] = version
-    return found
+    """The frozen parameters that this rank keeps, and that have become absent here."""
+    mine = ownership.among(args).items() if ownership.frozen else ()
+    frozen = (n for n, one in mine if n in ownership.frozen and not one.requires_grad)
+    return [ownership.owned[n].name for n in frozen if is_absent(dict(mine)[n])]
 
 
 def _writes(ownership: "Ownership", args: Sequence[Any]) -> dict[str, str]:
@@ -105,15 +96,15 @@ def agree_on(
     ownership.optimizers.compare(steps, told.pop("loaded"), world.size)
     if not any(told.values()):
         return
-    if told["nan"] and borrowed:
+    if told["absent"] and borrowed:
         state = {n: args[at] for n, at in zip(borrowed.names, borrowed.at, strict=True)}
         ownership.adopt_derived(state, world)
         borrowed.forget(args, ownership.known)
     left = set(borrowed.names) if borrowed else set()
-    for rank, names in told["nan"].items():
+    for rank, names in told["absent"].items():
         told["lost"].setdefault(rank, []).extend(name for name in names if " ".join(name) in left)
     exchanged = {rank: [" ".join(one) for one in them] for rank, them in told["exchanged"].items()}
-    wrong = compared(told["scaled"]) or _spoiled(told["lost"]) or differing(exchanged)
+    wrong = _spoiled(told["lost"]) or differing(exchanged)
     if wrong:
         raise Refusal(wrong)
     mine = ownership.among(args)
@@ -224,7 +215,7 @@ def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:
         return ""
     rank, name = named[0]
     return (
-        f"{name} has become NaN on rank {rank}: the step reads it and no rank trains "
+        f"{name} has no values any more on rank {rank}: the step reads it and no rank trains "
         "it. A copy of parameters that other ranks train, such as their moving average, can only "
         "be made from pfeife.full_state_dict(model), which every rank calls, or is read by a step "
         "of its own, that trains nothing"

@@ -1,0 +1,180 @@
+"""Tensors without values: every operation on one asks the tensor's own record what to do.
+
+    t = without_values(like, record)     the shape, strides, dtype and device of another tensor
+    t + 1                                record.operation(aten.add.Tensor, (t, 1), {})
+
+Such a tensor has a dispatch key that no other tensor has, and one Python function is that key's
+kernel for all operations. So nothing goes past it: not what C++ calls (torch.tensor, torch.func,
+TorchScript, collectives), and not what looks for memory (numpy, DLPack, pickle), of which there is
+none. Its class is torch.Tensor or nn.Parameter, as before. The record belongs to the storage, and
+so to all views of it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife._torch.tensors import OpOverload
+
+# A key for tests of torch's dispatcher, which no tensor of torch's has. There is no public key to
+# choose; if it goes: any other one without kernels.
+_NAME = "TESTING_ONLY_GenericWrapper"
+_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_NAME))
+_KEY = torch._C._dispatch_key_parse(_NAME)
+# What C++ has no Python function for, or must make a new tensor by.
+_NATIVE = ("set_data", "_has_compatible_shallow_copy_type", "detach", "detach_", "alias")
+
+# By which torch copies a tensor deeply: `t.new_empty([]).set_(copy of its storage, ...)`.
+_DEEP_COPY = (torch.ops.aten.new_empty.default, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class Record(Protocol):
+    """Why a tensor has no values, and what becomes of operations on it."""
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of one of aten's operations, none of those that only look from elsewhere at
+        the memory of their argument."""
+
+    def refusal(self, what: str) -> Exception:
+        """What to raise where somebody wants values."""
+
+
+def is_absent(value: Any) -> bool:
+    """Whether something is a tensor without values."""
+    return isinstance(value, torch.Tensor) and torch._C._dispatch_keys(value).has(_KEY)
+
+
+def record_of(tensor: torch.Tensor) -> Any:
+    """The record of a tensor without values."""
+    return tensor.untyped_storage().record  # type: ignore[attr-defined]
+
+
+def without_values(like: torch.Tensor, device: torch.device, record: Record) -> torch.Tensor:
+    """A tensor with the shape, strides and dtype of another one, which takes no memory."""
+    _kernel()
+    layout: Any = {"strides": like.stride(), "dtype": like.dtype, "device": device}
+    found = torch.empty(0, dtype=like.dtype, device=device)
+    with _native():
+        # The constructor of subclasses has no public name. `data` takes all but the subclass.
+        wrapper: Any = torch.Tensor._make_wrapper_subclass(
+            _Wrapper, like.shape, _extra_dispatch_keys=_KEYS, **layout
+        )
+        found.data = wrapper
+        torch._C._set_throw_on_mutable_data_ptr(found)
+    storage: Any = found.untyped_storage()  # one object, as long as the memory would be there
+    storage.__class__ = _Storage
+    storage.record = record
+    return found
+
+
+def let_go(tensor: torch.Tensor, record: Record) -> None:
+    """Makes an absent tensor of one that has values; its gradient and hooks stay as they are."""
+    tensor.data = without_values(tensor, tensor.device, record)
+
+
+def let_go_all(tensors: Sequence[torch.Tensor], record: Record) -> None:
+    """Makes absent tensors of some that share memory, which go on to do so."""
+    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
+    flat = torch.empty(size, dtype=tensors[0].dtype, device="meta")
+    whole = without_values(flat, tensors[0].device, record)
+    for tensor in tensors:
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        with _native(), torch.no_grad():
+            tensor.data = whole.as_strided(*layout)
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of torch's meta device with the layout of another one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class _Wrapper(torch.Tensor):
+    """What a tensor without memory is made as; none is left."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(func)
+
+
+class _Storage(torch.UntypedStorage):
+    """The storage of a tensor without values: what would read or make its bytes is refused."""
+
+    record: Record
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self.record.refusal("its memory")
+
+    tolist = clone = copy_ = resize_ = share_memory_ = data_ptr = _refuse
+    cpu = cuda = to = _to = pin_memory = __getitem__ = __setitem__ = __reduce__ = _refuse
+    _write_file = _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
+        """Of the plain class, which torch asks for; `set_` makes it one of these."""
+        size = torch.empty(self.nbytes(), dtype=torch.uint8, device="meta")
+        found: Any = without_values(size, self.device, self.record).untyped_storage()
+        found.__class__ = torch.UntypedStorage
+        return found
+
+
+def _native() -> contextlib.AbstractContextManager[None]:
+    """While tensors without values are as any others, for what looks at none of their values. If
+    it moves: `torch._C._dispatch_tls_set_dispatch_key_excluded`."""
+    found: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return found
+
+
+@functools.cache
+def _kernel() -> Sequence[torch.library.Library]:
+    """The key's kernel, for as long as the process lives: no other tensor has the key."""
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(_answered, _NAME)
+    for name in _NATIVE:
+        aten.impl(name, torch.library.fallthrough_kernel, _NAME)
+    return every, aten
+
+
+def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Called by the dispatcher for every operation with such a tensor among its arguments."""
+    if _is_composite(operation):
+        return operation.decompose(*args, **kwargs)
+    if _looks(operation):
+        with _native():
+            return operation(*args, **kwargs)
+    if operation is _DEEP_COPY[0] and not args[1]:
+        return without_values(as_meta(args[0]).new_empty(()), args[0].device, record_of(args[0]))
+    if operation is _DEEP_COPY[1]:
+        with _native():
+            found = operation(*args, **kwargs)
+        found.untyped_storage().__class__ = _Storage
+        return found
+    return first_record(args, kwargs).operation(operation, args, kwargs)
+
+
+def first_record(args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """That of the first tensor without values among some arguments."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next(record_of(leaf) for leaf in leaves if is_absent(leaf))
+
+
+@functools.cache
+def _is_composite(operation: OpOverload) -> bool:
+    """Whether an operation is made of others, by which it is answered."""
+    return operation._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        operation.name(), "CompositeImplicitAutograd"
+    )
+
+
+@functools.cache
+def _looks(operation: OpOverload) -> bool:
+    """Whether the result is a view of the argument. `as_strided` may show a value twice."""
+    found = [one.alias_info for one in operation._schema.returns]
+    views = bool(found) and all(one is not None and not one.is_write for one in found)
+    return views and operation is not torch.ops.aten.as_strided.default
