@@ -131,7 +131,7 @@ def word(verdict: Verdict) -> str:
 def table(found: Found) -> list[list[str]]:
     """A row a script, a column for each number of ranks and pipelines; the word of the worst
     schedule."""
-    order = ("WRONG", "NaN", "refused", "right")
+    order = ("WRONG", "refused", "right")
     columns = sorted({(cell.ranks, cell.replicas) for _, cell in found})
     lines = [["script", *(f"{ranks} ranks, DP {copies}" for ranks, copies in columns)]]
     for name in dict.fromkeys(name for name, _ in found):
@@ -152,7 +152,7 @@ def sentences(found: Found) -> list[list[str]]:
     """How scripts were refused, each once."""
     said: dict[tuple[str, str], str] = {}
     for (name, _), verdict in found.items():
-        if verdict.kind in ("refused", "NaN"):
+        if verdict.kind == "refused":
             said.setdefault((name, verdict.kind), verdict.text)
     return [[name.replace("_", " "), kind, text] for (name, kind), text in said.items()]
 
@@ -171,13 +171,12 @@ def markdown(found: Found) -> str:
         `bitwise`: all bits are the same. A number: two sums are re-associated there (replicas, a
         weight that several stages have), and that is the largest difference, in units of the
         largest value of its tensor, in float64 (wrong beyond {LIMIT:.0e}). `refused`: it ends with
-        the sentence below. `NaN`: what it reads of other ranks' parameters is NaN, and so is what
-        it computes of them. On "1 ranks" two stages run in one process.
+        the sentence below. On "1 ranks" two stages run in one process.
 
         Parts may be of other days (`--kept`), and then of other code.
 
         **{len(found)} cells: {counts["right"]} right, {counts["refused"]} refused,
-        {counts["NaN"]} NaN, {counts["WRONG"]} WRONG.**
+        {counts["WRONG"]} WRONG.**
         """
     parts = [textwrap.dedent(text), _lines(table(found)), "## Words"]
     return "\n".join([*parts, "", _lines([["script", "", "text"], *sentences(found)])])

@@ -30,15 +30,13 @@ LIMIT = 1e-9  # in units of the largest value of a tensor
 
 @attrs.frozen
 class Script:
-    """One of them. On ranks it may end with `refused`, words that are in the error; `nan` says that
-    what it reads of others' parameters is NaN there, `small` that a model of its own may be too
-    small for more than two stages. Where a sum is re-associated (`tied`: that of the model's
-    weights, too), differences in float64 are at most `limit`."""
+    """One of them. On ranks it may end with `refused`, words that are in the error; `small` says
+    that a model of its own may be too small for more than two stages. Where a sum is re-associated
+    (`tied`: that of the model's weights, too), differences in float64 are at most `limit`."""
 
     name: str
     run: Callable[[Any], None]
     refused: str = ""
-    nan: bool = False
     tied: bool = False
     limit: float = LIMIT
     small: bool = False
@@ -650,7 +648,7 @@ def norms_are_logged(run):
     train(run, model, sgd(model), look)
 
 
-@script(nan=True)
+@script(ELSEWHERE)
 def norms_of_parameters_are_logged_on_rank_zero(run):
     model = run.model()
 
@@ -671,7 +669,7 @@ def a_penalty_outside_of_the_step(run):
     run.end(model, optimizer)
 
 
-@script(nan=True)
+@script(ELSEWHERE)
 def one_vector_of_parameters(run):
     model = run.model()
 
@@ -1174,7 +1172,7 @@ def a_target_that_follows(run):
     run.whole(target)
 
 
-@script("has become NaN on rank", small=True)
+@script("has no values any more on rank", small=True)
 def keys_that_follow(run):
     """The same within a step that trains (momentum contrast)."""
     model, keys = layers(run, WIDTH, 8, WIDTH), layers(run, WIDTH, 8, WIDTH).requires_grad_(False)

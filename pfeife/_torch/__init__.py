@@ -116,6 +116,7 @@ from pfeife._torch.tensors import (
     TorchDispatchMode,
     asks_for_values,
     converting_others,
+    count_of_users,
     fake_on,
     fake_tensor,
     hooks_of,
@@ -124,8 +125,8 @@ from pfeife._torch.tensors import (
     marked_dims,
     memory_of,
     no_dispatch,
+    overlap,
     storage_of,
-    users_of,
 )
 from pfeife._torch.trace import compilation, trace_artifact
 
@@ -161,6 +162,7 @@ __all__ = [
     "compilation",
     "computed",
     "converting_others",
+    "count_of_users",
     "draws",
     "draws_by_numpy",
     "eager_stance",
@@ -220,6 +222,7 @@ __all__ = [
     "numbers_for_kernels",
     "numbers_of",
     "order_of_facts",
+    "overlap",
     "placeholder_source",
     "plainly",
     "record_of",
@@ -238,7 +241,6 @@ __all__ = [
     "telling",
     "together",
     "trace_artifact",
-    "users_of",
     "value_of",
     "who_compiles",
     "whole_graph",

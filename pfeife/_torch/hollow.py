@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pfeife._torch.absent import is_absent
 from pfeife._torch.tensors import FakeTensor, FakeTensorMode, OpOverload, fake_tensor
 
 FIRST = 1 << 60  # no process has memory from here on
@@ -30,7 +31,8 @@ def address_of(tensor: torch.Tensor) -> int:
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in such a storage."""
     with plainly():
-        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_meta:
+        plain = tensor.layout == torch.strided and not tensor.is_meta
+        if isinstance(tensor, FakeTensor) or is_absent(tensor) or not plain:
             return False
         try:
             return torch._C._has_storage(tensor) and address_of(tensor) >= FIRST

@@ -37,6 +37,7 @@ __all__ = [
     "TorchDispatchMode",
     "asks_for_values",
     "converting_others",
+    "count_of_users",
     "fake_on",
     "fake_tensor",
     "hooks_of",
@@ -45,8 +46,8 @@ __all__ = [
     "marked_dims",
     "memory_of",
     "no_dispatch",
+    "overlap",
     "storage_of",
-    "users_of",
 ]
 
 
@@ -92,12 +93,26 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor looks at a tensor's storage. There is no public count of those; what
     is always there is the storage object that is asked."""
-    return users_of(tensor) > 1
+    return count_of_users(tensor) > 1
 
 
-def users_of(tensor: torch.Tensor) -> int:
+def count_of_users(tensor: torch.Tensor) -> int:
     """How many tensors look at a tensor's storage, itself included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage may share bytes, by the span of each."""
+    (start, end), (other_start, other_end) = (_span(tensor) for tensor in (one, other))
+    return start < other_end and other_start < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = int(tensor.storage_offset())
+    size = last + 1 if tensor.numel() else 0
+    return start * tensor.itemsize, (start + size) * tensor.itemsize
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pfeife._torch import is_absent
 from pfeife.runtime.distributed.elsewhere import is_here
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.owned import Owned
@@ -43,7 +44,9 @@ def _whole(value: Any, world: World) -> Any:
     owned = owner_of(value, world)
     if owned is None:
         return _copied(value)
-    found = value.detach().to(world.device).contiguous().clone()
+    found = torch.empty(value.shape, dtype=value.dtype, device=world.device)
+    if not is_absent(value):
+        found.copy_(value.detach())
     world.broadcast(found.reshape(-1).view(torch.uint8), owned.first)
     return found.to("cpu")
 

@@ -16,6 +16,7 @@ What may be asked of one, and who answers:
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,12 +86,13 @@ def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.
 
 
 def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
-    """Lets go of a tensor's values, and of all tensors that share its memory. Raises ValueError if
-    something has that memory which nobody finds."""
+    """Lets go of a tensor's values, and of all tensors that share its bytes. Raises ValueError if
+    something has its memory which nobody finds."""
     sharing = [tensor]
-    if _torch.is_shared(tensor):
-        sharing = _sharing(tensor)
-        if _torch.users_of(tensor) > len(sharing):
+    if _torch.count_of_users(tensor) > 1:
+        users = users_of(tensor)
+        sharing = [one for one in users if _torch.overlap(one, tensor)]
+        if _torch.count_of_users(tensor) > len(users):
             raise ValueError(
                 f"{absence.refusal('this write')}; it goes into a tensor {list(tensor.shape)} "
                 "whose memory something else looks at: write into a tensor with memory of its own"
@@ -102,14 +104,30 @@ def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
         _torch.let_go_all(sharing, absence)
 
 
-def _sharing(tensor: torch.Tensor) -> list[torch.Tensor]:
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows each value of its storage once."""
+    values = tensor.untyped_storage().nbytes() // max(1, tensor.itemsize)
+    steps = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    dense = all(one * size == step for (one, size), (step, _) in pairwise(steps))
+    return tensor.numel() == values and ((dense and (not steps or steps[0][0] == 1)) or values < 2)
+
+
+def take_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives an absent tensor, which is the whole of its storage, values, and all tensors that share
+    that."""
+    users = users_of(tensor) if _torch.count_of_users(tensor) > 1 else [tensor]
+    room = torch.empty_like(_torch.as_meta(tensor), device=tensor.device).copy_(values)
+    with torch.no_grad():
+        for one in users:
+            one.data = room.as_strided(one.shape, one.stride(), one.storage_offset())
+
+
+def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All tensors of Python's in the memory of one."""
     place = _torch.storage_of(tensor)
-    known: dict[int, torch.Tensor] = {id(tensor): tensor}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and _torch.storage_of(one) == place:
-            known[id(one)] = one
-    return list(known.values())
+    every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    users = {id(one): one for one in every if _torch.storage_of(one) == place}
+    return list({**users, id(tensor): tensor}.values())
 
 
 def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from share import random_cases
 
 import pfeife
 from pfeife import sched
+from pfeife._torch import is_absent
 from pfeife.cost import estimate, machine
 from pfeife.ir.program import receive, send
 from pfeife.ir.travel import messages
@@ -44,7 +45,7 @@ def step_is_that_of_one_device(
     loss = step(*batch)
     loss.backward()
     gradients = own_gradients(one.model)
-    here = {n: b for n, b in one.model.named_buffers() if not b.isnan().any()}  # not elsewhere
+    here = {n: b for n, b in one.model.named_buffers() if not is_absent(b)}  # not elsewhere
     buffers = {n: b for n, b in here.items() if not torch.equal(b, before[n])}
     assert gradients, "every rank has gradients of its own"
     mine = pfeife.Result(

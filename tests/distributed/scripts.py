@@ -12,7 +12,7 @@ from scripts import SCRIPTS
 SHARE = {  # on two ranks that have a stage each
     "a_moving_average": "right",
     "gradients_centred_and_clipped_by_rows": "right",
-    "one_vector_of_parameters": "NaN",
+    "one_vector_of_parameters": "refused",
     "parameters_assigned": "right",
     "an_optimizer_with_a_norm_of_all": "refused",
 }

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.absent import Absence
+from pfeife.frontend.absent import Absence, become_absent, is_whole, take_values
 from pfeife.runtime.distributed.owned import Owned
 
 NOT_PICKLED = (
@@ -33,16 +33,13 @@ class RemoteState(Absence):
     writes: int = 0
 
     def refusal(self, what: str) -> ValueError:
-        tensor = self._own()
+        tensor = None if self.tensor is None else self.tensor()
         done = "kept" if tensor is not None and not tensor.requires_grad else "trained"
         return ValueError(
             f"{where_trained(self.owned, done)}, and {what} reads it: read it in a step of "
             "pfeife.compile, also to evaluate, or in pfeife.full_state_dict(model), which every "
             "rank must call"
         )
-
-    def _own(self) -> torch.Tensor | None:
-        return None if self.tensor is None else self.tensor()
 
     def derived(self) -> "RemoteState":
         return RemoteState(self.owned, None)
@@ -51,13 +48,11 @@ class RemoteState(Absence):
         self.writes += 1
 
     def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """All values of the tensor itself are kept until the ranks compare; others are left to
-        those who own it."""
+        """All values of a tensor are kept until the ranks compare; what is given to a part of it is
+        left to those who own it."""
         self.writes += 1
-        own = self._own()
-        if own is not None and (tensor.shape, tensor.stride()) == (own.shape, own.stride()):
-            room = torch.empty_like(_torch.as_meta(own), device=own.device)
-            own.data = room.copy_(values.detach())
+        if is_whole(tensor):
+            take_values(tensor, values.detach())
 
 
 class Foreign:
@@ -79,7 +74,7 @@ class Foreign:
 
     def _let_go(self, tensor: torch.Tensor) -> None:
         state = self.found[tensor]
-        _torch.let_go(tensor, state)
+        become_absent(tensor, state)
         state.writes, self.versions[state.owned.number] = 0, version_of(tensor)
 
     def guard(self, tensor: torch.Tensor) -> None:

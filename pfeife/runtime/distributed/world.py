@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pfeife import _torch
+from pfeife._torch import is_absent
 from pfeife.data import plain
 from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
@@ -389,8 +390,9 @@ class World:
         return [name for name, differs in zip(tensors, wrong, strict=True) if differs]
 
     def checksums(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Those of some tensors, one at least, on every rank; -1 for None (collective)."""
-        found = [-1 if one is None else checksum(one) for one in tensors]
+        """Those of some tensors, one at least, on every rank; -1 for None and for what is absent
+        (collective)."""
+        found = [-1 if one is None or is_absent(one) else checksum(one) for one in tensors]
         return self.gather(torch.tensor(found, device=self.device))
 
     def close(self) -> None:
