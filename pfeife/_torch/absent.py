@@ -110,7 +110,7 @@ class _Storage(torch.UntypedStorage):
     record: Record
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self.record.refusal("its memory")
+        raise self.record.refusal("what looks for its memory, as saving does,")
 
     tolist = clone = copy_ = resize_ = share_memory_ = data_ptr = _refuse
     cpu = cuda = to = _to = pin_memory = __getitem__ = __setitem__ = __reduce__ = _refuse
@@ -148,6 +148,8 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if _looks(operation):
         with _native():
             return operation(*args, **kwargs)
+    if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_traces():
+        return 0  # a hint for a symbol, which nobody guards unless the step asks for the number
     if operation is _DEEP_COPY[0] and not args[1]:
         return without_values(as_meta(args[0]).new_empty(()), args[0].device, record_of(args[0]))
     if operation is _DEEP_COPY[1]:
@@ -162,6 +164,12 @@ def first_record(args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     """That of the first tensor without values among some arguments."""
     leaves = pytree.tree_leaves((args, kwargs))
     return next(record_of(leaf) for leaf in leaves if is_absent(leaf))
+
+
+def _dynamo_traces() -> bool:
+    """Whether Dynamo is tracing: it looks at all tensors without dimensions. If the context moves,
+    such a step goes through the other door: no public question is about what Dynamo itself does."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 @functools.cache

@@ -120,7 +120,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     if isinstance(tensor, FakeTensor) or not torch._C._has_storage(tensor):
         return None
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # of functionalization, of wrappers
         return None
 

@@ -44,8 +44,11 @@ class Absence:
         """It is changed in place, here as where its values are."""
 
     def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """It is given values that this rank has."""
+        """It is given values that this rank has. Those of a part of its memory alone are left to
+        where the others are."""
         self.written(tensor)
+        if is_whole(tensor):
+            take_values(tensor, values.detach())
 
     def norm(self, tensor: torch.Tensor, order: float) -> float:
         """The norm of its values."""
@@ -86,18 +89,8 @@ def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.
 
 
 def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
-    """Lets go of a tensor's values, and of all tensors that share its bytes. Raises ValueError if
-    something has its memory which nobody finds."""
-    sharing = [tensor]
-    if _torch.count_of_users(tensor) > 1:
-        users = users_of(tensor)
-        sharing = [one for one in users if _torch.overlap(one, tensor)]
-        if _torch.count_of_users(tensor) > len(users):
-            raise ValueError(
-                f"{absence.refusal('this write')}; it goes into a tensor {list(tensor.shape)} "
-                "whose memory something else looks at: write into a tensor with memory of its own"
-            )
-    torch.autograd.graph.increment_version(tensor)
+    """Lets go of a tensor's values, and of all of Python's tensors that share its bytes."""
+    sharing = [one for one in users_of(tensor) if _torch.overlap(one, tensor)]
     if len(sharing) == 1:
         _torch.let_go(tensor, absence)
     else:
@@ -112,18 +105,21 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.numel() == values and ((dense and (not steps or steps[0][0] == 1)) or values < 2)
 
 
-def take_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Gives an absent tensor, which is the whole of its storage, values, and all tensors that share
-    that."""
-    users = users_of(tensor) if _torch.count_of_users(tensor) > 1 else [tensor]
-    room = torch.empty_like(_torch.as_meta(tensor), device=tensor.device).copy_(values)
+def take_values(tensor: torch.Tensor, values: torch.Tensor | None = None) -> None:
+    """Gives an absent tensor, which is the whole of its storage, values (None: any), and so all
+    tensors that share that."""
+    room = torch.empty_like(_torch.as_meta(tensor), device=tensor.device)
+    if values is not None:
+        room.copy_(values)
     with torch.no_grad():
-        for one in users:
+        for one in users_of(tensor):
             one.data = room.as_strided(one.shape, one.stride(), one.storage_offset())
 
 
 def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All tensors of Python's in the memory of one."""
+    if _torch.count_of_users(tensor) == 1:
+        return [tensor]
     place = _torch.storage_of(tensor)
     every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
     users = {id(one): one for one in every if _torch.storage_of(one) == place}
@@ -141,8 +137,23 @@ def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str,
         torch.autograd.graph.increment_version(target)
         record_of(target).written(target)
     else:
-        become_absent(target, own.derived())
+        _lose(target, own.derived())
     return target
+
+
+def _lose(target: torch.Tensor, absence: Absence) -> None:
+    """Values that are not here are written into a tensor of this rank. Raises ValueError if
+    something has its memory which nobody finds, such as autograd."""
+    users = users_of(target)
+    if _torch.count_of_users(target) > len(users):
+        raise ValueError(
+            f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
+            "memory something else looks at: write into a tensor with memory of its own"
+        )
+    become_absent(target, absence)
+    for one in users:
+        if is_absent(one):
+            torch.autograd.graph.increment_version(one)
 
 
 def _check_leaf(target: torch.Tensor) -> None:

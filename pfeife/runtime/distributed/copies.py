@@ -14,7 +14,9 @@ import attrs
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
+from pfeife.frontend.absent import take_values
 from pfeife.runtime.distributed.foreign import Foreign, version_of
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.packing import empty, pack, unpack
@@ -108,6 +110,8 @@ class Copies:
                     under_way.append((work, message, () if owner == replica else piece))
             for work, message, copies in under_way:
                 world.wait(work)
+                for one in filter(is_absent, copies):  # gradients that are elsewhere, written to it
+                    take_values(one)
                 unpack(message, copies)
         self.versions.update(
             {n: version_of(one) for n, one in copied.items() if n in self.versions}

@@ -99,6 +99,12 @@ class RemoteGradient(Absence):
         """On every rank, and so may be what it is a view of."""
         self.norms.forget(self.owned.number)
 
+    def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        if self.computed:
+            super().loaded(tensor, values)
+        else:
+            self.written(tensor)
+
     def norm(self, tensor: torch.Tensor, order: float) -> float:
         if self.computed or tensor.numel() != self.size:
             raise self.refusal("a norm of what was computed of it, or of a part,")

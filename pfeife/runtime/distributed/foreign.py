@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.absent import Absence, become_absent, is_whole, take_values
+from pfeife.frontend.absent import Absence, become_absent
 from pfeife.runtime.distributed.owned import Owned
 
 NOT_PICKLED = (
@@ -46,13 +46,6 @@ class RemoteState(Absence):
 
     def written(self, tensor: torch.Tensor) -> None:
         self.writes += 1
-
-    def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """All values of a tensor are kept until the ranks compare; what is given to a part of it is
-        left to those who own it."""
-        self.writes += 1
-        if is_whole(tensor):
-            take_values(tensor, values.detach())
 
 
 class Foreign:

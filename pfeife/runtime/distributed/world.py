@@ -450,6 +450,9 @@ def _check_length(size: int, rank: int) -> None:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number of 63 bits that depends on every byte of a tensor and on its place."""
+    """A number of 63 bits that depends on every byte of a tensor and on its place. Raises
+    ValueError for one whose values are not here."""
+    if is_absent(tensor):
+        raise _torch.record_of(tensor).refusal("the comparison of what ranks are given")
     data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
