@@ -109,10 +109,12 @@ from pfeife._torch.tensors import (
     fake_tensor,
     hooks_of,
     is_shared,
+    keeps_graph,
     leaf_dims,
     marked_dims,
     memory_of,
     no_dispatch,
+    views_of_memory,
 )
 from pfeife._torch.trace import compilation, trace_artifact
 
@@ -188,6 +190,7 @@ __all__ = [
     "is_torchs",
     "is_unwritten",
     "joint_graph",
+    "keeps_graph",
     "lacks_device",
     "leaf_dims",
     "listed",
@@ -218,6 +221,7 @@ __all__ = [
     "together",
     "trace_artifact",
     "value_of",
+    "views_of_memory",
     "who_compiles",
     "whole_graph",
     "willing",
