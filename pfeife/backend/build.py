@@ -99,9 +99,11 @@ class Build:
         values = self.world is None or not self.world.ownership.owns_any(self.args)
         captured, flat = self._capture()
         program = captured.program
-        several = self.options.microbatches > 1
-        if several and captured.warning() and not (self.world and self.world.rank):
-            self.show.log.warning(captured.warning())
+        warning = captured.warning()
+        if not self.graph.said:
+            warning = captured.mixing() or warning
+        if self.options.microbatches > 1 and warning and not (self.world and self.world.rank):
+            self.show.log.warning(warning)
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
