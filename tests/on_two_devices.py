@@ -12,6 +12,7 @@ from second_device import on_second_device
 from torch import nn
 
 import pfeife
+from pfeife.runtime.distributed.apart import why_not_apart
 
 HERE, THERE = "cpu", "second:0"
 OPTIONS = {"microbatches": 2, "stages": 2, "devices": [HERE, THERE]}
@@ -181,9 +182,26 @@ def refused():
     assert "on one device" in message(lambda: model(batch()[0]))
 
 
+class Signs(torch.optim.Optimizer):
+    """One that is not torch's, and so is tried."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad.sign())
+
+
+def generators_stay():
+    torch.manual_seed(7)
+    torch.second.manual_seed_all(8)
+    before = torch.get_rng_state(), torch.second.get_rng_state()
+    assert not why_not_apart(Signs([nn.Parameter(torch.ones(4, 4))], {}))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], torch.second.get_rng_state())
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     on_second_device()
-    for check in (training_goes_on, every_door, refused, moved):
+    for check in (training_goes_on, every_door, refused, moved, generators_stay):
         check()

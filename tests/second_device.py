@@ -120,6 +120,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Module:
     """What torch asks of a device."""
 
+    def __init__(self) -> None:
+        self.generator = torch.Generator()  # its kernels draw from that of the CPU
+
     def is_initialized(self) -> bool:
         return True
 
@@ -136,7 +139,13 @@ class _Module:
         return 1
 
     def manual_seed_all(self, seed: int) -> None:
-        """It has no generator of its own."""
+        self.generator.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = 0) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = 0) -> None:
+        self.generator.set_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

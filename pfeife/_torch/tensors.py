@@ -37,17 +37,18 @@ __all__ = [
     "TorchDispatchMode",
     "asks_for_values",
     "converting_others",
-    "count_of_users",
     "fake_on",
     "fake_tensor",
     "hooks_of",
     "is_shared",
+    "keeps_graph",
     "leaf_dims",
     "marked_dims",
     "memory_of",
     "no_dispatch",
     "overlap",
     "storage_of",
+    "views_of_memory",
 ]
 
 
@@ -91,14 +92,21 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor looks at a tensor's storage. There is no public count of those; what
-    is always there is the storage object that is asked."""
-    return count_of_users(tensor) > 1
+    """Whether another tensor looks at a tensor's storage."""
+    return views_of_memory(tensor) > 1
 
 
-def count_of_users(tensor: torch.Tensor) -> int:
-    """How many tensors look at a tensor's storage, itself included."""
+def views_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors look at a tensor's storage, itself included. There is no public count of
+    those; the one that is always there besides is the storage object that is asked."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs in this thread keeps what autograd has saved, for another one
+    (`retain_graph=True`). AOTAutograd asks so for its donated buffers; if it moves: always true,
+    which costs a copy of the gradients."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

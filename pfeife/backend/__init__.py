@@ -11,8 +11,8 @@ measures a call; `residence` has state of one process where it is used; `explain
 become of a step, `given` checks decisions and functions that are options, `state` reads state that
 is on other ranks, `checkpoints` saves and loads it (`restoring` has the model and optimizers,
 `beside` what else there is), `safetensors` writes models for others, `synced` refuses norms that
-are, `values` sees to those of models that were made without, `artifacts` writes what was decided,
-and `reporting` shows it.
+are, and `unchanged` passes of the caller's that compute something else, `values` sees to those of
+models that were made without, `artifacts` writes what was decided, and `reporting` shows it.
 """
 
 import sys

@@ -66,7 +66,7 @@ class Asked(TypedDict, total=False):
     cuda_graphs: bool
     fit_smaller_batches: bool
     capture: Capture
-    check: bool
+    check: bool | float
     compare_batches: bool
     log_every: int | None
     on_step: OnStep | None

@@ -18,6 +18,7 @@ from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.backend.residence import devices_of
 from pfeife.backend.synced import check_synced
+from pfeife.backend.unchanged import check_unchanged
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh
@@ -95,11 +96,14 @@ class Build:
 
     def compiled(self) -> Compiled:
         """All of it, for this process."""
+        values = self.world is None or not self.world.ownership.owns_any(self.args)
         captured, flat = self._capture()
         program = captured.program
-        several = self.options.microbatches > 1
-        if several and captured.warning() and not (self.world and self.world.rank):
-            self.show.log.warning(captured.warning())
+        warning = captured.warning()
+        if not self.graph.said:
+            warning = captured.mixing() or warning
+        if self.options.microbatches > 1 and warning and not (self.world and self.world.rank):
+            self.show.log.warning(warning)
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
@@ -123,10 +127,12 @@ class Build:
         predicted = functools.partial(predict, program, schedule, machine, network, between)
         self.artifacts.history(history)
         self.artifacts.decisions(plan, schedule, predicted)
-        pipeline, borrowed = self._assembled(captured, program, schedule)
-        digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
         priced = Recorded("annotate", clusters, fused[-1].program)
         way = History((*flat, *fused[1:], priced, *history[1:]))
+        if self.options.check and values:
+            self._check_passes(captured, way)
+        pipeline, borrowed = self._assembled(captured, program, schedule)
+        digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
         devices = self._devices(len(plan.schedule.ranks))
         lives = devices_of(program, devices, captured.carried) if devices else {}
         options = self.options
@@ -174,6 +180,24 @@ class Build:
             phase.outcome = lambda: _counted(history[-1].program)
         self.artifacts.history(history)
         return attrs.evolve(captured, program=history[-1].program), history
+
+    def _check_passes(self, captured: Captured, way: History) -> None:
+        """Raises ValueError if one of the caller's own passes has changed what is computed; if a
+        rank finds that, all do."""
+        own = {id(one) for passes in self.passes.values() for one in passes}
+        passed = [step for step in way if id(step.made_by) in own]
+        if not passed:
+            return
+        refused, within = None, self.options.check
+        try:
+            share = None if isinstance(within, bool) else within
+            check_unchanged(passed, captured, self.args, share)
+        except ValueError as error:
+            refused = error
+        if self.world:
+            self.world.agreed("", "what the passes compute", refused=refused)
+        if refused:
+            raise refused
 
     def _asked(self, captured: Captured) -> list[Pass]:
         """What makes sums of gradients, and the caller's own parameters, as wide as was asked for,

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,8 +80,9 @@ class _LossInside(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         results = call.forward(slots)
         assert call.result is not None
+        gradients = [None if g is None else g.data for g in call.gradients(call.result)]
         # The first one is there on every rank: with it goes what runs the step again.
-        ctx.save_for_backward(torch.empty(0), *call.gradients(call.result))
+        ctx.save_for_backward(torch.empty(0), *gradients)  # as no views, which keep their bases
         ctx.elsewhere, ctx.overflow = call.elsewhere, call.result.overflow
         ctx.call, call.result = call if call.kept else None, None
         _wire(ctx, call.compiled.captured, results)
@@ -105,7 +107,7 @@ class _LossInside(torch.autograd.Function):
             return (None, None, *(None for _ in gradients))
         if ctx.call is None:
             # The gradients are those of the loss itself; what arrives for it is a factor of all.
-            gradients = [None if g is None else g * scale for g in gradients]
+            gradients = _multiplied(gradients, scale)
         elif ctx.call.is_other(float(scale)):
             gradients = []  # there is room for one set of them
             gradients, overflow = ctx.call.run_again(float(scale))
@@ -148,6 +150,43 @@ class _LossOutside(torch.autograd.Function):
         call.measured()
         call.meter.tell()
         return (None, None, *gradients)
+
+
+def _multiplied(
+    gradients: Sequence[torch.Tensor | None], factor: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """What autograd has saved, times a factor. Where this backward frees it and nobody else has its
+    memory, that is written to, and becomes `p.grad`: there is no second set of gradients."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    ours = set() if _torch.keeps_graph() else _alone(there)
+
+    def multiplied(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mul_(factor) if id(gradient) in ours else gradient * factor
+
+    return [None if gradient is None else multiplied(gradient) for gradient in gradients]
+
+
+def _alone(gradients: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those whose memory has these gradients alone, each in a place of its own: one, or
+    those of a bucket that replicas have added up."""
+    memories: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.layout == torch.strided:
+            memories.setdefault(gradient.untyped_storage().data_ptr(), []).append(gradient)
+    return {id(one) for parts in memories.values() if _fill_memory(parts) for one in parts}
+
+
+def _fill_memory(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors of one memory are all that look at it, do not overlap, and are most of it:
+    as `p.grad` they keep all of it."""
+    size, used = parts[0].untyped_storage().nbytes(), sum(part.nbytes for part in parts)
+    if _torch.views_of_memory(parts[0]) != len(parts):
+        return False
+    if len(parts) == 1 and used == size:
+        return True
+    places = sorted((part.storage_offset(), part.numel()) for part in parts)
+    apart = all(at + many <= after for (at, many), (after, _) in pairwise(places))
+    return apart and 2 * used > size and all(part.is_contiguous() for part in parts)
 
 
 def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None:

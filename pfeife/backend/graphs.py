@@ -28,7 +28,8 @@ class Graph(Protocol):
 
     step: Forward
     inputs: Inputs
-    sure: bool  # whether the caller has said where the batch is
+    sure: bool  # whether what is cut is taken for the batch
+    said: bool  # whether the caller has said that it is, if rows depend on one another
 
     @property
     def dims(self) -> Sequence[int | None]:
@@ -77,7 +78,8 @@ class Losses:
 
 class MicrobatchGraph:
     """A step at the shapes of a microbatch; `grown` gives it and its inputs for a microbatch with
-    so many times as many rows. `door` is how it was captured."""
+    so many times as many rows. `door` is how it was captured; `said` whether the caller has said
+    where the batch is."""
 
     def __init__(
         self,
@@ -86,9 +88,10 @@ class MicrobatchGraph:
         grown: Callable[[int], tuple[Forward, Inputs]],
         losses: Losses,
         door: Door,
+        said: bool,
     ):
         self.step, self.inputs, self.grown, self.losses = step, inputs, grown, losses
-        self.sure, self.door = True, door
+        self.sure, self.door, self.said = True, door, said
         self.dims: Sequence[int | None] = [one.batch_dim for one in self.inputs.arguments]
 
     def key(self, args: Sequence[Any]) -> tuple:
@@ -190,6 +193,7 @@ class BatchedGraph:
             for n in nodes
         ]
         self.marked = self.sure = any(_marks(e) for e in examples)
+        self.said = True  # what is not marked is refused
         self.shows = True  # a run may show where rows are, if no rule tells it
         self.sizes = self._batch_sizes(examples)
 

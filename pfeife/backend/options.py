@@ -73,6 +73,14 @@ def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
 
 
+def _check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if not isinstance(value, bool) and not (isinstance(value, float) and 0 < value < 1):
+        raise ValueError(
+            f"option check={value!r}: must be True, False, or how much your own passes may change "
+            "results, as a share of the largest value of each (0.01)"
+        )
+
+
 def _machine(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if value is not None and not isinstance(value, Machine | str | os.PathLike):
         raise ValueError(
@@ -238,7 +246,9 @@ class Options:
         does not find one graph.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch; and a
-        backward where the step was traced); and looked at where no rule tells what becomes of rows.
+        backward where the step was traced); and looked at where no rule tells what becomes of rows;
+        and that `passes` change nothing of the first microbatch's results and gradients beyond
+        rounding, or beyond this share of their largest value, if it is a number.
     compare_batches: whether ranks compare at every call the values of the batch that each of them
         was given, and the gradients that arrive where the loss is outside.
     log_every: after how many calls that train rank 0 logs a line (the logger `pfeife`, level INFO)
@@ -318,7 +328,7 @@ class Options:
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     capture: Capture = attrs.field(default="auto", validator=_capture)
-    check: bool = attrs.field(default=True, validator=_flag)
+    check: bool | float = attrs.field(default=True, validator=_check)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
     log_every: int | None = attrs.field(default=None, validator=_count)
     on_step: OnStep | None = attrs.field(default=None, validator=_function, repr=False)

@@ -259,7 +259,9 @@ class Step:
 
         frame = getattr(function_of(self.step), "__code__", type(self.step))
         losses = Losses(found.forward, self.backend.losses, frame)
-        graph = MicrobatchGraph(found.forward, found.inputs, grown, losses, "trace")
+        graph = MicrobatchGraph(
+            found.forward, found.inputs, grown, losses, "trace", self.cutter.said
+        )
         return found, Steps(self.backend, graph, self.name, self._settle)
 
     def _run(self, steps: Steps, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -300,7 +302,7 @@ class Step:
             self.unsettled = str(module.graph), inputs
         self.hooks |= hooks_of(inputs.modules)
         losses = Losses(forward, self.backend.losses, _torch.frame())
-        graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo")
+        graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo", self.cutter.said)
         new_steps = Steps(self.backend, graph, self.name, self._settle)
         steps = self.backend.known_steps(new_steps, module)
         unsure = bool(changed)

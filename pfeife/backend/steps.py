@@ -90,16 +90,16 @@ class Steps:
         compiled: Compiled | None,
         args: Sequence[Any],
         world: World | None,
-        seed: int,
+        seed: int | None,
         sent: Sent | None,
     ) -> list[torch.Tensor]:
-        """The call that all ranks make."""
+        """The call that all ranks make. `seed` is None if none has been drawn for it."""
         options = builder.options
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
             self._settle(compiled, args)
-            return run_step(compiled, options, args, self.backend.meter, seed, sent=sent)
+            return run_step(compiled, options, args, self.backend.meter, seed or 0, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
         with world.building("a step") if world else contextlib.nullcontext():
             if sent:
@@ -107,11 +107,12 @@ class Steps:
             compiled = self._built(builder, args, world, show)
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, world)
-        seed = _seed(compiled)
-        if world and _draws(compiled):
-            seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
+        if seed is None:  # else one was drawn for what has been found outdated since
+            seed = _seed(compiled)
+            if world and seed is not None:
+                seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
         self._settle(compiled, args)
-        results = run_step(compiled, options, args, self.backend.meter, seed, show, sent)
+        results = run_step(compiled, options, args, self.backend.meter, seed or 0, show, sent)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 
@@ -175,9 +176,10 @@ class Steps:
         args: Sequence[Any],
         compiled: Compiled | None,
         options: Options,
-        seed: int,
-    ) -> int:
-        """The seed of rank 0, once all ranks have said that they are about to do the same."""
+        seed: int | None,
+    ) -> int | None:
+        """The seed of rank 0, if any was drawn, once all ranks have said that they are about to do
+        the same."""
         borrowed = compiled.borrowed if compiled else None
         apart = options.batch == "replica"
         groups = self.backend.builder.mesh(world).pipelines if apart else ()
@@ -193,10 +195,16 @@ class Steps:
             except Exception as error:
                 refused = error
             found = world.agreed(
-                text, _ARGUMENTS, number=seed, note=news, refused=refused, own=batch, groups=groups
+                text,
+                _ARGUMENTS,
+                number=seed or 0,
+                note=news,
+                refused=refused,
+                own=batch,
+                groups=groups,
             )
             agree_on(world.ownership, world, found.notes, borrowed, args)
-        return _common_seed(world, found.numbers)
+        return None if seed is None else _common_seed(world, found.numbers)
 
     def _said(
         self, args: Sequence[Any], compiled: Compiled | None, options: Options
@@ -265,13 +273,10 @@ def _unless_outdated(
     return None if builder.outdated(compiled, args, world) else compiled
 
 
-def _draws(compiled: Compiled | None) -> bool:
-    return compiled is not None and bool(compiled.program.ports(Role.SEED))
-
-
-def _seed(compiled: Compiled | None) -> int:
+def _seed(compiled: Compiled | None) -> int | None:
     """The seed of a call, from torch's default generator, of a program that draws."""
-    return int(torch.randint(2**62, ())) if _draws(compiled) else 0
+    draws = compiled is not None and compiled.program.ports(Role.SEED)
+    return int(torch.randint(2**62, ())) if draws else None
 
 
 def _common_seed(world: World, seeds: Sequence[int]) -> int:

@@ -118,7 +118,7 @@ def take_values(tensor: torch.Tensor, values: torch.Tensor | None = None) -> Non
 
 def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All tensors of Python's in the memory of one."""
-    if _torch.count_of_users(tensor) == 1:
+    if _torch.views_of_memory(tensor) == 1:
         return [tensor]
     place = _torch.storage_of(tensor)
     every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
@@ -145,7 +145,7 @@ def _lose(target: torch.Tensor, absence: Absence) -> None:
     """Values that are not here are written into a tensor of this rank. Raises ValueError if
     something has its memory which nobody finds, such as autograd."""
     users = users_of(target)
-    if _torch.count_of_users(target) > len(users):
+    if _torch.views_of_memory(target) > len(users):
         raise ValueError(
             f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
             "memory something else looks at: write into a tensor with memory of its own"

@@ -161,13 +161,14 @@ def with_reductions(
     """A captured program that says how the microbatches of its results are put together; see
     `derive_reductions`. `args` are those of a call with two microbatches or more."""
     sample = None if args is None else functools.partial(_sample, captured, args)
-    program, unknown = derive_reductions(captured.program, loss_reduction, larger, sample)
+    program, unknown, mixed = derive_reductions(captured.program, loss_reduction, larger, sample)
     last = set(captured.carried.values())
     outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
     return attrs.evolve(
         captured,
         program=attrs.evolve(program, outputs=outputs),
         unknown={name: why for name, why in unknown.items() if name not in last},
+        mixed={name: why for name, why in mixed.items() if name not in last},
     )
 
 

@@ -40,15 +40,15 @@ class Captured:
 
     `arguments` has an input port's name for every argument of the graph, None for a number; those
     are in `numbers`. `results` has an output port's name for every result, `leaves` where each
-    stands in what the step returns. `detached` are the indices of those that the step has
-    detached. `unknown` says of results why it is not known how their microbatches combine. `kept`
-    are the results that the step assigns to attributes, `carried` has those by the input ports
-    whose value in the next microbatch they are, and `in_place` such ports that are their own
-    result (`self.n += 1`). `changed` has the output ports that are what the step makes of batch
-    inputs which it changes in place, by the names of these. `moved` are input ports that the step
-    assigns to attributes, and of the values of those that are `assumed` something is assumed.
-    `door` is how the step was captured, `flags` are the results that are not 0 in microbatches for
-    which a trace is wrong (`answers`).
+    stands in what the step returns. `detached` are the indices of those that the step has detached.
+    `unknown` says of results why it is not known how their microbatches combine, `mixed` where rows
+    of the batch look at one another for them. `kept` are the results that the step assigns to
+    attributes, `carried` has those by the input ports whose value in the next microbatch they are,
+    and `in_place` such ports that are their own result (`self.n += 1`). `changed` has the output
+    ports that are what the step makes of batch inputs which it changes in place, by the names of
+    these. `moved` are input ports that the step assigns to attributes, and of the values of those
+    that are `assumed` something is assumed. `door` is how the step was captured, `flags` are the
+    results that are not 0 in microbatches for which a trace is wrong (`answers`).
     """
 
     program: Program
@@ -58,6 +58,7 @@ class Captured:
     detached: tuple[int, ...]
     leaves: tuple[Leaf, ...] | None = None
     unknown: Mapping[str, str] = attrs.field(factory=dict)
+    mixed: Mapping[str, str] = attrs.field(factory=dict)
     kept: Mapping[str, Kept] = attrs.field(factory=dict)
     carried: Mapping[str, str] = attrs.field(factory=dict)
     in_place: tuple[str, ...] = ()
@@ -100,6 +101,20 @@ class Captured:
         """Whether the step itself returns it, as far as that is known."""
         index = self.results.index(result)
         return self.leaves is None or any(leaf.index == index for leaf in self.leaves)
+
+    def mixing(self) -> str:
+        """What to say where rows depend on one another, and nobody has said that they are the
+        batch; "" else."""
+        if not self.mixed:
+            return ""
+        names = [port.fqn for port in self.program.ports(Role.BATCH) if port.batch_dim is not None]
+        return (
+            f"the rows (dimension 0) of {names} depend on one another, in "
+            f"{next(iter(self.mixed.values()))}: those of a microbatch among themselves, so that "
+            "this is not what the whole batch gives. If the batch is in another dimension, as for "
+            "layers without batch_first, say where with in_dims of pfeife.compile; if it is there, "
+            f"say in_dims={{{names[0]!r}: 0}}"
+        )
 
     def warning(self) -> str:
         """What to say where the loss is averaged because nothing else is known; "" else."""

@@ -45,11 +45,14 @@ class Unseeded(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether floating values agree to within rounding, as a share of their size."""
+def close(
+    one: torch.Tensor, other: torch.Tensor, within: float | None = None, noise: float = 1e-6
+) -> bool:
+    """Whether floating values agree to within rounding, or `within` a share of their size; what is
+    as small as `noise` counts for nothing."""
     if one.shape != other.shape or not one.is_floating_point() or not one.numel():
         return True
     one, other = one.detach(), other.detach()
     size = float(torch.maximum(one.abs(), other.abs()).max())
-    rounding = _ROUNDING.get(one.dtype, 0.1)
-    return float((one - other).abs().max()) <= rounding * size + 1e-6
+    share = within or _ROUNDING.get(one.dtype, 0.1)
+    return float((one - other).abs().max()) <= share * size + noise

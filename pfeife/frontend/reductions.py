@@ -30,16 +30,19 @@ def derive_reductions(
     loss_reduction: LossReduction = "auto",
     larger: Larger | None = None,
     sample: Callable[[], Sample] | None = None,
-) -> tuple[Program, dict[str, str]]:
-    """A flat program whose ports say how their microbatches are put together, and by port name
-    what kept that from being known: such a loss is averaged.
+) -> tuple[Program, dict[str, str], dict[str, str]]:
+    """A flat program whose ports say how their microbatches are put together, by port name
+    what kept that from being known (such a loss is averaged), and where rows look at one another.
 
     `larger` gives the program for so many times the rows, with or without gradients; it is asked
     only where a number may count rows or no rule tells, and then `sample` for values with which
     both are run.
     """
     told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
-    known = derive(program) if told else derive(program, larger, sample)
+    if told:  # of one row the rules alone do not even know where it is
+        known = _beside_larger(program, larger if _rows(program) == 1 else None, None)
+    else:
+        known = derive(program, larger, sample)
     among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
     counts = {node: _count(program, node) for node in divided}
@@ -60,7 +63,8 @@ def derive_reductions(
             port = attrs.evolve(port, reduction="mean")
         ports.append(port)
     made = tuple(count for count in counts.values() if count)
-    return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown
+    mixed = {n: str(one) for n, one in known.items() if isinstance(one, Unknown) and one.mixes}
+    return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
 
 
 def derive(

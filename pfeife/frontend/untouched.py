@@ -35,8 +35,11 @@ def untouched(
 
 
 def torchs_generators() -> contextlib.AbstractContextManager[None]:
-    """While a step may draw from torch's default generators, which are put back."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    """While a step may draw from torch's default generators, which are put back on all devices."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(accelerator) if accelerator else torch.cuda
+    begun = getattr(module, "is_initialized", module.is_available)()
+    devices = range(module.device_count()) if begun else ()
     forked: contextlib.AbstractContextManager[None] = torch.random.fork_rng(devices=devices)
     return forked
 

@@ -47,6 +47,17 @@ class Result:
     overflow: torch.Tensor | None = None
     statistics: tuple[dict[str, torch.Tensor], ...] = ()
 
+    def named(self) -> dict[tuple[str, str], torch.Tensor]:
+        """All of it but the last two, each by what it is and its name."""
+        found = {("loss", "loss"): self.loss} if self.loss is not None else {}
+        found |= {("gradient", name): one for name, one in self.gradients.items()}
+        found |= {("buffer", name): one for name, one in self.buffers.items()}
+        for kind, each in (("output", self.outputs), ("gradient", self.batch_gradients)):
+            for index, values in enumerate(each):
+                of = f"of microbatch {index}"
+                found |= {(kind, f"{name} {of}"): one for name, one in values.items()}
+        return found
+
 
 def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -> State:
     """The program's parameters, buffers and constants, found by name in modules or mappings.

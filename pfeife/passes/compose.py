@@ -1,7 +1,7 @@
 """Passes in a row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import attrs
 
@@ -22,11 +22,12 @@ def compose(*passes: Pass) -> Pass:
 
 @attrs.frozen(eq=False)
 class Recorded:
-    """A program, what made it, and from what."""
+    """A program, what made it, and from what; and the pass itself, if it was one."""
 
     maker: str
     program: Program
     before: Program | None = attrs.field(default=None, repr=False)
+    made_by: Pass | None = attrs.field(default=None, repr=False)
 
     @property
     def totals(self) -> Totals:
@@ -71,12 +72,13 @@ def record(
     history = [Recorded(start, program)]
     for done, one in enumerate(passes):
         before = history[-1].program
-        history.append(Recorded(pass_name(one), verify(one(before)), before))
+        history.append(Recorded(pass_name(one), verify(one(before)), before, one))
         if progress:
             progress(done + 1, len(passes))
     return History(history)
 
 
 def pass_name(one: Pass) -> str:
-    """A pass's name, or that of the function that has made it."""
-    return getattr(one, "__qualname__", type(one).__name__).split(".")[0]
+    """A pass's name, or that of the function that has made it or is called."""
+    named = one.func if isinstance(one, partial) else one
+    return getattr(named, "__qualname__", type(named).__name__).split(".")[0]

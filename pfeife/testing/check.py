@@ -60,19 +60,11 @@ def assert_same(
     """Asserts that two results are the same bits, but for gradients named in `rounding`, which
     agree to within rounding, or differ by no more than `within` of the largest value of their
     tensor; None lets the loss, every gradient, buffer and output differ so."""
-    assert set(one.gradients) == set(other.gradients), "other parameters have gradients"
-    assert set(one.buffers) == set(other.buffers), "other buffers are updated"
-    pairs = [(name, one.gradients[name], other.gradients[name]) for name in one.gradients]
-    pairs += [(name, one.buffers[name], other.buffers[name]) for name in one.buffers]
-    if one.loss is not None or other.loss is not None:
-        assert one.loss is not None and other.loss is not None, "one has a loss"
-        pairs.append(("loss", one.loss, other.loss))
-    for index, (first, second) in enumerate(zip(one.outputs, other.outputs, strict=True)):
-        assert set(first) == set(second), "other outputs"
-        pairs += [(f"{name} of microbatch {index}", first[name], second[name]) for name in first]
-    for name, first_value, second_value in pairs:
+    ours, theirs = one.named(), other.named()
+    assert set(ours) == set(theirs), f"only one of them has {sorted(set(ours) ^ set(theirs))}"
+    for (kind, name), value in ours.items():
         close = rounding is None or name in rounding
-        _assert_tensor(name, first_value, second_value, close, within)
+        _assert_tensor(name, value, theirs[kind, name], close, within)
 
 
 def _assert_tensor(

@@ -1,5 +1,6 @@
 """What the toolkit makes, the backend takes: families, schedules, plans, costs, passes."""
 
+import contextlib
 import copy
 import functools
 from collections.abc import Sequence
@@ -8,11 +9,12 @@ import attrs
 import pytest
 import torch
 from small import check, compiled, net, sigmoids
-from torch import fx
+from torch import fx, nn
 
 import pfeife
 from pfeife import sched
 from pfeife.data import plain
+from pfeife.passes.compose import pass_name
 from pfeife.sched.search.parallel import search_side_by_side
 from pfeife.testing import check_pass
 
@@ -313,7 +315,7 @@ def test_passes_see_every_level_and_are_recorded():
 
 
 def tanh_as_sigmoid(program: pfeife.Program) -> pfeife.Program:
-    """Another program with the same ports: nobody knows that but who wrote the pass."""
+    """Another program with the same ports."""
     module = copy.deepcopy(program.module)
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.tanh.default:
@@ -322,8 +324,10 @@ def tanh_as_sigmoid(program: pfeife.Program) -> pfeife.Program:
 
 
 def test_a_pass_may_change_what_is_computed():
+    """Where that is said."""
     one = net()
-    step = pfeife.compile(one.step, microbatches=4, stages=2, passes={"flat": [tanh_as_sigmoid]})
+    passes = {"flat": [tanh_as_sigmoid]}
+    step = pfeife.compile(one.step, microbatches=4, stages=2, passes=passes, check=False)
     x = one.batch(8)
     found = step(x)
     assert not torch.equal(found, pfeife.compile(one.step, microbatches=4)(x))
@@ -366,6 +370,84 @@ def test_what_a_pass_edits_is_settled():
         check_pass(lambda program: None, program, state, [x[:2]])
     step = pfeife.compile(one.step, microbatches=4, stages=2, passes={"flat": [in_halves]})
     assert torch.equal(step(x), pfeife.compile(one.step, microbatches=4)(x))
+
+
+aten = torch.ops.aten
+
+
+def scaled(port: str, factor: float):
+    """A wrong pass of one's own: a result is multiplied by something."""
+
+    def scale(program: pfeife.Program) -> pfeife.Program:
+        def change(module: fx.GraphModule) -> None:
+            (output,) = (node for node in module.graph.nodes if node.op == "output")
+            results = dict(output.args[0])
+            with module.graph.inserting_before(output):
+                args = (results[port], factor)
+                results[port] = module.graph.call_function(aten.mul.Tensor, args)
+            output.args = (results,)
+
+        return program.edit(change, of="calls" if program.calls else "bodies")
+
+    return scale
+
+
+def without_bias(program: pfeife.Program) -> pfeife.Program:
+    def change(operation):
+        if operation.target is not aten.addmm.default:
+            return None
+        return operation.make(aten.mm.default, *operation.args[1:])
+
+    return program.rewrite(change)
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def loss(self, x):
+        return self.net(x).square().mean()
+
+
+WRONG = {
+    "gradient": ("flat", scaled("grad_net_0_weight", 1.05), "gradient net.0.weight"),
+    "of stages": ("stages", scaled("grad_net_0_weight", 1.05), "gradient net.0.weight"),
+    "with messages": ("ranks", scaled("grad_net_0_weight", 1.05), "gradient net.0.weight"),
+    "loss": ("clusters", scaled("loss", 1.05), "loss"),
+    "bias": ("flat", without_bias, "loss"),
+    "buffer": ("flat", scaled("new_net_1_running_var", 1.05), "buffer net.1.running_var"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_pass_that_computes_something_else_is_refused(kind, replicas):
+    level, wrong, name = WRONG[kind]
+    model = Trained()
+    options = {"microbatches": 4, "stages": 2, "replicas": replicas}
+    step = pfeife.compile(model.loss, **options, passes={level: [seen(level, []), wrong]})
+    with pytest.raises(ValueError, match=f"after {pass_name(wrong)} .* another {name} on the"):
+        step(torch.randn(16, 8))
+
+
+def test_a_pass_may_round_as_much_as_is_said():
+    x = torch.randn(8, 8)
+    for allowed, right in ((True, False), (0.01, False), (0.1, True), (False, True)):
+        passes = {"flat": [scaled("grad_net_0_weight", 1.05)]}
+        step = pfeife.compile(Trained().loss, microbatches=2, passes=passes, check=allowed)
+        with contextlib.nullcontext() if right else pytest.raises(ValueError, match="another"):
+            step(x).backward()
+
+
+def test_a_pass_is_compared_with_the_loss_outside_and_one_microbatch():
+    model = Trained()
+    for microbatches in (1, 2):
+        step = pfeife.compile(
+            model.net, microbatches=microbatches, passes={"flat": [scaled("grad__0_weight", 1.05)]}
+        )
+        with pytest.raises(ValueError, match=r"another gradient 0\.weight on"):
+            step(torch.randn(8, 8))
 
 
 def in_place(program: pfeife.Program) -> pfeife.Program:

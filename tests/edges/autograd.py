@@ -118,6 +118,49 @@ def a_second_backward():
     loss.backward()
 
 
+def place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@row(ranks=(1, 2))
+def gradients_are_handed_out_without_copies():
+    """They are what autograd has saved, multiplied in its place; those of replicas stay parts of
+    their buckets."""
+    model = net()
+    parts = [(part,) for part in rows().chunk(2)]
+    expected = eager_accumulation(lambda x: model(x).square().mean(), model, parts).gradients
+
+    def check(factor, **options):
+        other = copy.deepcopy(model)
+        step = pfeife.compile(lambda x: other(x).square().mean(), microbatches=2, **options)
+        loss = step(rows())
+        saved = {place(one) for one in loss.grad_fn.saved_tensors}
+        (loss * factor).backward()
+        assert own_gradients(other)
+        for name, gradient in own_gradients(other).items():
+            assert place(gradient) in saved, name
+            torch.testing.assert_close(gradient, expected[name] * factor)
+
+    check(1, **STAGES)
+    check(3, **STAGES)
+    check(3, replicas=int(os.environ.get("WORLD_SIZE", 1)))
+
+
+@row(ranks=(1, 2))
+def what_was_handed_out_is_the_callers():
+    """While the graph is kept, it is a copy: another backward has what was saved."""
+    model = net()
+    loss = pfeife.compile(lambda x: model(x).square().mean(), **TWO)(rows())
+    model[0].weight.register_hook(lambda gradient: gradient.mul_(2))
+    loss.backward(retain_graph=True)
+    once = {name: g.clone() for name, g in own_gradients(model).items()}
+    for gradient in own_gradients(model).values():
+        gradient.zero_()
+    loss.backward()
+    for name, gradient in own_gradients(model).items():
+        assert torch.equal(gradient, once[name]), name
+
+
 @row(ranks=(1, 2))
 def a_retained_graph():
     """With the loss outside there is one backward: a second one says so."""

@@ -5,12 +5,14 @@ import dataclasses
 import os
 import types
 from collections import UserDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import attrs
 import torch
 import torch.nn.functional as F
+from listening import said
 from rows import row
 from torch import nn
 
@@ -87,6 +89,90 @@ def an_unstrided_convolution_of_size_1_by_name():
 
     compiled = torch.compile(step, backend="pfeife", options={"microbatches": 4}, dynamic=True)
     same(compiled, step, model, (x,), [(p,) for p in x.chunk(4)])
+
+
+MIXED = "depend on one another, in "
+
+
+def warned(step, *batch, **options) -> list[str]:
+    """What a first call says of rows that depend on one another."""
+    with said() as found:
+        pfeife.compile(step, microbatches=2, **options)(*batch)
+    return [line for line in found if MIXED in line]
+
+
+def sequences_first(**options) -> Callable:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, **options)
+    return lambda x: layer(x).square().mean()
+
+
+@row()
+def a_sequence_in_the_place_of_the_batch():
+    """It is cut, which nothing but the rules of its operations can tell: the step has no places."""
+    for count in (6, 2):  # of 3 places a microbatch, or of 1
+        x = torch.randn(count, 4, 8)
+        for options in ({}, {"loss_reduction": "mean"}, {"capture": "trace"}):
+            (found,) = warned(sequences_first(), x, **options)
+            assert "(dimension 0) of ['x']" in found and "in_dims={'x': 0}" in found
+            assert f'File "{__file__}", line ' in found
+        assert not warned(sequences_first(), x, in_dims={"x": 1})
+        assert not warned(sequences_first(batch_first=True), x)
+
+
+@row()
+def a_sequence_that_a_model_alone_is_given():
+    (found,) = warned(nn.TransformerEncoderLayer(8, 2, 16, 0.0), torch.randn(6, 4, 8))
+    assert "(dimension 0) of ['src']" in found
+
+
+def by_products(one, other):
+    return F.cross_entropy(one @ other.t(), torch.arange(len(one)))
+
+
+def by_distances(one, other):
+    return torch.cdist(one, other).diagonal().mean()
+
+
+def by_differences(one, other):
+    return (one[:, None] - other[None]).square().mean()
+
+
+def by_shares(one, other):
+    return (one.softmax(0) * other).square().mean()
+
+
+@row()
+def negatives_of_the_batch():
+    for loss in (by_products, by_distances, by_differences, by_shares):
+        model = net()
+
+        def step(one, other, model=model, loss=loss):
+            return loss(model(one), model(other))
+
+        for options in ({}, {"loss_reduction": "mean"}):
+            if options and loss is by_distances:
+                continue  # no rule knows it, and nobody asks the graph for more rows
+            assert len(warned(step, rows(), rows(), **options)) == 1, loss
+            assert not warned(step, rows(), rows(), in_dims={"one": 0}, **options)
+
+
+@row()
+def statistics_of_the_batch_are_none_of_them():
+    """A batch norm, by hand or not, and weights that are made of all rows are means as others."""
+    norm, model = nn.BatchNorm1d(8), net()
+
+    def by_hand(x):
+        h = model(x)
+        return ((h - h.mean(0)) / h.std(0)).square().mean()
+
+    def weighted(x):
+        weights = model(x).exp().mean(1)
+        return (model(x).square().mean(1) * weights / weights.sum()).sum()
+
+    steps = (lambda x: norm(model(x)).square().mean(), by_hand, weighted)
+    for step in steps:
+        assert not warned(step, rows(8))
 
 
 def _looked_up(model):

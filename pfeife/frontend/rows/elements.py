@@ -91,8 +91,8 @@ def aligned(one: Operation) -> Rows:
         raise Stuck
     if not places:
         return partial[0] if partial else FIXED
-    if len(places) != 1:
-        raise Stuck
+    if len(places) != 1:  # rows beside columns: x[:, None] - x[None]
+        raise Stuck(mixes=len({dim for dim, _ in places}) > 1)
     ((dim, before),) = places
     power = max((rows.power for _, rows in operands), key=abs)
     return Rows(any(rows.varies for _, rows in operands), dim, before, power)
@@ -255,7 +255,7 @@ def along(one: Operation) -> Rows:
     """Along a dimension that is not that of the rows: softmax, cumsum, sort, flip."""
     rows, _, over = over_dims(one)
     if rows.dim is None or over or rows.power:
-        raise Stuck
+        raise Stuck(mixes=over and "softmax" in one.name)
     return attrs.evolve(rows, maybe=frozenset())
 
 
@@ -263,7 +263,7 @@ def normalised(one: Operation) -> tuple:
     rows = one.of("input")
     shape = shape_of(one.arguments["input"])
     if rows.dim is None or rows.dim >= len(shape) - len(one.arguments["normalized_shape"]):
-        raise Stuck
+        raise Stuck(mixes=rows.dim is not None)
     if rows.power or any(moves(given) for _, given in one.operands()[1:]):
         raise Stuck
     rest = attrs.evolve(rows, maybe=frozenset())

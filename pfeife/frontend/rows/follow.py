@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import fx
 
 from pfeife.frontend.rows.table import rule_of
@@ -47,9 +48,17 @@ def _by_rule(one: Operation) -> Any:
     try:
         return _noting_losses(one, rule_of(one)(one))
     except Stuck as reason:
-        return Unknown(one.node, reason.numbers)
+        return Unknown(one.node, reason.numbers, reason.mixes or _has_pairs(one))
     except KeyError:  # an overload without the argument that the rule is about
-        return Unknown(one.node)
+        return Unknown(one.node, mixes=_has_pairs(one))
+
+
+def _has_pairs(one: Operation) -> bool:
+    """Whether a value has something for every pair of rows: for twice the rows it is larger in two
+    dimensions."""
+    values = [node.meta.get("val") for node in (one.node, one.twin) if node is not None]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    return len(shapes) == 2 and sum(a != b for a, b in zip(*shapes, strict=True)) > 1
 
 
 def _noting_losses(one: Operation, found: Any) -> Any:

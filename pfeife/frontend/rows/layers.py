@@ -47,7 +47,7 @@ def _contracted(one: Operation, left: str, right: str) -> Rows:
         raise Stuck
     both = a.dim is not None and b.dim is not None
     if both and ((a.dim, a.before) != (b.dim, b.before) or a.dim in (inner_a, inner_a - 1)):
-        raise Stuck
+        raise Stuck(mixes=a.dim == inner_a - 1 and b.dim == inner_b + 1)  # a product for each pair
     found = a if a.dim is not None else b
     return Rows(True, found.dim, found.before)
 
@@ -69,7 +69,7 @@ def batchwise(one: Operation) -> Rows:
     function of the batch."""
     (_, rows), *others = one.operands()
     if rows.dim != 0 or rows.before != 1 or rows.power or any(moves(r) for _, r in others):
-        raise Stuck
+        raise Stuck(mixes=bool(rows.dim))  # along places or channels
     return Rows(True, 0)
 
 
@@ -82,7 +82,7 @@ def attended(one: Operation) -> Rows:
         raise Stuck
     (dim,) = dims
     if dim != 0 and (dim != 1 or any(len(shape_of(node)) != 4 for node, _ in operands)):
-        raise Stuck
+        raise Stuck(mixes=all(dim == len(shape_of(node)) - 2 for node, _ in operands))
     return Rows(True, dim)
 
 
@@ -92,7 +92,7 @@ def recurrent(one: Operation) -> tuple[Rows, ...]:
     for node, rows in one.operands():
         rest = (rows.dim, rows.before, rows.power) != (len(shape_of(node)) - 2, 1, 0)
         if moves(rows) and (rest or node not in inputs):
-            raise Stuck
+            raise Stuck(mixes=node is inputs[0] and rows.dim == 0)  # along time
     state = Rows(True, len(shape_of(inputs[1])) - 2)
     return Rows(True, 1), state, state, Rows(True)
 

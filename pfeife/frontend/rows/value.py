@@ -39,10 +39,12 @@ class Rows:
 @attrs.frozen
 class Unknown:
     """No rule says how a value depends on the rows, because of a node. `numbers`: it is a number
-    that may count rows, which the graph for more rows would tell."""
+    that may count rows, which the graph for more rows would tell. `mixes`: there rows look at one
+    another, as in attention between them or in a product for every pair."""
 
     node: fx.Node
     numbers: bool = False
+    mixes: bool = False
 
     def __str__(self) -> str:
         return f"{operation(self.node)} in {source_line(self.node)}"
@@ -53,10 +55,10 @@ FIXED = Rows()
 
 
 class Stuck(Exception):
-    """Raised by a rule that does not cover its operation."""
+    """Raised by a rule that does not cover its operation; see `Unknown`."""
 
-    def __init__(self, numbers: bool = False):
-        self.numbers = numbers
+    def __init__(self, numbers: bool = False, mixes: bool = False):
+        self.numbers, self.mixes = numbers, mixes
 
 
 def operation(node: fx.Node) -> str:

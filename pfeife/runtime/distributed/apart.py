@@ -6,7 +6,8 @@
 
 Nobody tells, so it is tried: a copy of the optimizer over a few numbers of each parameter steps
 twice, the second time with other values and gradients of every second parameter, the way in which a
-training that goes wrong would have them. Nothing of the optimizer itself is touched.
+training that goes wrong would have them. Nothing of the optimizer itself is touched, nor is any
+generator: numbers are drawn from one of our own.
 """
 
 import copy
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from pfeife.frontend.frozen import put_back, watching
+from pfeife.frontend.untouched import torchs_generators
 
 log = logging.getLogger("pfeife")
 
@@ -30,7 +34,7 @@ def why_not_apart(optimizer: Optimizer) -> str:
     if type(optimizer).__module__.startswith("torch.optim."):
         return ""
     try:
-        with torch.random.fork_rng(devices=()):
+        with torchs_generators(), put_back():
             return _tried(optimizer)
     except Exception as error:
         log.debug("%s cannot be tried: %s", type(optimizer).__name__, error)
@@ -52,20 +56,27 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _stepped(optimizer: Optimizer, *, wild: bool) -> tuple[list[torch.Tensor], bool]:
     """The small parameters after some steps, and whether these have drawn random numbers; every
     second one has `wild` values and gradients."""
-    torch.manual_seed(0)
-    small = _small(optimizer)
+    numbers = torch.Generator().manual_seed(0)
+    small = _small(optimizer, numbers)
     parameters = list(dict.fromkeys(p for group in small.param_groups for p in group["params"]))
-    drawn = False
-    for _ in range(_STEPS):
-        for at, one in enumerate(parameters):
-            one.grad = torch.randn(one.shape).to(one.dtype)
-            if wild and at % 2:
-                one.data.mul_(8).add_(1)
-                one.grad.mul_(2.0**20)
-        before = torch.get_rng_state()
-        _plain_step(small)()
-        drawn |= not torch.equal(before, torch.get_rng_state())
+    generators = [torch.default_generator, *_own_generators(small)]
+    before = [generator.get_state() for generator in generators]
+    with watching() as moved:
+        for _ in range(_STEPS):
+            for at, one in enumerate(parameters):
+                one.grad = torch.randn(one.shape, generator=numbers).to(one.dtype)
+                if wild and at % 2:
+                    one.data.mul_(8).add_(1)
+                    one.grad.mul_(2.0**20)
+            _plain_step(small)()
+    after = [generator.get_state() for generator in generators]
+    drawn = bool(moved) or not all(map(torch.equal, before, after))
     return [one.detach() for one in parameters], drawn
+
+
+def _own_generators(optimizer: Optimizer) -> list[torch.Generator]:
+    kept = [value for one in _with_inner(optimizer) for value in vars(one).values()]
+    return [value for value in kept if isinstance(value, torch.Generator)]
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
@@ -75,15 +86,15 @@ def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
     return inner.__get__(optimizer)
 
 
-def _small(optimizer: Optimizer) -> Optimizer:
+def _small(optimizer: Optimizer, numbers: torch.Generator) -> Optimizer:
     """A copy over small parameters, with all that it and optimizers within it have."""
     memo: dict[int, Any] = {}
     for one in _with_inner(optimizer):
         for parameter in (p for group in one.param_groups for p in group["params"]):
-            memo[id(parameter)] = _cut(parameter, parameter.shape)
+            memo[id(parameter)] = _cut(parameter, parameter.shape, numbers)
             for kept in dict(one.state).get(parameter, {}).values():
                 if isinstance(kept, torch.Tensor):
-                    memo[id(kept)] = _cut(kept, parameter.shape)
+                    memo[id(kept)] = _cut(kept, parameter.shape, numbers)
     return _copied(optimizer, memo)
 
 
@@ -105,13 +116,13 @@ def _with_inner(optimizer: Optimizer) -> Sequence[Optimizer]:
     return [optimizer, *(one for one in inner if one is not optimizer)]
 
 
-def _cut(tensor: torch.Tensor, like: Sequence[int]) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, like: Sequence[int], numbers: torch.Generator) -> torch.Tensor:
     """A few numbers in a tensor's place, as many along each dimension as of its parameter's; of
     another shape it is whole."""
     shape = list(tensor.shape)
     if shape == list(like):
         shape = [min(size, _SIDE) for size in shape]
-    values = torch.rand(shape, device="cpu").to(tensor.dtype)
+    values = torch.rand(shape, generator=numbers, device="cpu").to(tensor.dtype)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(values, tensor.requires_grad)
     return values

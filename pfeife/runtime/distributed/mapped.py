@@ -19,7 +19,9 @@ class Blocks:
     def __init__(self) -> None:
         self.places: dict[int, tuple[int, int]] = {}  # by their address a number and a file
         self.made = 0
-        self.pattern = self.make(_PATTERN).random_(256)
+        self.pattern = self.make(_PATTERN)
+        # The system's random numbers: those of torch's generator are the user's.
+        self.pattern.copy_(torch.tensor(list(os.urandom(_PATTERN)), dtype=torch.uint8))
 
     def make(self, size: int) -> torch.Tensor:
         """Memory of so many bytes."""

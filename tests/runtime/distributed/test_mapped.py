@@ -38,6 +38,13 @@ def test_nothing_stays_of_a_block_that_nobody_has():
     assert len(os.listdir("/proc/self/fd")) == first
 
 
+def test_the_pattern_is_not_drawn_from_a_generator_of_the_user():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    patterns = [mapped.Blocks().pattern.tolist() for _ in range(2)]
+    assert torch.equal(before, torch.get_rng_state()) and patterns[0] != patterns[1]
+
+
 def test_memory_of_another_is_not_taken_for_what_was_told():
     blocks = mapped.Blocks()
     told = blocks.told()
