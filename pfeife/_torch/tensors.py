@@ -40,6 +40,7 @@ __all__ = [
     "fake_on",
     "fake_tensor",
     "hooks_of",
+    "is_handed_out",
     "is_shared",
     "keeps_graph",
     "leaf_dims",
@@ -107,6 +108,17 @@ def keeps_graph() -> bool:
     (`retain_graph=True`). AOTAutograd asks so for its donated buffers; if it moves: always true,
     which costs a copy of the gradients."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_handed_out(node: Any) -> bool:
+    """Whether the backward that runs hands out what arrives at a leaf's node, and adds it nowhere
+    (torch.autograd.grad). torch refuses to say whether it runs such a node; if it moves: nobody is
+    told that this rank's gradients are not all."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

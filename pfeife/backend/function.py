@@ -91,6 +91,7 @@ class _LossInside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
+        _check_accumulates(ctx, ctx.elsewhere)
         _, *gradients = ctx.saved_tensors
         at = ctx.captured.results.index("loss")
         others = [i for i, g in enumerate(given) if g is not None and i != at]
@@ -132,6 +133,7 @@ class _LossOutside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
+        _check_accumulates(ctx, ctx.call.elsewhere if ctx.call else ())
         call, ctx.call = ctx.call, None
         if call is None:
             ctx.saved_tensors  # noqa: B018  raises unless the graph was retained
@@ -193,6 +195,17 @@ def _wire(ctx: Any, captured: Captured, results: Sequence[torch.Tensor]) -> None
     ctx.captured = captured
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(results[index] for index in captured.detached))
+
+
+def _check_accumulates(ctx: Any, elsewhere: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError for `torch.autograd.grad`, which would hand out the gradients of this
+    rank's parameters alone."""
+    if elsewhere and any(_torch.is_handed_out(node) for node, _ in ctx.next_functions if node):
+        raise RuntimeError(
+            "torch.autograd.grad of a pipelined step: other ranks have the gradients of a part of "
+            "the parameters; call loss.backward() and use p.grad, whose norms and elements are "
+            "those of all ranks"
+        )
 
 
 def _check_backward(program: Program) -> None:

@@ -4,6 +4,7 @@ A module a topic, with rows (`rows.py`); `tests/test_edges.py` is the table.
 """
 
 TOPICS = (
+    "absent",
     "attributes",
     "autocast",
     "autograd",
@@ -26,4 +27,4 @@ TOPICS = (
     "values",
     "words",
 )
-ABOUT_RANKS = ("checkpoints", "hang", "ranks", "saved", "state")
+ABOUT_RANKS = ("absent", "checkpoints", "hang", "ranks", "saved", "state")
