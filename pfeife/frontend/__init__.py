@@ -13,8 +13,8 @@ operations come from, `data_writes` what `p.data = value` means.
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on
 other rows, both with what is `expected` of draws, `frozen` sees what a step draws outside of torch,
 `presented` shows it parameters in another dtype, `untouched` puts back what a run has changed,
-`again` what its Python leaves to later microbatches. A batch that rank 0 has is `absent` on the
-others.
+`again` what its Python leaves to later microbatches. `absent` are tensors whose values other ranks
+have, a batch of rank 0 first, and what may be asked of them.
 
 Models without memory: `deferred` has both ends, making them and making their values; a `recording`
 sees what the constructor does, a `tape` has it and is replayed, `waiting` are its tensors until

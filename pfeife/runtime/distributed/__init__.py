@@ -2,7 +2,7 @@
 
 `pipeline` runs a rank's schedule over `transport`; read these first, then `world` (what the
 processes share; `agreement` is a part of it), `process_group`, `interface`, `rendezvous` and
-`starting` (how they find one another). `ownership`, `owned`, `foreign` and `nan_memory` keep state
+`starting` (how they find one another). `ownership`, `owned` and `foreign` keep state
 where it is trained, `gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries
 whether an optimizer takes parameters one by one; `telling` is what ranks tell one another of all
 this before a step, `copies` are of what one replica trains for all, `derived` is what scripts
