@@ -3,8 +3,10 @@
 The second one is that of `second_device`; no GPU is needed, and nothing of CUDA is run.
 """
 
+import contextlib
 import copy
 import functools
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,13 @@ from second_device import on_second_device
 from torch import nn
 
 import pfeife
+from pfeife._torch import is_absent
+from pfeife.data.machine import Mesh
+from pfeife.frontend.waiting import forsake
 from pfeife.runtime.distributed.apart import why_not_apart
+from pfeife.runtime.distributed.foreign import Foreign
+from pfeife.runtime.distributed.owned import Owned
+from pfeife.runtime.peak import give_back
 
 HERE, THERE = "cpu", "second:0"
 OPTIONS = {"microbatches": 2, "stages": 2, "devices": [HERE, THERE]}
@@ -199,9 +207,40 @@ def generators_stay():
     assert torch.equal(before[1], torch.second.get_rng_state())
 
 
+def what_others_train_takes_no_memory():
+    """A rank of four keeps its own quarter of a model, on any device; also of one that was not made
+    yet, whose other three quarters never take any."""
+    mesh = Mesh(4, 1)
+    for width, device in ((8, HERE), (8, THERE), (1024, HERE), (1024, THERE)):  # first what is lazy
+        for later in (False, True):
+            give_back()
+            before = taken()
+            with pfeife.deferred_init() if later else contextlib.nullcontext():
+                layers = [nn.Linear(width, width, bias=False, device=device) for _ in range(16)]
+            foreign = Foreign()
+            if later:
+                pfeife.materialize(nn.Sequential(*layers[:4]))
+                forsake([layer.weight for layer in layers[4:]])
+            for at, layer in enumerate(layers[4:]):
+                foreign.add(layer.weight, Owned(at, f"{at}.weight", (1 + at // 4,), mesh))
+            give_back()
+            own = sum(layer.weight.nbytes for layer in layers[:4])
+            assert taken() - before < own + 2**20, (device, later, taken() - before, own)
+            assert all(layer.weight.device.type == torch.device(device).type for layer in layers)
+            assert all(is_absent(layer.weight) for layer in layers[4:])
+            del foreign, layers
+
+
+def taken() -> int:
+    """Bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     on_second_device()
-    for check in (training_goes_on, every_door, refused, moved, generators_stay):
+    checks = (training_goes_on, every_door, refused, moved, generators_stay)
+    for check in (what_others_train_takes_no_memory, *checks):
         check()

@@ -179,21 +179,26 @@ def bare(tensors: Collection[Any]) -> Iterator[None]:
     them."""
     make([one for one in tensors if not one.dim()], tensors)
     tensors = [one for one in tensors if is_waiting(one)]
-    address = _torch.FIRST
-
-    def nowhere(device: torch.device, size: int) -> torch.UntypedStorage:
-        nonlocal address
-        found = _torch.hollow(address, device, size)
-        address += (size // 64 + 1) * 64
-        return found
-
-    _laid(tensors, nowhere)
+    _laid(tensors, _nowhere())
     try:
         yield
     finally:
         for one in tensors:
             if is_waiting(one):
                 become(one, one.recipe)
+
+
+def _nowhere() -> Callable[[torch.device, int], torch.UntypedStorage]:
+    """Makes storages that take no memory, each at an address of its own."""
+    address = _torch.FIRST
+
+    def storage(device: torch.device, size: int) -> torch.UntypedStorage:
+        nonlocal address
+        found = _torch.hollow(address, device, size)
+        address += (size // 64 + 1) * 64
+        return found
+
+    return storage
 
 
 def is_waiting(one: Any) -> bool:
@@ -221,8 +226,9 @@ def standing_for(one: Any) -> torch.Tensor:
 
 
 def forsake(tensors: Collection[Any]) -> None:
-    """Makes plain tensors of deferred ones, with any values."""
-    _laid(tensors, lambda device, size: torch.UntypedStorage(size, device=device))
+    """Makes plain tensors of deferred ones, which have no memory: nothing may look at them before
+    they are absent (`absent.become_absent`)."""
+    _laid(tensors, _nowhere())
     for one in tensors:
         _released(one)
 
