@@ -225,7 +225,8 @@ def what_others_train_takes_no_memory():
                 foreign.add(layer.weight, Owned(at, f"{at}.weight", (1 + at // 4,), mesh))
             give_back()
             own = sum(layer.weight.nbytes for layer in layers[:4])
-            assert taken() - before < own + 2**20, (device, later, taken() - before, own)
+            more = 2**20 if width > 8 else 2**23
+            assert taken() - before < own + more, (device, later, taken() - before, own)
             assert all(layer.weight.device.type == torch.device(device).type for layer in layers)
             assert all(is_absent(layer.weight) for layer in layers[4:])
             del foreign, layers
