@@ -50,7 +50,7 @@ from pfeife._torch.dynamo import (
     whole_graph,
     willing,
 )
-from pfeife._torch.gloo import gather_into, gloo_device, gloo_group
+from pfeife._torch.gloo import gather_into, gloo_device, gloo_group, sequence_of
 from pfeife._torch.hollow import (
     FIRST,
     address_of,
@@ -108,10 +108,10 @@ from pfeife._torch.tensors import (
     fake_on,
     fake_tensor,
     hooks_of,
+    is_in_backward,
     is_shared,
     leaf_dims,
     marked_dims,
-    memory_of,
     no_dispatch,
 )
 from pfeife._torch.trace import compilation, trace_artifact
@@ -178,6 +178,7 @@ __all__ = [
     "is_exporting",
     "is_higher_order",
     "is_hollow",
+    "is_in_backward",
     "is_last_compilation",
     "is_limit_of_compilations",
     "is_missing",
@@ -193,7 +194,6 @@ __all__ = [
     "listed",
     "makes_view",
     "marked_dims",
-    "memory_of",
     "named_graphs",
     "nccl_group",
     "no_autocast",
@@ -207,6 +207,7 @@ __all__ = [
     "running_ddp",
     "said_to_compile",
     "saved_state",
+    "sequence_of",
     "sets_data",
     "sizes_and_numbers",
     "source_value",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pfeife import _torch
-from pfeife.backend.call import Call, Slots, tell
+from pfeife.backend.call import Call, Slots, as_backward, tell
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options
@@ -90,6 +90,7 @@ class _LossInside(torch.autograd.Function):
         return results
 
     @staticmethod
+    @as_backward()
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         _, *gradients = ctx.saved_tensors
@@ -131,6 +132,7 @@ class _LossOutside(torch.autograd.Function):
         return results
 
     @staticmethod
+    @as_backward()
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         call, ctx.call = ctx.call, None

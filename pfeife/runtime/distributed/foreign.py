@@ -107,6 +107,11 @@ class Foreign:
             self._settle(one)
         return one is not None and version_of(tensor) == one.version
 
+    def data_writes(self, tensor: torch.Tensor) -> int:
+        """How often an absent tensor was written to by its `data`, or a view of that, since it
+        became absent."""
+        return 0
+
     def first(self) -> _Absent | None:
         """One that is absent, if any."""
         return next((one for one in self.listed if one.tensor() is not None), None)

@@ -9,7 +9,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.distributed.elsewhere import is_here
@@ -67,18 +66,8 @@ class Gradients:
         self.stepped: set[str] = set()  # those optimizers, with what they are set to
         self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
         self.factors: dict[int, tuple[float, float]] = {}  # and how exact they are
-        self.handle: Any = None
         self.warned: set[str] = set()
         self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def install(self) -> None:
-        """From now on every optimizer's step is seen."""
-        if self.handle is None:
-            self.handle = register_optimizer_step_pre_hook(self._before)
-
-    def end(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Notes the gradients of what a program trains on this rank from now on."""
@@ -140,7 +129,8 @@ class Gradients:
                     "again from the last checkpoint, for the optimizer has made that step"
                 )
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what an optimizer is about to step with, and refuses what cannot be right."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_whole(parameters)

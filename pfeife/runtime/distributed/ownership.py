@@ -34,6 +34,7 @@ from pfeife.runtime.distributed.owned import (
     trained_by,
 )
 from pfeife.runtime.distributed.saving import Saving
+from pfeife.runtime.distributed.step_hooks import StepHooks
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 
@@ -67,15 +68,13 @@ class Ownership:
         self.guard = Guard(self.known, self.foreign, self.asking.values)
         self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
-        self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
+        self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
+        self.hooks = StepHooks(Stepping(), self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
-        self.stepping.end()
-        self.copies.end()
-        self.gradients.end()
-        self.optimizers.end()
+        self.hooks.end()
 
     def divided(self, ranks: int) -> bool:
         """Whether some of so many ranks lacks state that others train."""
@@ -152,15 +151,8 @@ class Ownership:
         self.guard.watch(modules)
         self.saving.watch(modules)
         if pairs:
-            self._install()
+            self.hooks.install()
             give_back()
-
-    def _install(self) -> None:
-        """From now on optimizers' steps are seen."""
-        self.stepping.install()  # first, so that the others see what the optimizer sees
-        self.copies.install()  # before others take the step for done
-        self.gradients.install()
-        self.optimizers.install()  # last, since the other refuses what this one lets go of
 
     def _watch(self, trained: Iterable[Any], rank: int) -> None:
         """Notes the gradients of parameters from now on; they may have been frozen so far."""
@@ -192,7 +184,7 @@ class Ownership:
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
-        self.asking.kept.add(tensor)
+        self.asking.keep(tensor)
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
