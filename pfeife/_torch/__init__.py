@@ -61,7 +61,7 @@ from pfeife._torch.dynamo import (
     whole_graph,
     willing,
 )
-from pfeife._torch.gloo import gather_into, gloo_device, gloo_group
+from pfeife._torch.gloo import gather_into, gloo_device, gloo_group, sequence_of
 from pfeife._torch.hollow import (
     FIRST,
     address_of,
@@ -120,11 +120,11 @@ from pfeife._torch.tensors import (
     fake_tensor,
     hooks_of,
     is_handed_out,
+    is_in_backward,
     is_shared,
     keeps_graph,
     leaf_dims,
     marked_dims,
-    memory_of,
     no_dispatch,
     overlap,
     storage_of,
@@ -199,6 +199,7 @@ __all__ = [
     "is_handed_out",
     "is_higher_order",
     "is_hollow",
+    "is_in_backward",
     "is_last_compilation",
     "is_limit_of_compilations",
     "is_missing",
@@ -217,7 +218,6 @@ __all__ = [
     "listed",
     "makes_view",
     "marked_dims",
-    "memory_of",
     "named_graphs",
     "nccl_group",
     "no_autocast",
@@ -233,6 +233,7 @@ __all__ = [
     "running_ddp",
     "said_to_compile",
     "saved_state",
+    "sequence_of",
     "sets_data",
     "sizes_and_numbers",
     "source_value",

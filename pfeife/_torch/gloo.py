@@ -28,3 +28,10 @@ def gather_into(group: Any, found: torch.Tensor, mine: torch.Tensor) -> Any:
     """Begins to gather every rank's tensor into one, each at its place. If it moves: `allgather`
     takes a list of its parts, and more memory."""
     return group._allgather_base(found, mine)
+
+
+def sequence_of(group: Any) -> int:
+    """How many collectives a process group has begun here, which all its ranks begin in one order;
+    Gloo's counts messages between two ranks as well. If it moves: 0, and ranks that wait in a
+    collective of their script count as if they were somewhere before it."""
+    return int(group._get_sequence_number_for_group())

@@ -21,8 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 # For what looks at memory without keeping it; there is no public name for that.
-from torch.multiprocessing.reductions import StorageWeakRef
-
 # While no mode sees what is computed. If it moves: `torch._C._DisableTorchDispatch`.
 from torch.utils._mode_utils import no_dispatch
 
@@ -41,11 +39,11 @@ __all__ = [
     "fake_tensor",
     "hooks_of",
     "is_handed_out",
+    "is_in_backward",
     "is_shared",
     "keeps_graph",
     "leaf_dims",
     "marked_dims",
-    "memory_of",
     "no_dispatch",
     "overlap",
     "storage_of",
@@ -146,20 +144,10 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def memory_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """What looks at a tensor's memory as it does, None once nothing else does. A weak reference to
-    the tensor would not do: others may share its memory. If `StorageWeakRef` or the constructor
-    move: torch.multiprocessing keeps its caches so."""
-    memory, dtype = StorageWeakRef(tensor.untyped_storage()), tensor.dtype
-    layout, device = (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.device
-
-    def look() -> torch.Tensor | None:
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, *layout)
-
-    return look
+def is_in_backward() -> bool:
+    """Whether the calling thread is in autograd's backward, as in a hook of a gradient. If the
+    question moves: False, and optimizers that are stepped there count as stepped after it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def marked_dims(tensor: torch.Tensor) -> set[int]:

@@ -1,5 +1,6 @@
 """One call of a compiled step: from its arguments to results and gradients."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -91,7 +92,6 @@ class Call:
             for port in self.program.ports(Role.BUFFER):
                 if port.fqn in result.buffers and port.name not in self.compiled.captured.carried:
                     slots[port.name].copy_(result.buffers[port.fqn])
-        self._tell_of_buffers(slots)
         outputs = self.program.ports(Role.OUTPUT)
         self.divided = {port.name: self._divided(port, microbatches) for port in outputs}
         joined = {
@@ -132,14 +132,6 @@ class Call:
         ports = tuple(one for one in ports if not {one.fqn, one.name} & copied)
         pipeline = self.compiled.pipeline
         return Again.of(pipeline, before, microbatches, self.seed, ports, slots)
-
-    def _tell_of_buffers(self, slots: Slots) -> None:
-        """What the ranks have updated, of which the script may keep copies."""
-        world = world_so_far()
-        if world:
-            updated = {port.fqn for port in self.program.ports(Role.BUFFER_UPDATE)}
-            ports = self.program.ports(Role.BUFFER) if updated else ()
-            world.ownership.asking.changed([slots[p.name] for p in ports if p.fqn in updated])
 
     def _check_answers(self, result: Result) -> None:
         """Raises WrongAnswer, on all ranks, before anything is written."""
@@ -264,6 +256,14 @@ def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:
     ports = program.ports(Role.TANGENT)
     zeros = {p.fqn: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in ports}
     return [zeros] * count
+
+
+@contextlib.contextmanager
+def as_backward() -> Iterator[None]:
+    """While autograd is at a step, which other ranks tell from before and after that."""
+    world = world_so_far()
+    with world.service.changing("backwards", ()) if world else contextlib.nullcontext():
+        yield
 
 
 def tell(elsewhere: Sequence[torch.Tensor], overflow: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pfeife import _torch
-from pfeife.backend.call import Call, Slots, tell
+from pfeife.backend.call import Call, Slots, as_backward, tell
 from pfeife.backend.compiled import Compiled
 from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options
@@ -89,6 +89,7 @@ class _LossInside(torch.autograd.Function):
         return results
 
     @staticmethod
+    @as_backward()
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         _check_accumulates(ctx, ctx.elsewhere)
@@ -131,6 +132,7 @@ class _LossOutside(torch.autograd.Function):
         return results
 
     @staticmethod
+    @as_backward()
     def backward(ctx: Any, *given: torch.Tensor | None) -> Gradients:
         _check_backward(ctx.captured.program)
         _check_accumulates(ctx, ctx.call.elsewhere if ctx.call else ())

@@ -1,7 +1,7 @@
 """What is read of a checkpoint: the model and its optimizers, by the names of parameters."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,18 +88,9 @@ def _is_extra(key: str) -> bool:
     return f".{_EXTRA}." in f"{key}."
 
 
-@contextlib.contextmanager
-def _loading(world: World | None) -> Iterator[None]:
+def _loading(world: World | None) -> contextlib.AbstractContextManager[None]:
     """While state changes, as in `load_state_dict`: other ranks may be about to read it."""
-    if world is None:
-        yield
-        return
-    world.service.begin("loads of state")
-    try:
-        yield
-    finally:
-        world.service.end_of("loads of state")
-        world.ownership.asking.changed(list(world.ownership.known))
+    return world.service.changing("loads of state") if world else contextlib.nullcontext()
 
 
 def _check(keys: Mapping[str, Any], folder: Folder) -> None:

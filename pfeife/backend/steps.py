@@ -76,8 +76,7 @@ class Steps:
         seed = _seed(compiled)
         if world is None:
             return self._run(builder, key, compiled, args, world, seed, sent)
-        with world.service.script.resting("its next call of a compiled step"):
-            seed = self._agreed(world, args, compiled, options, seed)
+        seed = self._agreed(world, args, compiled, options, seed)
         if compiled:  # copies have found their owners
             compiled = _unless_outdated(compiled, builder, args, world)
         with world.service.called():
@@ -184,16 +183,16 @@ class Steps:
         apart = options.batch == "replica"
         groups = self.backend.builder.mesh(world).pipelines if apart else ()
         with world.building("the arguments of a step"):
-            text, batch, news, refused = "", "", "", None
+            text, batch, news = "", "", ""
+            refused: Exception | None = world.service.wrong()
             try:
-                world.service.check_given()
                 check_alone(() if compiled else self.graph.inputs.modules, args)
                 text, batch = self._said(args, compiled, options)
                 news = news_of(world.ownership, borrowed, args)
             except (PipelineError, Refusal):
                 raise
             except Exception as error:
-                refused = error
+                refused = refused or error
             found = world.agreed(
                 text,
                 _ARGUMENTS,

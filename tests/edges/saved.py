@@ -1,6 +1,7 @@
 """`state_dict()` and `load_state_dict()` of an unchanged script, on ranks that train together."""
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -12,7 +13,6 @@ from rows import row
 from share import WHOLE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.utils import _pytree as pytree
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
@@ -276,8 +276,8 @@ def each(change, *models):
 
 @row(ranks=(2,))
 def what_is_written_by_hand_before_that():
-    """The other rank, which comes to it later, answers when it has written as often; what all write
-    after that is no matter."""
+    """The other rank, which comes to it later, answers when it has written as often and rests; what
+    all write after that is no matter."""
     pair, rank = trained_pair()
     for change in (lambda p: p.mul_(0.5), lambda p: p.copy_(p + 1).clamp_(-1, 1)):
         each(change, pair.twin)
@@ -285,6 +285,7 @@ def what_is_written_by_hand_before_that():
         each(lambda p, change=change: (time.sleep(0.01 * rank), change(p)), pair.model)
         if rank == 0:
             alike(pair.model.state_dict(), pair.twin.state_dict())
+        dist.barrier()
     pair.train()
     pair.check()
 
@@ -294,7 +295,7 @@ def averages_that_are_swapped_in_and_out():
     """Right while they are in on both ranks; refused where the other has put back what it had, or
     never does it."""
     pair, rank = trained_pair()
-    for stays, goes, right in ((0, 0.5, True), (0.5, 0, False)):
+    for stays, right in ((0, True), (0.5, False)):
         kept = [p.detach().clone() for p in pair.model.parameters()]
         each(lambda p: p.mul_(0.5), pair.model, pair.twin)
         if rank == 0:
@@ -303,8 +304,8 @@ def averages_that_are_swapped_in_and_out():
                 alike(pair.model.state_dict(), pair.twin.state_dict())
             else:
                 refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none")
-        else:
-            time.sleep(goes)
+        if right:
+            dist.barrier()
         with torch.no_grad():
             torch._foreach_copy_(list(pair.model.parameters()), kept)
         each(lambda p: p.mul_(2), pair.twin)
@@ -319,104 +320,81 @@ def averages_that_are_swapped_in_and_out():
 
 @row(ranks=(2,))
 def what_one_rank_has_written_alone_after_that():
-    """An error on all ranks at the next call: nobody knows whether what was given is too old."""
+    """What was given is of the moment of the question; the next question is refused."""
     pair, rank = trained_pair()
     if rank == 0:
-        pair.model.state_dict()
+        alike(pair.model.state_dict(), pair.twin.state_dict())
     dist.barrier()
-    if rank == 1:
+    for model in (pair.twin, pair.model)[: 1 + rank]:
         with torch.no_grad():
-            pair.model[2][0].weight.mul_(0.5)
-    dist.barrier()
+            model[2][0].weight.mul_(0.5)
     if rank == 0:
         refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of this")
     dist.barrier()
-    words = "rank 0 has asked for state that rank 1 trains, and after that rank 1 has written to it"
-    refused(lambda: pair.step(rows(0, 8)), words)
-    with torch.no_grad():
-        pair.twin[2][0].weight.mul_(0.5)
     pair.train()
     pair.check()
 
 
 @row(ranks=(2,))
 def what_is_written_by_data():
-    """Nobody counts that: the other rank answers when it has come to the next call, and what is
-    written so after an answer is an error there."""
+    """The other rank has it later, and answers at the next call, where it has come to all of it."""
     pair, rank = trained_pair()
-    time.sleep(0.2 * rank)
-    each(lambda p: p.data.mul_(0.5), pair.model, pair.twin)
-    if rank == 0:
-        alike(pair.model.state_dict(), pair.twin.state_dict())
-    pair.train()
-    for late in (0, 1):  # the rank that asks, and the other one
-        if rank == 0 and not late:
-            each(lambda p: p.data.mul_(2), pair.model)
+    for change in (lambda p: p.data.mul_(0.5), lambda p: p.data[1:2].zero_()):
+        time.sleep(0.2 * rank)
+        each(change, pair.model, pair.twin)
         if rank == 0:
-            pair.model.state_dict()
-        if late:
-            dist.barrier()
-        if rank == late:
-            each(lambda p: p.data.mul_(0.5), pair.model)
-        words = f"rank {late}: ValueError: " if rank != late else f"{2 * late}.0.weight was written"
-        refused(lambda: pair.step(rows(0, 8)), words)
-    each(lambda p: p.data.mul_(0.5), pair.twin[2])
-    pair.train()
+            alike(pair.model.state_dict(), pair.twin.state_dict())
+        pair.train()
     pair.check()
 
 
 @row(ranks=(2,))
 def an_optimizers_state_that_is_written_to_after_that():
+    """On the rank that has given it, and on the one that was given it."""
     pair, rank = trained_pair()
-    if rank == 0:
-        pair.mine.state_dict()
-    dist.barrier()
-    if rank == 1:
-        pair.mine.state[pair.model[2][0].weight]["momentum_buffer"].zero_()
-    words = "the state of 2.0.weight was written to by" if rank else "rank 1: ValueError: the state"
-    refused(lambda: pair.step(rows(0, 8)), words)
+    weights = pair.model[0][0].weight, pair.model[2][0].weight
+    for late, weight in enumerate(weights):
+        if rank == 0:
+            pair.mine.state_dict()
+        dist.barrier()
+        if rank == late:
+            pair.mine.state[weight]["momentum_buffer"].zero_()
+        name = f"the state of {2 * late}.0.weight was written to by hand"
+        words = name if rank == late else f"rank {late}: ValueError: {name}"
+        refused(lambda: pair.step(rows(0, 8)), words)
 
 
 @row(ranks=(2,))
-def what_is_kept_and_not_copied():
-    """On one device it goes on with the model. Here what other ranks train is NaN when that has
-    changed, by a step, or by hand as far as the next call, or as it was loaded; what evaluates
-    changes nothing."""
+def what_is_kept():
+    """It stays as it was, on every rank and for all of the state."""
     pair = Pair(optimizer="adamw")
     pair.train()
-    model, twin = pair.model, pair.twin
-    kept = model.state_dict(), {k: v.detach() for k, v in model.state_dict().items()}
-    states, copied = pair.mine.state_dict(), copy.deepcopy(model.state_dict())
-    before = copy.deepcopy((twin.state_dict(), pair.theirs.state_dict()))
-
-    def evaluate():
-        model.eval()
-        with torch.no_grad():
-            pair.step(rows(0, 8))
-        model.train()
-
-    def has_gone_on(found, expected):
-        pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-        right = [torch.equal(one, other) or (one.isnan().all() and "NaN") for one, other in pairs]
-        assert {True, "NaN"} == set(right), right
-
-    evaluate()
-    alike([*kept, states], [before[0], dict(before[0]), before[1]])
+    kept = pair.model.state_dict(), pair.mine.state_dict()
+    before = copy.deepcopy((pair.twin.state_dict(), pair.theirs.state_dict()))
     pair.train()
-    alike(copied, before[0])
-    for found in kept:
-        has_gone_on(found, twin.state_dict())
-    has_gone_on(states["state"], pair.theirs.state_dict()["state"])
-    kept = model.state_dict()
-    dist.barrier()  # the other rank has read it, too
-    each(lambda p: p.mul_(0.5), model, twin)
-    evaluate()
-    parameters = [name for name, _ in twin.named_parameters()]
-    has_gone_on(*({name: one[name] for name in parameters} for one in (kept, twin.state_dict())))
-    kept = model.state_dict()
-    for one in (model, twin):
-        one.load_state_dict(before[0])
-    alike(kept, twin.state_dict())
+    alike(kept, before)
+    for pairs in ((pair.model, pair.mine), (pair.twin, pair.theirs)):
+        for one, state in zip(pairs, copy.deepcopy(before), strict=True):
+            one.load_state_dict(state)
+    alike(kept, before)
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def what_is_written_to_what_was_given():
+    """On one device it would change the model: an error on all ranks at the next call."""
+    pair, rank = trained_pair()
+    if rank == 0:
+        pair.model.state_dict()["0.0.weight"].zero_()
+    words = "0.0.weight in what state_dict() has given was written to"
+    refused(lambda: pair.step(rows(0, 8)), f"rank 0: ValueError: {words}" if rank else words)
+    if rank == 0:
+        pair.mine.state_dict()["state"][0]["momentum_buffer"].zero_()
+    words = "the state of 2.1.bias in what state_dict() has given was written to"
+    refused(lambda: pair.step(rows(0, 8)), f"rank 0: ValueError: {words}" if rank else words)
+    pair.train()
+    pair.check()
 
 
 @row(ranks=(2,))
@@ -456,18 +434,42 @@ def of_an_optimizer_that_is_compiled():
 
 @row(ranks=(2,), whole=(2,))
 def of_optimizers_of_single_parameters():
-    """Ranks step other ones: refused, since their steps do not tell where they are."""
-    pair = Pair()
+    """Ranks step other ones, each where its parameter is, within a backward that all make."""
+    pair, rank = trained_pair()
+
+    def step(parameter, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in pair.model.parameters():
+        own = torch.optim.SGD([parameter], 0.1)
+        parameter.register_post_accumulate_grad_hook(functools.partial(step, optimizer=own))
+    theirs = torch.optim.SGD(pair.twin.parameters(), 0.1)
+    for seed in range(3):
+        x = rows(seed, 8)
+        loss = pair.step(x)
+        if rank == 0 and seed == 1:  # the other one goes on with its backward
+            refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
+        loss.backward()
+        accumulated(pair.loss_of(pair.twin), x)
+        theirs.step()
+        theirs.zero_grad()
+        if rank == 0 or seed == 2:
+            alike(pair.model.state_dict(), pair.twin.state_dict())
+
+
+@row(ranks=(2,))
+def of_an_optimizer_whose_state_was_looked_at():
+    """That makes an empty entry for what another rank trains, or one of the script's own."""
+    pair, rank = trained_pair()
+    for model, optimizer in ((pair.model, pair.mine), (pair.twin, pair.theirs)):
+        for parameter in model.parameters():
+            optimizer.state[parameter]
+            optimizer.state[parameter]["seen"] = 1
+    if rank == 0:
+        pair.check()
     pair.train()
-    own = {p: torch.optim.SGD([p], 0.1) for p in pair.model.parameters()}
-    for parameter, optimizer in own.items():
-        parameter.register_post_accumulate_grad_hook(lambda p, one=optimizer: one.step())
-    for seed in range(2):
-        pair.model.zero_grad()
-        pair.step(rows(seed, 8)).backward()
-    words = "rank 1" if dist.get_rank() == 0 else "rank 0"
-    refused(pair.model.state_dict, f"{words} trains a part of the state, and has none of")
-    pair.step(rows(0, 8))
+    pair.check()
 
 
 @row(ranks=(2,))

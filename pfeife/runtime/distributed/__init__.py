@@ -6,9 +6,10 @@ processes share; `agreement` is a part of it), `process_group`, `interface`, `re
 where it is trained, `gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries
 whether an optimizer takes parameters one by one; `telling` is what ranks tell one another of all
 this before a step, `copies` are of what one replica trains for all, `derived` is what scripts
-compute of state. `saving` and `optimizers` give state whole to whoever saves it: `asking` knows who
-has what, `serving` asks and answers (`script`, `questions`, `posting`, `by_hand`, `meeting`,
-`exchanges`, `givens` and `kept` are its parts; `handed` is what scripts got). `shares` are what a
+compute of state, `step_hooks` call all that has to do with an optimizer's step. `saving` and
+`optimizers` give state whole to whoever saves it: `asking` knows who has what, `serving` asks,
+`answering` answers where the `script` rests, by `questions` that `posting` carries; `writes` counts
+what scripts write by hand, `collectives` says in which of its own a script is. `shares` are what a
 rank writes to a checkpoint, by `writing`. `staying`, `heartbeat`, `lifelines`, `patience`,
 `diagnosis` and `ending` are for when a rank is late or gone; `ends` is how a message goes, within a
 node through memory that is `mapped`; `connection`, `connecting`, `sending`, `reducing`, `buffers`

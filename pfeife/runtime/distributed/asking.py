@@ -1,16 +1,16 @@
 """What of some state is missing on a rank, and which ranks have it."""
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from pfeife.runtime.distributed.by_hand import ByHand
 from pfeife.runtime.distributed.foreign import Foreign
-from pfeife.runtime.distributed.handed import Handed
-from pfeife.runtime.distributed.kept import Kept
 from pfeife.runtime.distributed.questions import Named
+from pfeife.runtime.distributed.writes import A_COPY, STATE_BY_HAND, Writes
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.owned import Owned
@@ -22,15 +22,15 @@ class Asking:
     there is one.
 
     `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
-    the world, a new one after every failure; `kept` is what others may ask this one for, `by_hand`
-    what the script has written to it; `handed` are copies that it was given of what is absent.
+    the world, a new one after every failure; `writes` counts what the script writes by hand.
     """
 
     service: "Service"
 
     def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
-        self.known, self.foreign, self.kept = known, foreign, Kept()
-        self.by_hand, self.handed = ByHand(known, foreign), Handed()
+        self.known, self.foreign = known, foreign
+        self.writes = Writes(known, foreign)
+        self.kept: list[Any] = []
 
     def number(self, tensor: torch.Tensor) -> int:
         """That of a tensor that ranks train."""
@@ -40,34 +40,58 @@ class Asking:
         """Whether a tensor is absent here, and nothing has been loaded into it since."""
         return self.foreign.lacks(tensor)
 
-    def tensors(
-        self, missing: Iterable[torch.Tensor], beside: Iterable[torch.Tensor] | None = None
-    ) -> dict[int, torch.Tensor]:
-        """The values of absent tensors by their numbers; `beside` are those that they are a model's
-        with, all that ranks train unless given. Raises as `Service.tensors`."""
-        by_data = bool(self.by_hand.by_data(beside))
-        found: dict[int, torch.Tensor] = {}
+    def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
+        values: dict[int, torch.Tensor] = {}
         with self._asking():
             for rank, wanted in self._by_rank(missing).items():
-                found |= self.service.tensors(rank, wanted, by_data)
-        return found
+                names = [self.known[tensor].name for tensor in wanted.values()]
+                values |= self.service.tensors(rank, wanted, names)
+        return values
 
     def values(self, missing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of absent tensors, in their order. Raises as `Service.tensors`."""
-        found = self.tensors(missing)
-        return [found[self.number(one)] for one in missing]
+        values = self.tensors(missing)
+        return [values[self.number(tensor)] for tensor in missing]
 
-    def states(self, named: Named, missing: Iterable[torch.Tensor]) -> dict[int, Any]:
-        """An optimizer's state for absent tensors by their numbers. Raises as `Service.states`."""
-        found: dict[int, Any] = {}
+    def states(
+        self,
+        named: Named,
+        missing: Iterable[torch.Tensor],
+        here: Mapping[int, Any],
+    ) -> dict[int, Any]:
+        """An optimizer's state for absent tensors by their numbers; `here` is that of the others.
+        Raises as `Service.states`."""
+        self.service.late.watch(STATE_BY_HAND, self._parts(here, "the state of "))
+        states: dict[int, Any] = {}
         with self._asking():
             for rank, wanted in self._by_rank(missing).items():
-                found |= self.service.states(rank, named, tuple(wanted))
-        return found
+                states |= self.service.states(rank, named, tuple(wanted))
+        return states
 
-    def changed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """After some have changed, on whatever ranks."""
-        self.handed.follow(self.number(one) for one in tensors if one in self.known)
+    def watch_copies(self, values: Mapping[int, Any], of: str = "") -> None:
+        """Watches what the script was given, by the numbers of tensors, the values of these or
+        something `of` them: on one device who writes to it changes the model."""
+        self.service.copies.watch(A_COPY, self._parts(values, of))
+
+    def _parts(self, values: Mapping[int, Any], of: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in values by the numbers of tensors, with the names of these."""
+        names = {owned.number: f"{of}{owned.name}" for owned in self.known.values()}
+        for number, value in values.items():
+            for part in pytree.tree_leaves(value):
+                if isinstance(part, torch.Tensor):
+                    yield names[number], part
+
+    def keep(self, value: Any) -> None:
+        """Keeps a tensor or an optimizer, which other ranks may still ask for when the script has
+        dropped it, until all ranks have come together."""
+        self.kept.append(value)
+
+    def renew(self) -> None:
+        """Lets go of what nobody else has any more; the ranks are at one place."""
+        references = [weakref.ref(value) for value in self.kept]
+        self.kept.clear()
+        self.kept += [value for one in references if (value := one()) is not None]
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -75,9 +99,9 @@ class Asking:
             yield
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
-        found: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once
-        for one in tensors:
-            owned = self.known[one]
+        by_rank: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once
+        for tensor in tensors:
+            owned = self.known[tensor]
             rank = owned.nearest(self.service.world.rank)
-            found.setdefault(rank, {})[owned.number] = one
-        return {rank: found[rank] for rank in sorted(found)}
+            by_rank.setdefault(rank, {})[owned.number] = tensor
+        return {rank: by_rank[rank] for rank in sorted(by_rank)}

@@ -8,11 +8,10 @@ at its end          w0 --------->    a copy of w0
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
@@ -42,16 +41,6 @@ class Copies:
         self.world: World | None = None  # the latest
         self.used = False  # whether there are any, on any rank
         self.behind = False  # whether copies have not all come
-        self.handle: Any = None
-
-    def install(self) -> None:
-        """From now on the end of every optimizer's step is seen."""
-        if self.handle is None:
-            self.handle = register_optimizer_step_post_hook(self._after)
-
-    def end(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
 
     def add(self, tensor: torch.Tensor) -> None:
         """A tensor that another replica trains."""
@@ -63,9 +52,8 @@ class Copies:
         """A line if an exchange has failed."""
         return ["behind copies"] * self.behind
 
-    @torch.compiler.disable
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A hook: every rank has stepped (collective, if there are such parameters). Raises Refusal
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every rank has stepped (collective, if there are such parameters). Raises Refusal
         if ranks are not at a step of the same parameters."""
         world = self.world
         if not self.used or world is None:

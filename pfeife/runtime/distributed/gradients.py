@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.failure import Refusal
@@ -30,18 +29,8 @@ class Gradients:
         # The optimizers that stepped since the ranks have last compared, with their settings.
         self.stepped: set[str] = set()
         self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
-        self.handle: Any = None
         self.warned: set[str] = set()
         self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def install(self) -> None:
-        """From now on every optimizer's step is seen."""
-        if self.handle is None:
-            self.handle = register_optimizer_step_pre_hook(self._before)
-
-    def end(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
 
     def news(self) -> list[str]:
         """The optimizers that have stepped since the ranks have last compared, a line each."""
@@ -86,7 +75,8 @@ class Gradients:
                     "again from the last checkpoint, for the optimizer has made that step"
                 )
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what an optimizer is about to step with, and refuses what cannot be right."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, torch.optim.LBFGS):
             self._check_whole(parameters)

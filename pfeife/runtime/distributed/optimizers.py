@@ -5,43 +5,28 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils import _pytree as pytree
 
+from pfeife import _torch
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.questions import Found, Named, Question, Value, told
+from pfeife.runtime.distributed.questions import Found, Named, Question, Value, copied, told
 from pfeife.runtime.failure import Refusal
 
 
 class Optimizers:
     """The optimizers of what ranks train, in the order of their first steps: before that, none has
-    state that others lack."""
+    state that others lack. Steps within a backward are no change by themselves: ranks make other
+    ones there, each where its parameters are, and all make the backward."""
 
     def __init__(self, asking: Asking):
         self.asking = asking
         self.known: list[weakref.ref[torch.optim.Optimizer]] = []
-        self.handles: list[Any] = []
         self.loaded = False  # whether one was given state since the ranks have last compared
-
-    def install(self) -> None:
-        """From now on every step is seen."""
-        if not self.handles:
-            self.handles = [
-                register_optimizer_step_pre_hook(self._before),
-                register_optimizer_step_post_hook(self._after),
-            ]
-
-    def end(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
 
     def news(self) -> list[str]:
         """How many steps there have been since the last call, in a line, if any, and whether an
         optimizer has been given state."""
-        count = self.asking.service.script.place.begun[1]
+        count = self.asking.service.script.place.times("steps of optimizers")
         return [f"steps {count}"] * (count > 0) + ["loaded state"] * self.loaded
 
     def compare(self, steps: Mapping[int, int], loaded: Collection[int], ranks: int) -> None:
@@ -68,35 +53,35 @@ class Optimizers:
         """Whether it has anything that ranks train."""
         return any(one in self.asking.known for one in _parameters(optimizer))
 
-    def _known(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        return (one for one in _parameters(optimizer) if one in self.asking.known)
-
     def _listed(self) -> list[torch.optim.Optimizer]:
         found = [one() for one in self.known]
         return [one for one in found if one is not None]
 
-    @torch.compiler.disable
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """When any optimizer is about to step."""
         if not self._ours(optimizer):
             return
         listed = self._listed()
         if not any(one is optimizer for one in listed):
             self.known = [weakref.ref(one) for one in (*listed, optimizer)]
-            self.asking.kept.add(optimizer)
+            self.asking.keep(optimizer)
             self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
             optimizer.register_state_dict_post_hook(self.saved)
             optimizer.register_load_state_dict_pre_hook(self._before_load)
             optimizer.register_load_state_dict_post_hook(self._after_load)
-        self.asking.service.begin("steps of optimizers")
+        if not _torch.is_in_backward():
+            self.asking.service.begin("steps of optimizers")
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
 
-    @torch.compiler.disable
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """When it has stepped."""
         if self._ours(optimizer):
             self._let_go(optimizer)  # what it makes where there is no gradient
-            known = list(self._known(optimizer))
-            self.asking.service.end_of("steps of optimizers", known)
-            self.asking.handed.stepped(map(self.asking.number, known))
+            known = [p for p in _parameters(optimizer) if p in self.asking.known]
+            if _torch.is_in_backward():
+                self.asking.writes.forget(known)
+            else:
+                self.asking.service.end_of("steps of optimizers", known)
 
     def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
         """Of the state for what other ranks train."""
@@ -104,6 +89,7 @@ class Optimizers:
             optimizer.state.pop(one, None)
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        self.asking.service.copies.release(state)
         self.asking.service.begin("loads of state")
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -113,8 +99,9 @@ class Optimizers:
     def saved(
         self, optimizer: torch.optim.Optimizer, found: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """A hook: the state_dict() with the state of what other ranks train, on the CPU, and by
-        the indices that it has on one device. Raises as `Service.states`."""
+        """A hook: the state_dict() with the state of what other ranks train, which replaces what
+        may be there for these, and by the indices that it has on one device; all are copies on the
+        CPU. Raises as `Service.states`."""
         if self.asking.foreign.reading:
             return None
         groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
@@ -123,17 +110,19 @@ class Optimizers:
             for mine, packed in groups
             for pair in zip(mine["params"], packed["params"], strict=True)
         ]
-        lacks, mine = self.asking.foreign, found["state"]
-        missing = {index: one for one, index in pairs if one in lacks and index not in mine}
+        missing = {index: p for p, index in pairs if p in self.asking.foreign}
         if not missing:
             return None
-        theirs = self.asking.states(self._named(optimizer), missing.values())
-        numbers = {index: self.asking.number(one) for index, one in missing.items()}
-        added = {index: theirs[number] for index, number in numbers.items() if number in theirs}
-        for index, state in added.items():
-            tensors = (one for one in pytree.tree_leaves(state) if isinstance(one, torch.Tensor))
-            self.asking.handed.note_states(numbers[index], missing[index], tensors)
-        whole = mine | added
+        numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.known}
+
+        def by_number(states: Mapping[Any, Any]) -> dict[int, Any]:
+            return {numbers[index]: state for index, state in states.items() if index in numbers}
+
+        here = {index: state for index, state in found["state"].items() if index not in missing}
+        theirs = self.asking.states(self._named(optimizer), missing.values(), by_number(here))
+        copies = pytree.tree_map_only(torch.Tensor, copied, here)
+        whole = copies | {i: theirs[numbers[i]] for i in missing if numbers[i] in theirs}
+        self.asking.watch_copies(by_number(whole), "the state of ")
         order = sorted(index for index in whole if isinstance(index, int))
         ordered = {index: whole[index] for index in order}
         return found | {"state": ordered | {key: whole[key] for key in whole if key not in ordered}}
@@ -161,20 +150,18 @@ class Optimizers:
         wanted = [tensors[number] for number in question.tensors]
         if question.optimizer is None:
             values = tuple(one for _, one in wanted)
-            return Found(values, (), tuple((owned.name, one) for owned, one in wanted))
+            return Found(values, tuple(owned.name for owned, _ in wanted))
         named = question.optimizer
         listed = (one for one in self._listed() if self._named(one) == named)
         optimizer = next(listed, None)
         if optimizer is None:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
-        parts: list[torch.Tensor] = []
-        states, names = list[Value | None](), list[tuple[str, torch.Tensor]]()
-        for owned, one in wanted:
-            before = len(parts)
-            states.append(told(state[one], parts) if one in state else None)
-            names += [(f"the state of {owned.name}", part) for part in parts[before:]]
-        return Found(tuple(parts), tuple(states), tuple(names))
+        parts, names, states = list[torch.Tensor](), list[str](), list[Value | None]()
+        for owned, parameter in wanted:
+            states.append(told(state[parameter], parts) if parameter in state else None)
+            names += [f"the state of {owned.name}"] * (len(parts) - len(names))
+        return Found(tuple(parts), tuple(names), tuple(states))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -32,6 +32,7 @@ from pfeife.runtime.distributed.owned import (
     trained_by,
 )
 from pfeife.runtime.distributed.saving import Saving
+from pfeife.runtime.distributed.step_hooks import StepHooks
 from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.peak import give_back
@@ -65,15 +66,13 @@ class Ownership:
         self.asking = Asking(self.known, self.foreign)
         self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
-        self.norms, self.stepping = Norms(self.known, self.owned), Stepping()
+        self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
+        self.hooks = StepHooks(Stepping(), self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
-        self.stepping.end()
-        self.copies.end()
-        self.gradients.end()
-        self.optimizers.end()
+        self.hooks.end()
 
     def divided(self, ranks: int) -> bool:
         """Whether some of so many ranks lacks state that others train."""
@@ -148,15 +147,8 @@ class Ownership:
         self._watch([slots[port.name] for port in trained_by(program)])
         self.saving.watch(modules)
         if pairs:
-            self._install()
+            self.hooks.install()
             give_back()
-
-    def _install(self) -> None:
-        """From now on optimizers' steps are seen."""
-        self.stepping.install()  # first, so that the others see what the optimizer sees
-        self.copies.install()  # before others take the step for done
-        self.gradients.install()
-        self.optimizers.install()  # last, since the other refuses what this one lets go of
 
     def _watch(self, trained: Iterable[Any]) -> None:
         """Guards the gradients of parameters from now on; they may have been frozen so far."""
@@ -187,7 +179,7 @@ class Ownership:
 
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
-        self.asking.kept.add(tensor)
+        self.asking.keep(tensor)
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:

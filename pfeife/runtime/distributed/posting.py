@@ -9,11 +9,14 @@ from pfeife.data import plain
 from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.questions import Shaped, as_bytes
 
+QUESTION = 1  # the tag of questions; answers have those that the questions say
+NEVER = 2  # that of a text that nobody sends
+
 
 class Post:
-    """Messages over a connection of all ranks, on the CPU: first the length of a text, then the
-    text, then the bytes of each tensor that it tells of. Everything raises RuntimeError when the
-    other rank is gone or the connection was cut."""
+    """Messages over a connection of all ranks, on the CPU: first who sends a text and its length,
+    then the text, then the bytes of each tensor that it tells of. Everything raises RuntimeError
+    when the other rank is gone or the connection was cut."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
@@ -21,19 +24,24 @@ class Post:
     def send(self, rank: int, tag: int, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Returns when all has been taken."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        head = torch.tensor([self.connection.place, len(data)])
         dense = (as_bytes(one.detach().cpu().contiguous()) for one in tensors if one.numel())
-        for piece in itertools.chain((torch.tensor([len(data)]), data), dense):
+        for piece in itertools.chain((head, data), dense):
             self._group().send([piece], rank, tag).wait(FOREVER)
 
-    def text(self, rank: int, tag: int) -> str:
-        """The next text of a rank."""
-        length = torch.zeros(1, dtype=torch.int64)
-        self._group().recv([length], rank, tag).wait(FOREVER)
-        if not 0 < int(length) <= plain.LARGEST_FILE:
-            raise RuntimeError(f"rank {rank} sends a text of {int(length)} bytes")
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self._group().recv([data], rank, tag).wait(FOREVER)
-        return bytes(data.numpy()).decode()
+    def text(self, tag: int, rank: int | None = None) -> tuple[int, str]:
+        """The next text of a rank, or of whichever sends one, and that rank."""
+        head, group = torch.zeros(2, dtype=torch.int64), self._group()
+        if rank is None:
+            group.recv_anysource([head], tag).wait(FOREVER)
+        else:
+            group.recv([head], rank, tag).wait(FOREVER)
+        sender, length = map(int, head)
+        if not 0 < length <= plain.LARGEST_FILE:
+            raise ValueError(f"rank {sender} sends a text of {length} bytes")
+        data = torch.empty(length, dtype=torch.uint8)
+        self._group().recv([data], sender, tag).wait(FOREVER)
+        return sender, bytes(data.numpy()).decode()
 
     def tensor(self, rank: int, tag: int, told: Shaped) -> torch.Tensor:
         """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.runtime.distributed.script import Place
+from pfeife.runtime.distributed.script import Point
 from pfeife.runtime.failure import Refusal
 
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
@@ -26,21 +26,18 @@ class Named:
 
 @attrs.frozen
 class Question:
-    """What a rank asks for at a place of its script: the values of tensors, by their numbers, or
-    an `optimizer`'s state for these; or to be told when the other has asked `asked` times as well,
-    or has gone on. `tag` is that of the answer's messages.
-
-    The script has written to the tensors by hand as often as `written` says, and `by_data` to some
-    by their `data`, since its last change.
+    """What a rank asks for at a point of its script: the values of tensors, by their numbers, or an
+    `optimizer`'s state for these; or, `passing`, only to be told when the other one has asked as
+    often as this one, or has gone on. `tag` is that of the answer's messages. Since their last
+    change the script has written to the tensors by hand as often as `written` says.
     """
 
     tag: int
-    place: Place
+    point: Point
     tensors: tuple[int, ...] = ()
     optimizer: Named | None = None
-    asked: int = 0
     written: tuple[int, ...] = ()
-    by_data: bool = False
+    passing: bool = False
 
 
 class Kind(enum.Enum):
@@ -103,11 +100,17 @@ class Answer:
 
 @attrs.frozen
 class Found:
-    """What answers a question: tensors, states that are made of them, and all with names."""
+    """What answers a question: tensors with names, and an optimizer's states that are made of
+    them."""
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...] = ()
+    names: tuple[str, ...] = ()
     states: tuple[Value | None, ...] = ()
-    named: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    def copied(self) -> "Found":
+        """With copies on the CPU."""
+        copies = (copied(tensor) for tensor in self.tensors)
+        return attrs.evolve(self, tensors=tuple(copies))
 
 
 def shaped(tensor: torch.Tensor) -> Shaped:
@@ -115,6 +118,11 @@ def shaped(tensor: torch.Tensor) -> Shaped:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise Refusal(f"a tensor with the layout {tensor.layout} is not sent to other ranks")
     return Shaped(str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU that autograd knows nothing of."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def as_bytes(dense: torch.Tensor) -> torch.Tensor:

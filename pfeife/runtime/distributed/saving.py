@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch import nn
 from pfeife import _torch
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.foreign import NOT_PICKLED, where_trained
+from pfeife.runtime.distributed.questions import copied
 
 
 class _Batch(threading.local):
-    """The values that a thread's outermost `state_dict()` has asked for, by number; `by` are that
-    module and its prefix."""
+    """The copies that a thread's outermost `state_dict()` gives, by number; `by` are that module
+    and its prefix."""
 
     by: tuple[nn.Module, str] | None = None
     values: Mapping[int, torch.Tensor] = {}
@@ -26,11 +27,13 @@ class Saving:
     """Hooks of all modules with state that ranks train; every rank has the same ones, since they
     are captured with the model.
 
-    The outermost module asks for all that it has, and each fills in its own:
+    The outermost module asks for all that it has, and each fills in its own. What this rank has is
+    copied as well, so that all is of one moment and stays so:
 
                  before                    saved by torch           after
         model    asks rank 1 for the       (its children)           lets go of them
                  values of 1.weight
+        model.0                            "0.weight": itself       "0.weight": a copy
         model.1  they are there            "1.weight": absent       "1.weight": values
     """
 
@@ -54,62 +57,57 @@ class Saving:
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether ranks train any of a module's own state."""
-        return any(one in self.asking.known for one in _torch.saved_state(module).values())
+        return any(True for _ in self._known([module]))
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Asks for what is missing below a module. Raises ValueError where the parameters
-        themselves are wanted, and what `Asking.tensors` does."""
-        missing = self._missing(module.modules())
-        if not missing:
+        """Asks for what is missing below a module, and copies the rest. Raises ValueError where the
+        parameters themselves are wanted, and what `Asking.tensors` does."""
+        known, foreign = list(self._known(module.modules())), self.asking.foreign
+        if foreign.reading or not any(tensor in foreign.found for tensor in known):
             return
-        if keep_vars:
+        missing = [tensor for tensor in known if self.asking.is_missing(tensor)]
+        if keep_vars and missing:
             raise ValueError(
                 f"{where_trained(self.asking.known[missing[0]])}, so that state_dict() "
                 "cannot give the tensor itself (keep_vars=True): call "
                 "pfeife.full_state_dict(model) on every rank"
             )
-        batch, numbers = self.batch, {self.asking.number(one) for one in missing}
+        batch, numbers = self.batch, {self.asking.number(tensor) for tensor in known}
         if batch.by == (module, prefix) or not numbers <= batch.values.keys():
             batch.by, batch.values = (module, prefix), {}
-            own = (one for m in module.modules() for one in _torch.saved_state(m).values())
-            known = [one for one in own if one in self.asking.known]
-            batch.values = self.asking.tensors(missing, known)
+            here = (tensor for tensor in known if not self.asking.is_missing(tensor))
+            copies = {self.asking.number(tensor): copied(tensor) for tensor in here}
+            batch.values = copies | (self.asking.tensors(missing) if missing else {})
+            self.asking.watch_copies(batch.values)
 
     def after(
         self, module: nn.Module, found: MutableMapping[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Puts the values of a module's own tensors where they are absent. Raises ValueError if
-        another hook has made something else of them."""
-        own = _torch.saved_state(module)
+        """Puts copies in the place of a module's own tensors. Raises ValueError if another hook has
+        made something else of those that are absent."""
         batch = self.batch
-        for name, tensor in own.items():
-            if self._missing_here(tensor):
-                number = self.asking.number(tensor)
-                _fill_in(found, prefix + name, tensor, batch.values[number])
-                self.asking.handed.note_value(number, tensor, batch.values[number])
+        for name, tensor in _torch.saved_state(module).items():
+            number = self.asking.number(tensor) if tensor in self.asking.known else -1
+            if number in batch.values:
+                absent = self.asking.is_missing(tensor)
+                _fill_in(found, prefix + name, tensor, batch.values[number], absent)
         if batch.by == (module, prefix):
             batch.by, batch.values = None, {}
 
-    def _missing_here(self, tensor: torch.Tensor) -> bool:
-        return self.asking.is_missing(tensor) and self.asking.number(tensor) in self.batch.values
-
-    def _missing(self, modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-        if self.asking.foreign.reading or not self.asking.foreign.found:
-            return []
+    def _known(self, modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+        """What ranks train of the state of modules."""
         own = (one for module in modules for one in _torch.saved_state(module).values())
-        return [one for one in own if self.asking.is_missing(one)]
+        return (tensor for tensor in own if tensor in self.asking.known)
 
-    def before_load(self, module: nn.Module, *args: Any) -> None:
+    def before_load(self, module: nn.Module, state: Mapping[str, Any], *args: Any) -> None:
         """Loading waits for those who read, and is counted. Raises what `Service.begin` does."""
         if self._trains(module):
+            self.asking.service.copies.release(dict(state))
             self.asking.service.begin("loads of state")
 
     def after_load(self, module: nn.Module, *args: Any) -> None:
         if self._trains(module):
-            own = _torch.saved_state(module).values()
-            mine = [one for one in own if one in self.asking.known]
-            self.asking.service.end_of("loads of state", mine)
-            self.asking.handed.follow()
+            self.asking.service.end_of("loads of state", self._known([module]))
 
     def __deepcopy__(self, memo: dict) -> "Saving":
         return self  # copies have tensors of their own, which are not absent
@@ -119,16 +117,22 @@ class Saving:
 
 
 def _fill_in(
-    found: MutableMapping[str, Any], key: str, absent: torch.Tensor, value: torch.Tensor
+    found: MutableMapping[str, Any],
+    key: str,
+    tensor: torch.Tensor,
+    copy: torch.Tensor,
+    absent: bool,
 ) -> None:
-    """Puts a value where the absent tensor is; that is nowhere if a hook has dropped it."""
-    if key in found and not _is_in(found[key], absent):
+    """Puts a copy where a tensor is; that is nowhere if a hook has dropped it. Raises ValueError if
+    a hook has changed it and it is `absent`."""
+    if absent and key in found and not _is_in(found[key], tensor):
         raise ValueError(_otherwise(key))
-    keys = [key] if key in found else [k for k, one in found.items() if _is_in(one, absent)]
-    for one in keys:
-        if found[one].shape != value.shape:
-            raise ValueError(_otherwise(one))
-        found[one] = value.detach()
+    keys = [key] if key in found else [k for k, one in found.items() if _is_in(one, tensor)]
+    for at in keys:
+        if absent and found[at].shape != copy.shape:
+            raise ValueError(_otherwise(at))
+        if absent or _is_in(found[at], tensor):
+            found[at] = copy
 
 
 def _is_in(value: Any, tensor: torch.Tensor) -> bool:

@@ -1,188 +1,143 @@
-"""Where a rank is in its script: what has changed its state so far, and who reads that just now."""
+"""Where a rank is in its script, and whether it rests there."""
 
 import contextlib
-import math
+import enum
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 import attrs
 
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.distributed.collectives import ScriptCollective, collectives_begun
 
-Change = Literal["calls of compiled steps", "steps of optimizers", "loads of state"]
-CHANGES: tuple[Change, ...] = (
-    "calls of compiled steps",
-    "steps of optimizers",
-    "loads of state",
-)
-_TICK = 0.5  # seconds after which who waits looks whether a rank has failed
-_SOON = 0.01  # and whether the script has written what it is waited for
+Change = Literal["calls of compiled steps", "backwards", "steps of optimizers", "loads of state"]
+CHANGES: tuple[Change, ...] = get_args(Change)
 
 
 @attrs.frozen
 class Place:
-    """How often each of `CHANGES` has begun, and has ended, all but calls since the last call, to
-    which all ranks come. At the same place of a script ranks have state of the same moment."""
+    """How often each of `CHANGES` has begun and ended, which counts as two: an odd number is under
+    way. All but calls are counted since the last call, to which all ranks come."""
 
-    begun: tuple[int, int, int] = (0, 0, 0)
-    ended: tuple[int, int, int] = (0, 0, 0)
+    counts: tuple[int, ...] = (0,) * len(CHANGES)
 
     def beyond(self, other: "Place") -> bool:
         """Whether something has begun or ended since."""
-        (call, *more), (over, *ended) = self.begun, self.ended
-        (its_call, *its_more), (its_over, *its_ended) = other.begun, other.ended
-        if (call, over) != (its_call, its_over):
-            return (call, over) > (its_call, its_over)
-        pairs = zip(more + ended, its_more + its_ended, strict=True)
-        return any(one > before for one, before in pairs)
+        calls, other_calls = self.counts[0], other.counts[0]
+        if calls != other_calls:
+            return calls > other_calls
+        return any(count > before for count, before in zip(self.counts, other.counts, strict=True))
 
-    @property
-    def moment(self) -> str:
-        """What tells it from the others since the last call."""
-        return "-".join(map(str, self.begun[1:]))
+    def after(self, change: Change) -> "Place":
+        """The place after a change has begun, or has ended."""
+        index = CHANGES.index(change)
+        counts = (count + (at == index) for at, count in enumerate(self.counts))
+        return Place((self.counts[0] + 1, *Place().counts[1:])) if index == 0 else Place((*counts,))
 
-    def begins(self, change: Change) -> "Place":
-        """The place after a change has begun."""
-        if change == CHANGES[0]:
-            return Place((self.begun[0] + 1, 0, 0), (self.ended[0], 0, 0))
-        return attrs.evolve(self, begun=_more(self.begun, change))
-
-    def ends(self, change: Change) -> "Place":
-        """The place after a change has ended."""
-        return attrs.evolve(self, ended=_more(self.ended, change))
+    def times(self, change: Change) -> int:
+        """How often a change has begun."""
+        return (self.counts[CHANGES.index(change)] + 1) // 2
 
     def __str__(self) -> str:
-        counts = zip(CHANGES, self.begun, self.ended, strict=True)
-        return ", ".join(
-            f"{count} {name}" + (f" ({ended} of them over)" if ended < count else "")
-            for name, count, ended in counts
+        texts = (
+            f"{self.times(change)} {change}" + " (the last is not over)" * (count % 2)
+            for change, count in zip(CHANGES, self.counts, strict=True)
         )
+        return ", ".join(texts)
+
+
+@attrs.frozen
+class Point:
+    """How far a script has come: its place; and between two changes, how many operations of all
+    ranks Pfeife has begun, how many collectives the default process group has, and how often the
+    script has asked for state, which counts as two as soon as it has an answer; and how often since
+    the last change it has written `by_data` to tensors of other ranks (each number but zero)."""
+
+    place: Place
+    operations: int = 0
+    collectives: int = 0
+    asked: int = 0
+    by_data: tuple[int, ...] = ()
+
+
+class Rest(enum.Enum):
+    """Where the thread of a script rests: it does not leave before `Script.lock` is free."""
+
+    NOWHERE = "nowhere"
+    OPERATION = "an operation of all ranks"
+    ASKING = "its own state_dict()"
+    END = "its end"
 
 
 class Script:
-    """This rank's place, and those who read its state: a change waits for them.
+    """This rank's script, which runs on one thread. Whoever reads its state holds the `lock`
+    meanwhile: changes, and what ends a rest, wait for it."""
 
-    `waiting` is given the rank that the calling thread waits for, and makes what it is in
-    meanwhile.
-    """
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.place, self.rest = Place(), Rest.NOWHERE
+        self.operations = self.asked = 0
+        self.lock = threading.Condition()
 
-    def __init__(self, waiting: Callable[[int], contextlib.AbstractContextManager[None]]):
-        self.place = Place()
-        self.waiting = waiting
-        self.asked = 0  # how often this rank has asked for state of others at its place
-        self.asks = False  # whether it does so now
-        self.rests = ""  # where it stays at its place until others come: "its end"
-        self.readers: list[int] = []
-        self.changed = threading.Condition()
+    def point(self, by_data: tuple[int, ...]) -> Point:
+        """Where it is, having written `by_data`."""
+        return Point(self.place, self.operations, collectives_begun(), self.asked, by_data)
 
-    def begin(self, change: Change) -> None:
-        """Before state changes, on the thread that does it; waits for those who read. Raises
-        PipelineError if one of them is gone."""
-        while not self._begun(change):
-            with self.waiting(self.readers[0] if self.readers else 0):
-                self._wait(lambda: not self.readers)
-
-    def _begun(self, change: Change) -> bool:
-        with self.changed:
-            if not self.readers:
-                self.place = self.place.begins(change)
-                self.asked = 0
-                self.changed.notify_all()
-            return not self.readers
-
-    def end(self, change: Change) -> None:
-        """After what has begun."""
-        with self.changed:
-            self.place = self.place.ends(change)
-            self.changed.notify_all()
+    def move(self, change: Change) -> None:
+        """When a change begins or ends, on the thread that does it."""
+        with self.lock:
+            self.place, self.asked = self.place.after(change), 0
+            self.lock.notify_all()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """While this rank asks others for state, until it has got that, or has been refused it."""
-        self._ask(True, self.asked)
+        """While it asks for state, until it has got that, or has been refused it."""
+        self._ask()
         try:
-            yield
+            with self.resting(Rest.ASKING):
+                yield
         finally:
-            self._ask(False, self.asked + 1)
+            self._ask()
 
-    def _ask(self, asks: bool, asked: int) -> None:
-        with self.changed:
-            self.asks, self.asked = asks, asked
-            self.changed.notify_all()
-
-    @property
-    def stays(self) -> bool:
-        """Whether this rank writes nothing by hand just now: it rests, or asks for state itself."""
-        return bool(self.rests) or self.asks
+    def _ask(self) -> None:
+        with self.lock:
+            self.asked += 1
+            self.lock.notify_all()
 
     @contextlib.contextmanager
-    def resting(self, where: str) -> Iterator[None]:
-        """While this rank does not leave its place before the others come."""
-        before = self.rests
-        self._rest(where)
+    def resting(self, where: Rest, *, operation: bool = False) -> Iterator[None]:
+        """While the script rests, if this is its thread; in an `operation` of all ranks it may be,
+        which then counts."""
+        if threading.get_ident() != self.thread:
+            yield
+            return
+        before = self.rest
+        self._rest(where, operation)
         try:
             yield
         finally:
             self._rest(before)
 
-    def _rest(self, where: str) -> None:
-        with self.changed:
-            self.rests = where
-            self.changed.notify_all()
+    def _rest(self, where: Rest, operation: bool = False) -> None:
+        with self.lock:
+            self.rest = where
+            self.operations += operation
+            self.lock.notify_all()
 
-    @contextlib.contextmanager
-    def reading(
-        self,
-        reader: int,
-        place: Place,
-        check: Callable[[], object],
-        here: Callable[[], bool] = lambda: True,
-    ) -> Iterator[None]:
-        """While another rank reads the state that this one has at a place, on another thread than
-        the script's; waits until it is there, and `here` says so too. Raises Refusal if it does not
-        come there, and what `check`, called from time to time, and `here` do."""
-        with self.changed:
-            while self.place != place or not here():
-                away = self.place != place
-                if away and (self.rests or self.place.beyond(place)):
-                    raise Refusal(self._elsewhere(place, reader))
-                check()
-                self.changed.wait(_TICK if away else _SOON)
-            self.readers.append(reader)
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.readers.remove(reader)
-                self.changed.notify_all()
+    def waits_beyond(self, point: Point, inside: ScriptCollective | None) -> bool:
+        """Whether this script, which rests, or is `inside` of a collective of its own, has done all
+        that one at `point` has: it waits where that one has not come to yet.
 
-    def _elsewhere(self, place: Place, reader: int) -> str:
-        return f"there have been {self.place} by now, and on rank {reader}, which asks, {place}"
-
-    def wait_until_asked(
-        self, place: Place, times: int, seconds: float, check: Callable[[], object]
-    ) -> None:
-        """Until this rank has asked as often at a place, has gone on from there, or rests; not
-        longer than so many seconds."""
-
-        def over() -> bool:
-            check()
-            here = self.place == place and self.asked >= times
-            return here or bool(self.rests) or self.place.beyond(place)
-
-        self._wait(over, seconds)
-
-    def _wait(self, over: Callable[[], bool], seconds: float | None = None) -> None:
-        """Until something is so, or the time is up."""
-        end = math.inf if seconds is None else time.monotonic() + seconds
-        with self.changed:
-            while not over() and time.monotonic() < end:
-                self.changed.wait(_TICK)
-
-
-def _more(counts: tuple[int, int, int], change: Change) -> tuple[int, int, int]:
-    at = CHANGES.index(change)
-    calls, steps, loads = (count + (at == index) for index, count in enumerate(counts))
-    return calls, steps, loads
+            rank 0, which asks     this rank
+            barrier (1)            barrier (1)      it has not come out of it: it may be before
+            p.data.mul_(.9)        p.data.mul_(.9)
+            state_dict()           barrier (2)      it waits here
+        """
+        match self.rest:
+            case Rest.END:
+                return True
+            case Rest.OPERATION:
+                return self.operations == point.operations + 1
+            case Rest.ASKING:
+                return False
+        return inside is not None and inside.begun == point.collectives + 1

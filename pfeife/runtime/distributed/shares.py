@@ -22,6 +22,7 @@ def all_state(
     """A model's `state_dict()` with the tensors themselves, absent where others have them; all
     ranks give `what` they do this for, and are `told` the same (collective). Raises Refusal where
     ranks have other names, one has written to state that others train, or one has `refused`."""
+    refused = refused or world.service.wrong()
     with world.busy(lambda: Doing(what)):
         state = reading(world, lambda: model.state_dict(keep_vars=True))
         values = list(state.values())

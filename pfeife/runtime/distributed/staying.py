@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from pfeife.runtime.distributed.diagnosis import lives
-from pfeife.runtime.distributed.exchanges import differing
 from pfeife.runtime.distributed.heartbeat import ENDED, Doing, Monitor
 from pfeife.runtime.distributed.patience import stillness
+from pfeife.runtime.distributed.script import Rest
 
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
@@ -24,45 +24,32 @@ def stay(world: "World") -> None:
     that a rank that makes a further step fails, as if this process had ended.
     """
     divided, store = world.ownership.divided(world.size), world.monitor.store
-    news = world.service.news() if divided else []
-    world.monitor.ask(lambda: store.set(f"over {world.rank}", "\n".join(news)))
+    world.monitor.ask(lambda: store.set(f"over {world.rank}", ""))
     if not divided or world.failure is not None or hasattr(sys, "last_value"):
         return
-    try:
-        world.service.check_given()
-    except ValueError as error:  # no call comes that would raise it
-        log.error("rank %d: %s", world.rank, error)
+    late = world.service.wrong()
+    if late is not None:  # no call comes that would raise it
+        log.error("rank %d: %s", world.rank, late)
     world.disconnect()
     world.look = lambda: Doing(ENDED)
-    with world.service.script.resting("its end"):
-        ended = _wait_for_others(world)
-    wrong = differing(world.monitor.ask(lambda: _told(world.monitor)) or {}) if ended else ""
-    if wrong and world.rank == 0:
-        log.error(wrong)
+    with world.script.resting(Rest.END):
+        _wait_for_others(world)
 
 
-def _told(monitor: Monitor) -> dict[int, list[str]]:
-    """What the ranks have said at their ends, a line each."""
-    texts = (monitor.store.get(f"over {rank}").decode() for rank in range(monitor.size))
-    return {rank: text.splitlines() for rank, text in enumerate(texts)}
-
-
-def _wait_for_others(world: "World") -> bool:
-    """Until all ranks have ended (True), any has failed, or those that have not give no sign of
-    life."""
+def _wait_for_others(world: "World") -> None:
+    """Until all ranks have ended, any has failed, or those that have not give no sign of life."""
     monitor = world.monitor
     before, looked = monitor.heartbeats(), time.monotonic()
     while world.failure is None:
         running = monitor.ask(lambda: [r for r in range(monitor.size) if not _is_over(monitor, r)])
         if not running:  # or the store is gone
-            return running is not None
+            return
         if time.monotonic() > looked + stillness(world.timeout):
             now = monitor.heartbeats()
             if not any(lives(rank, before, now) for rank in running):
-                return False
+                return
             before, looked = now, time.monotonic()
         time.sleep(_TICK)
-    return False
 
 
 def _is_over(monitor: Monitor, rank: int) -> bool:

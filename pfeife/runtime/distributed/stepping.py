@@ -5,10 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from pfeife._torch import is_absent
 
@@ -25,19 +21,8 @@ class Stepping:
 
     def __init__(self) -> None:
         self.hidden: MutableMapping[Any, Hidden] = weakref.WeakKeyDictionary()  # by optimizers
-        self.handles: tuple[Any, ...] = ()
 
-    def install(self) -> None:
-        """From now on."""
-        if not self.handles:
-            before = register_optimizer_step_pre_hook(self._before)
-            self.handles = before, register_optimizer_step_post_hook(self._after)
-
-    def end(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _before(
+    def before(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Returns what the step gets instead of its arguments, of which the optimizer is one."""
@@ -58,7 +43,8 @@ class Stepping:
         named = {k: hiding(v) if k == "closure" and callable(v) else v for k, v in kwargs.items()}
         return (*args[:1], *closures, *args[2:]), named
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives them back."""
         for parameter, gradient in self.hidden.pop(optimizer, {}).items():
             if parameter.grad is None:
                 parameter.grad = gradient

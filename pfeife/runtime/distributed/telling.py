@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pfeife._torch import is_absent
-from pfeife.runtime.distributed.exchanges import differing
 from pfeife.runtime.distributed.foreign import Borrowed, digest, version_of
 from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.failure import Refusal
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
 #     behind    copies                not all copies of what other replicas train are theirs
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
-#     exchanged ASKER OWNER ...       what one has asked the other for has been written to since
 _KINDS = (
     *("stepped", "set", "steps", "loaded", "changed", "absent", "lost"),
-    *("behind", "shared", "borrowed", "exchanged"),
+    *("behind", "shared", "borrowed"),
 )
 
 
@@ -38,7 +36,6 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
     """What this rank tells the others before it uses `args`, "" if all is as it was: what of
     them has been written to, what has become absent."""
     lines = [*ownership.gradients.news(), *ownership.optimizers.news(), *ownership.copies.news()]
-    lines += [f"exchanged {line}" for line in ownership.asking.service.news()]
     if ownership.foreign.found:
         lines += [f"changed {number}" for number in ownership.foreign.changed(args)]
         lines += [f"lost {name}" for name in _lost(ownership, args)]
@@ -103,8 +100,7 @@ def agree_on(
     left = set(borrowed.names) if borrowed else set()
     for rank, names in told["absent"].items():
         told["lost"].setdefault(rank, []).extend(name for name in names if " ".join(name) in left)
-    exchanged = {rank: [" ".join(one) for one in them] for rank, them in told["exchanged"].items()}
-    wrong = _spoiled(told["lost"]) or differing(exchanged)
+    wrong = _spoiled(told["lost"])
     if wrong:
         raise Refusal(wrong)
     mine = ownership.among(args)

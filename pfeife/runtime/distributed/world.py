@@ -42,6 +42,7 @@ from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
 from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.rendezvous import rendezvous
+from pfeife.runtime.distributed.script import Rest, Script
 from pfeife.runtime.distributed.serving import Service
 from pfeife.runtime.distributed.staying import stay
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
@@ -82,6 +83,7 @@ class World:
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
+        self.script = Script()
         self.inside, self.asking = 0, False
         self.waiting: float | None = None  # since when for all ranks
         self.waited = 0.0  # seconds so far, for messages and for all ranks
@@ -103,9 +105,7 @@ class World:
                 self.connection = self.connection_of(range(self.size))
                 asked = self.connection_of(range(self.size), _ASKED, torch.device("cpu"))
                 find, asking = self.ownership.optimizers.find, self.ownership.asking
-                self.service = asking.service = Service(
-                    self, asked, find, asking.kept, asking.by_hand
-                )
+                self.service = asking.service = Service(self, asked, find, asking.writes)
         except BaseException:
             self._end_threads()
             raise
@@ -254,14 +254,15 @@ class World:
         finally:
             self.asking = False
 
-    def wait(self, work: dist.Work) -> None:
-        """Waits for a collective operation of all ranks, or of some."""
+    def wait(self, work: dist.Work, *, of_all: bool = False) -> None:
+        """Waits for a collective operation of all ranks, or of some. The script rests meanwhile."""
         self.waiting = time.monotonic()
         try:
-            if self.nccl and isinstance(work, dist.Work):
-                wait_for_queued(work, self.check)
-            else:
-                self._wait_in_slices(work)
+            with self.script.resting(Rest.OPERATION, operation=of_all):
+                if self.nccl and isinstance(work, dist.Work):
+                    wait_for_queued(work, self.check)
+                else:
+                    self._wait_in_slices(work)
         except PipelineError:
             raise
         except RuntimeError as error:
@@ -285,12 +286,13 @@ class World:
         """Rank `source`'s contents of a dense tensor of bytes, in place on every rank, or on those
         of a connection."""
         through = among or self.connection
-        self.wait(through.group.broadcast(value, through.index(source)))
+        work = through.group.broadcast(value, through.index(source))
+        self.wait(work, of_all=among is None)
 
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor of the same shape and dtype, on every rank."""
         found = [torch.empty_like(value) for _ in range(self.size)]
-        self.wait(self.connection.group.allgather([found], [value]))
+        self.wait(self.connection.group.allgather([found], [value]), of_all=True)
         return found
 
     def from_rank_zero(self, text: str) -> str:
