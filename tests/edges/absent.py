@@ -407,3 +407,56 @@ def expressions_over_the_state_of_a_model():
     stepped(mine, theirs)
     turn(model, step, mine, twin, theirs, 2)
     same(model, twin)
+
+
+@row(ranks=(2,))
+def copies_of_a_model():
+    """Deep copies and averages that are made after the first step are where the model is: whole in
+    their `state_dict()` on one rank or on all, saved, trained by a step of their own."""
+    model, step, mine, twin, theirs = trained()
+    pairs = [[], []]
+    for seed in range(1, 4):
+        for net, made in zip((model, twin), pairs, strict=True):
+            made.append(copy.deepcopy(net))
+            if seed == 2:
+                made.append(swa_utils.AveragedModel(net))
+        turn(model, step, mine, twin, theirs, seed)
+        for made, net in zip(pairs, (model, twin), strict=True):
+            for average in made:
+                if isinstance(average, swa_utils.AveragedModel):
+                    average.update_parameters(net)
+        if seed == 2 and dist.get_rank() == 0:
+            for copied, wanted in zip(*pairs, strict=True):
+                file = io.BytesIO()
+                torch.save(copied.state_dict(), file)
+                file.seek(0)
+                for name, value in torch.load(file).items():
+                    assert torch.equal(value, wanted.state_dict()[name]), name
+        dist.barrier()
+    for copied, wanted in zip(*pairs, strict=True):
+        same(copied, wanted)
+        for name, value in copied.state_dict().items():
+            assert torch.equal(value, wanted.state_dict()[name]), name
+    best, wanted = pairs[0][0], pairs[1][0]
+    again = pfeife.compile(lambda x: best(x).square().mean(), microbatches=2)
+    optimizers = [torch.optim.AdamW(net.parameters(), 0.1) for net in (best, wanted)]
+    for seed in range(2):
+        turn(best, again, optimizers[0], wanted, optimizers[1], seed)
+    same(best, wanted)
+    turn(model, step, mine, twin, theirs, 5)
+    same(model, twin)
+
+
+@row(ranks=(2,))
+def a_copy_that_one_rank_alone_has_made():
+    """Nobody else has its values: it is refused, and training goes on."""
+    model, step, mine, twin, theirs = trained()
+    if dist.get_rank() == 0:
+        best = copy.deepcopy(model)
+    dist.barrier()
+    turn(model, step, mine, twin, theirs, 1)
+    if dist.get_rank() == 0:
+        words = (*HERE, "rank 1 trains a part of the state, and has none of this point")
+        refused(lambda: torch.save(best.state_dict(), io.BytesIO()), words)
+    turn(model, step, mine, twin, theirs, 2)
+    same(model, twin)

@@ -6,8 +6,8 @@ processes share; `agreement` is a part of it), `process_group`, `interface`, `re
 where it is trained, `gradients`, `elsewhere` and `stepping` do so with gradients, `apart` tries
 whether an optimizer takes parameters one by one; `telling` is what ranks tell one another of all
 this before a step, `copies` are of what one replica trains for all, `derived` is what scripts
-compute of state, `step_hooks` call all that has to do with an optimizer's step. `saving` and
-`optimizers` give state whole to whoever saves it: `asking` knows who has what, `serving` asks,
+compute of state, `deep_copies` what they copy, `step_hooks` call all that has to do with an
+optimizer's step. `saving` and `optimizers` give state whole to whoever saves it: `asking` knows who has what, `serving` asks,
 `answering` answers where the `script` rests, by `questions` that `posting` carries; `writes` counts
 what scripts write by hand, `collectives` says in which of its own a script is. `shares` are what a
 rank writes to a checkpoint, by `writing`. `staying`, `heartbeat`, `lifelines`, `patience`,

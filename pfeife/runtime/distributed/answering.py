@@ -44,7 +44,7 @@ class Answering:
         self,
         world: "World",
         post: Post,
-        find: Callable[[Question], Found],
+        find: Callable[[Question], Found | None],
         writes: Writes,
         late: LateWrites,
     ) -> None:
@@ -163,7 +163,9 @@ class Answering:
                 )
             return None
         found = self.find(question)
-        if not self._has_written_alike(pending, found, beyond):
+        if found is None and beyond:
+            raise Refusal("it has made no such copy of a model")
+        if found is None or not self._has_written_alike(pending, found, beyond):
             return None
         if point.by_data and not (beyond or self._asks_beside(point)):
             return None

@@ -59,7 +59,7 @@ class Norms:
             world.agreed(f"the norm of order {order}", _PLACE)
             mine = torch.zeros(len(self.owned), dtype=torch.float64, device=world.device)
             for tensor, owned in self.known.items():
-                if is_here(tensor.grad):
+                if owned.number in self.owned and is_here(tensor.grad):
                     mine[owned.number] = _norm(tensor.grad, order)
             found = world.gather(mine)
         return {n: float(found[owned.first][n]) for n, owned in self.owned.items()}

@@ -96,7 +96,9 @@ class Foreign:
 
     def data_writes(self, tensor: torch.Tensor) -> int:
         """How often the script has changed an absent tensor so that its version does not tell."""
-        state = self.found[tensor]
+        state = self.found.get(tensor)
+        if state is None:
+            return 0
         counted = version_of(tensor) - self.versions[state.owned.number]
         replaced = is_absent(tensor) and _torch.record_of(tensor) is not state
         return max(0, state.writes - counted) + replaced

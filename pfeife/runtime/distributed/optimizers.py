@@ -144,9 +144,12 @@ class Optimizers:
         )
         return type(optimizer).__name__, groups
 
-    def find(self, question: Question) -> Found:
-        """What answers a question of another rank. Raises Refusal if there is no such thing."""
+    def find(self, question: Question) -> Found | None:
+        """What answers a question of another rank, None if that is of copies which this one has not
+        made. Raises Refusal if there is no such thing."""
         tensors = {owned.number: (owned, one) for one, owned in self.asking.known.items()}
+        if not all(number in tensors for number in question.tensors):
+            return None
         wanted = [tensors[number] for number in question.tensors]
         if question.optimizer is None:
             values = tuple(one for _, one in wanted)

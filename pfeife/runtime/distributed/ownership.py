@@ -14,6 +14,7 @@ from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
+from pfeife.runtime.distributed.deep_copies import DeepCopies
 from pfeife.runtime.distributed.derived import holders_of
 from pfeife.runtime.distributed.elsewhere import Norms
 from pfeife.runtime.distributed.foreign import (
@@ -64,7 +65,9 @@ class Ownership:
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.asking = Asking(self.known, self.foreign)
-        self.saving, self.optimizers = Saving(self.asking), Optimizers(self.asking)
+        self.deep_copies = DeepCopies(self.known, self.foreign)
+        self.saving = Saving(self.asking, self.deep_copies)
+        self.optimizers = Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
         self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
@@ -157,6 +160,10 @@ class Ownership:
         for one in new:
             self.watched[one] = None
             self.foreign.guard(one)
+
+    def number_copies(self, told: Sequence[str], ranks: int) -> None:
+        """Takes deep copies that all ranks have made for state that they train together."""
+        self.owned |= self.deep_copies.agree(told, ranks, len(self.owned))
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""

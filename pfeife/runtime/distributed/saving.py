@@ -11,6 +11,7 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.runtime.distributed.asking import Asking
+from pfeife.runtime.distributed.deep_copies import DeepCopies
 from pfeife.runtime.distributed.foreign import NOT_PICKLED, where_trained
 from pfeife.runtime.distributed.questions import copied
 
@@ -37,8 +38,8 @@ class Saving:
         model.1  they are there            "1.weight": absent       "1.weight": values
     """
 
-    def __init__(self, asking: Asking):
-        self.asking, self.batch = asking, _Batch()
+    def __init__(self, asking: Asking, copies: DeepCopies):
+        self.asking, self.copies, self.batch = asking, copies, _Batch()
         self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch(self, roots: Iterable[nn.Module]) -> None:
@@ -110,7 +111,9 @@ class Saving:
             self.asking.service.end_of("loads of state", self._known([module]))
 
     def __deepcopy__(self, memo: dict) -> "Saving":
-        return self  # copies have tensors of their own, which are not absent
+        """Called while a module with these hooks is copied, after its own tensors."""
+        self.copies.note(memo, sum(self.asking.service.script.place.counts[1:]))
+        return self
 
     def __reduce__(self) -> Any:
         raise ValueError(NOT_PICKLED)

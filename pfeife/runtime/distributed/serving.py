@@ -55,7 +55,7 @@ class Service:
         self,
         world: "World",
         connection: Connection,
-        find: Callable[[Question], Found],
+        find: Callable[[Question], Found | None],
         writes: Writes,
     ) -> None:
         self.world, self.script, self.writes = world, world.script, writes

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 #     behind    copies                not all copies of what other replicas train are theirs
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
+#     copied    DIGEST                which deep copies of modules were made
 _KINDS = (
     *("stepped", "set", "steps", "loaded", "changed", "absent", "lost"),
-    *("behind", "shared", "borrowed"),
+    *("behind", "shared", "borrowed", "copied"),
 )
 
 
@@ -36,6 +37,7 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
     """What this rank tells the others before it uses `args`, "" if all is as it was: what of
     them has been written to, what has become absent."""
     lines = [*ownership.gradients.news(), *ownership.optimizers.news(), *ownership.copies.news()]
+    lines += ownership.deep_copies.news()
     if ownership.foreign.found:
         lines += [f"changed {number}" for number in ownership.foreign.changed(args)]
         lines += [f"lost {name}" for name in _lost(ownership, args)]
@@ -83,6 +85,7 @@ def agree_on(
         for line in text.splitlines():
             kind, _, rest = line.partition(" ")
             told[kind].setdefault(rank, []).append(rest.split(" "))
+    ownership.number_copies([line for ((line,),) in told.pop("copied").values()], world.size)
     stepped = {rank: one for rank, ((one,),) in told.pop("stepped").items()}
     ownership.gradients.compare_steps(stepped, world.rank, world.size)
     try:
