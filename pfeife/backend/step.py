@@ -29,7 +29,7 @@ from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.places import contents_of
+from pfeife.frontend.guards import Guard
 from pfeife.frontend.presented import Presented
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
@@ -88,7 +88,7 @@ class Step:
         self.dynamo = _torch.whole_graph(step, self.graph)
         homes = residence().home if options.devices else None
         self.presented = Presented(options.param_dtype, homes, options.devices or ())
-        self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
+        self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
         self.told: Door | None = None  # what the log knows
@@ -181,7 +181,7 @@ class Step:
 
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"
-        if any(contents_of(hooks) != before for hooks, before in self.hooks.values()):
+        if any(guard.broken() for guard in self.hooks.values()):
             self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph), {}
         with _torch.willing(PROGRAMS), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)

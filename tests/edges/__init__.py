@@ -23,6 +23,7 @@ TOPICS = (
     "reductions",
     "saved",
     "state",
+    "steering",
     "values",
     "words",
 )
