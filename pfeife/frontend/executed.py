@@ -14,13 +14,14 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import attrs
 import torch
 
 Globals = dict[str, Any]
+STANDARD = frozenset(sys.stdlib_module_names)
 EVERY = "="  # among the names of environment variables: all of them (none is called so)
 _PACKAGES = Path(torch.__file__).parents[1]
 LIBRARIES = frozenset(  # what is below a step, not part of it
@@ -78,9 +79,10 @@ class Executed:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names in the code, and the texts, which can be names too; and those in what it calls,
-        such as `scheduler.get_last_lr()`."""
+        """The names of the code and in it, and the texts, which can be names too; and those in what
+        it calls, such as `scheduler.get_last_lr()`."""
         found = {name for code, _ in self.codes.values() for name in _names_and_texts(code)}
+        found |= {code.co_name for code, _ in self.codes.values()}
         return frozenset(found.union(*(code.co_names for code in self.callees.values())))
 
     @property
@@ -197,8 +199,11 @@ def _what_is_asked(function: Any, by_user: bool) -> str:
     of_date = isinstance(owner, type) and issubclass(owner, datetime.date)
     if (module == "time" and name != "sleep") or (of_date and name in ("now", "utcnow", "today")):
         return "asks for the time"
-    known = module.partition(".")[0] in (*sys.stdlib_module_names, *LIBRARIES)
-    if isinstance(owner, ModuleType | type | None) or known:
+    if isinstance(owner, ModuleType | type | None):
+        return ""
+    kinds = type(owner).__mro__
+    maker = next((k for k in kinds if isinstance(vars(k).get(name), MethodDescriptorType)), object)
+    if maker.__module__.partition(".")[0] in STANDARD | LIBRARIES:
         return ""
     return f"asks a {type(owner).__name__}, an object that is not made in Python,"
 

@@ -37,11 +37,9 @@ import attrs
 import torch
 from torch import nn
 
-from pfeife.frontend.executed import EVERY, Executed
+from pfeife.frontend.executed import EVERY, LIBRARIES, STANDARD, Executed
 from pfeife.frontend.places import (
-    LIBRARIES,
     SIMPLE,
-    STANDARD,
     Entries,
     Part,
     Slot,
@@ -56,9 +54,9 @@ _FREE = object()  # stands for a value that may be any
 _ENDS = (
     *(torch.Tensor, *SIMPLE, types.FrameType, types.CodeType, types.TracebackType),
     *(io.IOBase, random.Random, type(os.environ)),  # watched by other means
+    *(logging.Handler, logging.Manager, logging.Formatter),
 )
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-_METHODS = (types.FunctionType, property, classmethod, staticmethod)
 # What is compared as a whole.
 _VALUES = (
     *(pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID, re.Pattern),
@@ -98,6 +96,8 @@ class Guard:
 
     def broken(self) -> str:
         """What has changed, "" if nothing has."""
+        if not self.values and not self.part.container:  # as most dicts of hooks
+            return ""
         keys, values = self.part.look()
         if _are_same(keys, self.keys) and _are_same(values, self.values):
             return ""
@@ -188,18 +188,21 @@ class Steering:
         tell = _teller(value, words, self._executed)
         if tell is not None:
             yield Told(value, words, tell=tell)
+        if tell in (repr, _loudness):
+            return
         if isinstance(value, type | types.ModuleType):
             yield from self._of_space(value, words)
         elif isinstance(value, types.FunctionType):
-            if not is_from(value, STANDARD | LIBRARIES):
+            if id(value.__code__) in self._executed.codes:
                 yield from closed_over(value, words)
                 yield Part(vars(value), words, self._names)
         else:
             yield from held(value, words)
             if isinstance(value, collections.deque | frozenset):
                 yield Part(value if isinstance(value, collections.deque) else tuple(value), words)
-            if not isinstance(value, types.MethodType) and hasattr(value, "__dict__"):
-                yield Part(vars(value), words, self._attributes(value))
+            attributes = getattr(value, "__dict__", None)
+            if not isinstance(value, types.MethodType) and isinstance(attributes, dict):
+                yield Part(attributes, words, self._attributes(value))
             elif tell is None and not is_from(type(value), LIBRARIES):  # such as a proxy of a dict
                 yield Part(tuple(gc.get_referents(value)), words)
             if isinstance(value, _CACHED):  # more entries do no harm to those that there are
@@ -217,8 +220,7 @@ class Steering:
             shallow = (*SIMPLE, type, types.ModuleType, types.FunctionType)
             names &= {name for name in names & entries.keys() if isinstance(entries[name], shallow)}
         elif root not in STANDARD:
-            kinds: tuple[type, ...] = SIMPLE if self._all else ()
-            kinds += _METHODS if isinstance(space, type) else ()
+            kinds = SIMPLE if self._all else ()
             names |= {name for name, value in entries.items() if isinstance(value, kinds)}
         if isinstance(space, types.ModuleType) or space.__flags__ & _CHANGEABLE:
             yield Part(entries, words, names)

@@ -19,13 +19,12 @@ import attrs
 import torch
 from torch import nn
 
-from pfeife.frontend.executed import LIBRARIES, global_names
+from pfeife.frontend.executed import LIBRARIES, STANDARD, global_names
 
 # What has entries; any other object has those that its class has slots for.
 Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType | Any
 Entries = tuple[Sequence[Any], Sequence[Any]]  # keys and values
 SIMPLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-STANDARD = frozenset(sys.stdlib_module_names)
 _MOST = 10_000  # entries of a list or dict that may have tensors of the step's
 _ROWS = (list, tuple, collections.deque)
 _UNSAID = ("", "_parameters", "_buffers", "_modules", "__self__", "__func__")
