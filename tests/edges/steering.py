@@ -173,7 +173,6 @@ def moved(value):
 
 MODEL, ALIVE, ITERATOR = Model(), numbers(), iter([1.0] * 99)
 VARIABLES = ("PFEIFE_TEST_STEERING", "PFEIFE_TEST_OTHER")
-OPENED = open(__file__)  # noqa: SIM115, for as long as this process lives
 # What a step reads, and what the loop changes between two calls.
 HOLDERS = {
     "a_namespace": (lambda x: ARGS.factor, name(ARGS)),
@@ -265,7 +264,6 @@ REFUSED = {
     ),
     "the_time_of_day": (lambda x: 2.0 if time.time() < 9 else 1.0, HERE),
     "a_file_that_is_there": (lambda x: 2.0 if Path("none").exists() else 1.0, HERE),
-    "a_file_that_is_open": (lambda x: 2.0 if OPENED.readline() == "-" else 1.0, HERE),
     "a_file_of_numbers": (lambda x: 2.0 if np.fromfile(__file__, "b")[0] == 0 else 1.0, HERE),
     "numbers_of_the_system": (lambda x: 2.0 if os.urandom(4) == b"none" else 1.0, HERE),
 }
@@ -310,6 +308,12 @@ for _name, (_read, _change) in HOLDERS.items():
 for _name, (_read, _words) in REFUSED.items():
     _run = functools.partial(refused, _read, "trace")
     add(globals(), Row(_name, _run, _words, whole=() if _words == HERE else (1,)))
+
+
+@row(HERE)
+def a_file_that_is_open():
+    with open(__file__) as file:
+        refused(lambda x: 2.0 if file.readline() == "-" else 1.0, "trace")
 
 
 @row(whole=(1,))
