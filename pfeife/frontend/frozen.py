@@ -42,22 +42,16 @@ def check_draws(module: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def watching() -> Iterator[list[Any]]:
     """Gives a list that has, afterwards, the generators that have moved meanwhile: of those that
-    there were before, Python's and numpy's global ones and those that somebody has made."""
+    there were before, Python's and numpy's global ones and those that somebody has made. They are
+    put back to where they were."""
     moved: list[Any] = []
-    before = [(one, _state(one)) for one in _generators()]
-    yield moved
-    moved += [one for one, state in before if _state(one) != state]
-
-
-@contextlib.contextmanager
-def put_back() -> Iterator[None]:
-    """Generators of Python's and numpy's that there are now are afterwards as they were."""
     before = [(one, _kept(one), _state(one)) for one in _generators()]
     try:
-        yield
+        yield moved
     finally:
         for one, kept, state in before:
             if _state(one) != state:
+                moved.append(one)
                 _put(one, kept)
 
 

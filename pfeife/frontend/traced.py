@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pfeife.frontend.answers import Answer
+from pfeife.frontend.answers import Answer, WrongAnswer, fails_elsewhere
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
@@ -85,14 +85,19 @@ class Traced:
             for read in self.reads
         ]
 
-    def wrong(self, index: int) -> ValueError:
-        """What to say where a call's microbatches do not all get an answer."""
-        answer = self.answers[index]
-        return ValueError(
-            f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
-            "the step was traced, and is not in each microbatch of this call, so the step would do "
-            "something else there; compute it with tensors (torch.where)"
-        )
+    def unfit(self, error: Exception) -> Exception:
+        """What to say where a call's microbatches do not all get an answer, or where an operation
+        fails that none of the answers allows for; else the error itself."""
+        if isinstance(error, WrongAnswer):
+            answer = self.answers[error.index]
+            return ValueError(
+                f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+                "the step was traced, and is not in each microbatch of this call, so the step "
+                "would do something else there; compute it with tensors (torch.where)"
+            )
+        if not self.answers or isinstance(error, torch.OutOfMemoryError):
+            return error
+        return fails_elsewhere([answer.line for answer in self.answers], error)
 
     def returned(self, results: Sequence[torch.Tensor]) -> Any:
         """What the step returns, of the results of a call; writes what the step keeps."""

@@ -106,15 +106,16 @@ class _Tracer:
 
     def run(self) -> Run:
         """A run on fake tensors. Raises ValueError if it does more than can be traced."""
-        before, layouts = torch.get_rng_state(), list(map(_layout, self.batch))
+        layouts = list(map(_layout, self.batch))
         try:
-            with torch.random.fork_rng(devices=[]), watching() as moved:
+            with torchs_generators() as states, watching() as moved:
                 found = self._on_fakes()
-                seeded = not torch.equal(before, torch.get_rng_state())
+                seeded = any(not torch.equal(one.get_state(), state) for one, state in states)
         except Exception as error:
             raise plain_reason(error) from error
         if moved:
-            raise refusal(drawing_line(self._on_fakes, moved))
+            with torchs_generators(), watching():
+                raise refusal(drawing_line(self._on_fakes, moved))
         if layouts != list(map(_layout, self.batch)):
             raise ValueError(
                 "the step changes the shape or strides of one of its arguments in place: do that "
@@ -168,7 +169,8 @@ class _Tracer:
         check_values(tensors, "the step asks for values, or is another one at its first call")
         held, noting = Held(self.places, {}), Noting()
         try:
-            with values_kept(tensors), held, torchs_generators(), self.told(), noting:
+            generators = torchs_generators(), watching()
+            with values_kept(tensors), held, generators[0], generators[1], self.told(), noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from pfeife.frontend.frozen import put_back
+from pfeife.frontend.frozen import watching
 from pfeife.frontend.places import Held, Places
+
+States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 @contextlib.contextmanager
@@ -25,7 +27,7 @@ def untouched(
         if values:
             stack.enter_context(values_kept(tensors))
             stack.enter_context(_gradients_kept(tensors))
-        for one in (put_back(), torchs_generators(), Held(places, {})):
+        for one in (watching(), torchs_generators(), Held(places, {})):
             stack.enter_context(one)
         try:
             yield
@@ -34,11 +36,30 @@ def untouched(
                 generator.set_state(state)
 
 
-def torchs_generators() -> contextlib.AbstractContextManager[None]:
-    """While a step may draw from torch's default generators, which are put back."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    forked: contextlib.AbstractContextManager[None] = torch.random.fork_rng(devices=devices)
-    return forked
+@contextlib.contextmanager
+def torchs_generators(seed: int | None = None) -> Iterator[States]:
+    """While a step may draw from torch's default generators, which begin with a `seed` if there is
+    one, and are put back. Gives what they were before. (torch.manual_seed seeds also devices that
+    nobody has used yet, when somebody does; torch.random.fork_rng does not look at these.)"""
+    states = torchs_states()
+    try:
+        if seed is not None:
+            for generator, _ in states:
+                generator.manual_seed(seed)
+        yield states
+    finally:
+        set_states(states)
+
+
+def torchs_states() -> States:
+    """torch's default generators, of all devices in use, with their states."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [(one, one.get_state()) for one in (torch.default_generator, *on_cuda)]
+
+
+def set_states(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 @contextlib.contextmanager
