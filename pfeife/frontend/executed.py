@@ -56,7 +56,9 @@ _FROM_FILES = {"fromfile", "from_file"}
 _RANDOM = {"urandom", "getrandom"}
 _READING = _OF_FILES | _OF_STREAMS | _FROM_FILES | _RANDOM
 # What reads attributes whose names the code need not have, and files of Python's that do so.
-_READERS = {"vars", "__dict__", "dir", "__getattribute__", "getmembers"}
+_READERS = {
+    *("vars", "__dict__", "dir", "__getattribute__", "getmembers", "attrgetter", "dumps"),
+}
 _READING_FILES = ("dataclasses.py", "copy.py", "pickle.py", f"json{os.sep}encoder.py", "pprint.py")
 _BY_NAME = ("getattr", "hasattr")
 _READ_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -256,7 +258,9 @@ def global_names(code: CodeType) -> Iterator[str]:
 
 def _names_and_texts(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    yield from (one for one in code.co_consts if isinstance(one, str))
+    for one in code.co_consts:  # tuples have the names of what is imported or matched
+        several = one if isinstance(one, tuple | frozenset) else (one,)
+        yield from (text for text in several if isinstance(text, str))
 
 
 @functools.lru_cache(4096)

@@ -149,6 +149,14 @@ def name(holder, key="factor"):
     return lambda value: setattr(holder, key, value)
 
 
+def matched(plan):
+    match plan:
+        case Plan(factor=1.0):
+            return 1.0
+        case _:
+            return 3.0
+
+
 def late(holder):
     """A change that gives an attribute which was not there."""
 
@@ -200,6 +208,11 @@ HOLDERS = {
     "keywords": (lambda x: keyword(**vars(ARGS)), name(ARGS)),
     "as_a_dict": (lambda x: dataclasses.asdict(PLAN)["fac" + ARGS.name[3:]], name(PLAN)),
     "a_getter": (lambda x: FACTOR_OF(ARGS), name(ARGS)),
+    "a_getter_of_a_computed_name": (
+        lambda x: operator.attrgetter("fac" + ARGS.name[3:])(PLAN),
+        name(PLAN),
+    ),
+    "a_match": (lambda x: matched(PLAN), name(PLAN)),
     "a_default": (lambda x: scale(x), name(PLAN)),
     "a_closure_of_a_decorator": (lambda x: one(x), name(one.state)),
     "a_partial": (functools.partial(lambda by, x: by.factor, PLAN), name(PLAN)),
@@ -320,6 +333,7 @@ def a_file_that_is_open():
 def through_dynamo():
     """Dynamo guards what it reads itself. (It does not for a metaclass; some it does not take.)"""
     others = {"a_metaclass", "a_getter", "an_array", "a_context_variable", "a_schedule"}
+    others |= {"a_getter_of_a_computed_name"}
     for called in HOLDERS.keys() - others - {"a_level_of_a_logger"}:
         torch._dynamo.reset()
         run(*HOLDERS[called], "dynamo")
