@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from pfeife.backend.synced import check_synced
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
-from pfeife.frontend.places import contents_of
+from pfeife.frontend.guards import Guard
+from pfeife.frontend.places import Part
 from pfeife.runtime.distributed.world import World
 
 
@@ -24,12 +25,12 @@ def numbers_in(result: Any) -> Iterator[int | float]:
             yield leaf
 
 
-def hooks_of(roots: Iterable[nn.Module]) -> dict[int, tuple[Any, Any]]:
-    """The dicts of hooks of all modules under some roots, by identity, with what is in them."""
+def hooks_of(roots: Iterable[nn.Module]) -> dict[int, Guard]:
+    """Guards of the dicts of hooks of all modules under some roots, by their identity."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     found = [getattr(module, name) for module in modules for name in names]
-    return {id(hooks): (hooks, contents_of(hooks)) for hooks in found}
+    return {id(hooks): Guard.of(Part(hooks, ())) for hooks in found}
 
 
 def wrong_norms(step: Any, world: World) -> ValueError | None:

@@ -29,9 +29,10 @@ from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.places import contents_of
+from pfeife.frontend.guards import Guard
 from pfeife.frontend.presented import Presented
 from pfeife.frontend.tracing import Traced, traced
+from pfeife.frontend.untouched import set_states, torchs_states
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World
@@ -88,7 +89,7 @@ class Step:
         self.dynamo = _torch.whole_graph(step, self.graph)
         homes = residence().home if options.devices else None
         self.presented = Presented(options.param_dtype, homes, options.devices or ())
-        self.hooks: dict[int, tuple[Any, Any]] = {}  # of modules, which Dynamo does not guard
+        self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
         self.told: Door | None = None  # what the log knows
@@ -181,7 +182,7 @@ class Step:
 
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"
-        if any(contents_of(hooks) != before for hooks, before in self.hooks.values()):
+        if any(guard.broken() for guard in self.hooks.values()):
             self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph), {}
         with _torch.willing(PROGRAMS), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)
@@ -203,17 +204,22 @@ class Step:
         answer than the call, another one is taken, with the same random numbers. (On ranks those
         that there are: each lacks parameters, without which nobody knows the answers.)"""
         self.asked = "trace"
-        state, tried = torch.get_rng_state(), list[Traced]()
+        states, tried = torchs_states(), list[Traced]()
         while True:
             traced, steps, is_new = self._fitting(call, tried)
             try:
                 return traced.returned(self._run(steps, traced.values(call.leaves)))
-            except WrongAnswer as wrong:
+            except PipelineError:
+                raise
+            except (WrongAnswer, IndexError, RuntimeError) as error:
+                found = traced.unfit(error)
                 tried.append(traced)
+                if found is error:
+                    raise
                 if is_new or (world_so_far() and not self._untried(call, tried)):
-                    raise traced.wrong(wrong.index) from wrong
-                log.debug("%s is traced anew: %s", self.name, traced.answers[wrong.index].line)
-            torch.set_rng_state(state)
+                    raise found from error
+                log.debug("%s is traced anew: %s", self.name, found)
+            set_states(states)
 
     def _fitting(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps, bool]:
         """What was traced last of those that hold for a call and were not tried, or a new trace."""

@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.dynamo import dynamo_graph
+from pfeife.frontend.untouched import torchs_generators
 from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import returned
 
@@ -93,8 +94,7 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     paths = _torch.result_paths() or [
         ((index,), node) for index, node in enumerate(returned(module))
     ]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.no_grad(), torchs_generators(seed=0):
         results = fx.Interpreter(module).run(*copies)
     by_name = dict(zip((node.name for node in returned(module)), results, strict=True))
     values: dict[Any, torch.Tensor] = {

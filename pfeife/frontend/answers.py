@@ -54,6 +54,16 @@ class WrongAnswer(ValueError):
         self.index = index
 
 
+def fails_elsewhere(lines: Sequence[str], error: Exception) -> ValueError:
+    """What to say of a trace that fails on a microbatch which data send another way."""
+    where, reason = ", ".join(dict.fromkeys(lines)), str(error).strip().partition("\n")[0]
+    return ValueError(
+        f"{where}: what was traced there on the first microbatch fails on another one ({reason}): "
+        "data decide a number or a size, which the step has asked for, and it is not the same in "
+        "each microbatch; compute it with tensors (torch.where), or loop over all there may be"
+    )
+
+
 class Noting(_torch.TorchDispatchMode):
     """Notes the sizes and numbers that data decide, in the order of the operations."""
 

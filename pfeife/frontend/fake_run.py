@@ -11,27 +11,33 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.answers import Answer
 from pfeife.frontend.arguments import fake_like
+from pfeife.frontend.executed import Executed, pausing
+from pfeife.frontend.guards import Guard
 from pfeife.frontend.places import SIMPLE, Change, Places, Slot, short
 
 
 @attrs.frozen(eq=False)
 class Run:
     """What a run on tensors without storage has shown: the tensors with storage that it met, the
-    fake ones that it read, by identity, its operations, its result, what it left behind, the
-    lines in which it opened files, and the answers that it got with their flags."""
+    fake ones that it read, by identity, its operations, its result, what it left behind, the code
+    that it executed, and the answers that it got with their flags."""
 
     real: Mapping[int, torch.Tensor]
     fake: Mapping[int, torch.Tensor]
     operations: Sequence[tuple]
     result: Any
     changes: Sequence[Change]
-    opened: Sequence[str]
+    executed: Executed
     flags: Sequence[torch.Tensor]
     answers: Sequence[Answer]
 
 
+_OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional")  # namespaces of torch's operations
+
+
 class Seen(_torch.TorchDispatchMode):
-    """Sees all operations, and what they read."""
+    """Sees all operations, and what they read. While torch computes them, nobody notes what code
+    is executed."""
 
     supports_higher_order_operators = True
 
@@ -44,6 +50,13 @@ class Seen(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        with pausing():
+            self._note(func, args, kwargs)
+            if getattr(func, "namespace", "") in _OWN:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))  # which may run code of the user's
+
+    def _note(self, func: Any, args: tuple, kwargs: dict | None) -> None:
         said: list[str] = []
         for one in pytree.tree_leaves((args, kwargs)):
             if isinstance(one, torch.Tensor):
@@ -58,7 +71,6 @@ class Seen(_torch.TorchDispatchMode):
                 said.append(repr(one))
         if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
             self.operations.append((str(func), *said))
-        return func(*args, **(kwargs or {}))
 
 
 def stand_ins(
@@ -100,6 +112,25 @@ def check_alike(first: Run, second: Run) -> None:
             f"the step does something else when it runs a second time on the same data{what}; what "
             "it depends on (the time, a counter, a file) would be frozen"
         )
+
+
+def check_steady(before: Sequence[Guard], run: Run) -> None:
+    """Raises ValueError if a run has asked the world outside, or has left something else than it
+    found."""
+    if run.executed.asked:
+        raise ValueError(
+            f"{run.executed.asked[0]} whenever the step runs: the answer would be frozen; ask "
+            "outside of the step, and pass the answer as an argument"
+        )
+    for guard in before:
+        changed = guard.broken()
+        if changed:
+            line = run.executed.line(guard.part.words)
+            raise ValueError(
+                f"the step changes {changed}, whenever it runs{f' ({line})' if line else ''}; "
+                "traced, it would not: keep it in a tensor, such as a buffer, or change it outside "
+                "of the step"
+            )
 
 
 def kept_slots(changes: Sequence[Change]) -> list[Slot]:

@@ -2,10 +2,8 @@
 number that is drawn while it is captured would be that of every later microbatch."""
 
 import contextlib
-import functools
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -44,22 +42,16 @@ def check_draws(module: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def watching() -> Iterator[list[Any]]:
     """Gives a list that has, afterwards, the generators that have moved meanwhile: of those that
-    there were before, Python's and numpy's global ones and those that somebody has made."""
+    there were before, Python's and numpy's global ones and those that somebody has made. They are
+    put back to where they were."""
     moved: list[Any] = []
-    before = [(one, _state(one)) for one in _generators()]
-    yield moved
-    moved += [one for one, state in before if _state(one) != state]
-
-
-@contextlib.contextmanager
-def put_back() -> Iterator[None]:
-    """Generators of Python's and numpy's that there are now are afterwards as they were."""
     before = [(one, _kept(one), _state(one)) for one in _generators()]
     try:
-        yield
+        yield moved
     finally:
         for one, kept, state in before:
             if _state(one) != state:
+                moved.append(one)
                 _put(one, kept)
 
 
@@ -78,46 +70,6 @@ def _put(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.state = state
-
-
-class _Reading(threading.local):
-    """The lines in which this thread opens files, while it is asked for them."""
-
-    lines: list[str] | None = None
-
-
-_READING = _Reading()
-
-
-@functools.cache
-def _listen() -> None:
-    """Listens to Python's audit events from now on; a listener cannot be taken away again."""
-
-    known = _READING  # the module's own names are gone before the last events
-
-    def hear(event: str, _: Any) -> None:
-        if known.lines is not None and event in ("open", "socket.connect", "subprocess.Popen"):
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and _is_standard(frame.f_code.co_filename):
-                if frame.f_globals.get("__name__", "").startswith(_LOADERS):
-                    return
-                frame = frame.f_back
-            if frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-                known.lines.append(_place(frame))
-
-    sys.addaudithook(hear)
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[list[str]]:
-    """Gives a list that has, afterwards, the lines of the user in which this thread has opened
-    files or connections meanwhile; not what Python opens to import modules or to show lines."""
-    _listen()
-    before, _READING.lines = _READING.lines, []
-    try:
-        yield _READING.lines
-    finally:
-        _READING.lines = before
 
 
 def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
@@ -161,13 +113,6 @@ def _place(frame: FrameType | None) -> str:
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
 
 
-def _is_standard(path: str) -> bool:
-    """Whether a file is Python's own."""
-    return path.startswith(_STANDARD) and "-packages" not in path
-
-
-_STANDARD = (str(Path(random.__file__).parent), "<")
-_LOADERS = ("importlib", "_frozen_importlib", "linecache", "tokenize", "inspect", "traceback")
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parent),

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from pfeife import _torch
+from pfeife.frontend.answers import fails_elsewhere
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.first_call import Runs, Values
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.untouched import values_kept
-from pfeife.ir.program import Program, Role
+from pfeife.ir.program import Program, Role, source_line
 
 log = logging.getLogger("pfeife")
 Named = Mapping[str, torch.Tensor]  # by the names of ports
@@ -122,8 +124,25 @@ def _by_program(program: Program, runs: Runs, values: Values) -> Named:
         given[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
     ordered = [given.get(port.name) for port in program.inputs]
     with torch.no_grad(), _torch.no_autocast(), Expected():
-        found: Named = Unseeded(program.module).run(*ordered)
+        interpreter = _At(program.module)
+        try:
+            found: Named = interpreter.run(*ordered)
+        except (IndexError, RuntimeError) as error:
+            # Torch asserts what Python was told of sizes that data decide.
+            if not runs.step.asked or interpreter.node is None:
+                raise
+            raise fails_elsewhere([source_line(interpreter.node)], error) from error
     return found
+
+
+class _At(Unseeded):
+    """Knows at which operation it is."""
+
+    node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,25 +8,26 @@ lies in modules, lists, dicts, cells and plain objects is a `Slot` of its contai
 """
 
 import collections
-import dis
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
+from pfeife.frontend.executed import LIBRARIES, STANDARD, global_names
+
 # What has entries; any other object has those that its class has slots for.
 Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType | Any
-MOST = 10_000  # entries of a list or dict that are looked at
+Entries = tuple[Sequence[Any], Sequence[Any]]  # keys and values
 SIMPLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-_UNSAID = ("_parameters", "_buffers", "_modules", "__self__", "__func__")
-_LOOK_UP = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-_ENDS = (torch.Tensor, type, types.ModuleType, *SIMPLE)
+_MOST = 10_000  # entries of a list or dict that may have tensors of the step's
+_ROWS = (list, tuple, collections.deque)
+_UNSAID = ("", "_parameters", "_buffers", "_modules", "__self__", "__func__")
 
 
 class _Nothing:
@@ -60,7 +61,7 @@ class Slot:
                 return self.container.cell_contents
             if isinstance(self.container, dict):  # perhaps of a class that makes what it gives
                 return dict.__getitem__(self.container, self.key)
-            if isinstance(self.container, list | tuple):
+            if isinstance(self.container, list | tuple | types.MappingProxyType):
                 return self.container[self.key]
             return getattr(self.container, self.key)
         except (LookupError, ValueError, AttributeError):
@@ -77,16 +78,47 @@ class Slot:
             self.container[self.key] = value
 
 
+@attrs.frozen(eq=False)
+class Part:
+    """The entries of a container: all of a dict, list or tuple, or those that have some `names`."""
+
+    container: Container
+    words: tuple[str, ...]
+    names: frozenset[str] | None = None
+
+    def look(self) -> Entries:
+        """The entries now."""
+        container, names = self.container, self.names
+        if isinstance(container, dict) and names is None:  # perhaps of a class with its own ways
+            return list(dict.keys(container)), list(dict.values(container))
+        if isinstance(container, list | tuple | collections.deque):
+            kind: Any = next(one for one in type(container).__mro__ if one in _ROWS)
+            return range(kind.__len__(container)), list(kind.__iter__(container))
+        assert names is not None
+        if isinstance(container, dict | types.MappingProxyType):
+            keys = [key for key in container if key in names]
+            return keys, [container[key] for key in keys]
+        pairs = [(key, Slot(container, key, ()).get()) for key in sorted(names)]
+        there = [(key, value) for key, value in pairs if value is not NOTHING]
+        return [key for key, _ in there], [value for _, value in there]
+
+    def slot(self, key: Any) -> Slot:
+        unsaid = key in _UNSAID or not isinstance(key, str | int)
+        return Slot(self.container, key, self.words if unsaid else (*self.words, str(key)))
+
+    def slots(self) -> Iterator[tuple[Slot, Any]]:
+        """The slots with what is in them now."""
+        return ((self.slot(key), value) for key, value in zip(*self.look(), strict=True))
+
+
 class Places:
     """Everything that a step reaches when this is made, by itself or in arguments, which have
     names. `roots` has the outermost modules by what the step calls them."""
 
     def __init__(self, step: Callable[..., Any], arguments: Mapping[str, Any]):
         self.slots: list[Slot] = []
-        self.counted: list[tuple[Any, tuple[str, ...]]] = []  # what has more than slots
+        self.parts: list[Part] = []
         self.roots: dict[str, nn.Module] = {}
-        self._containers: dict[int, tuple[Container, tuple[str, ...]]] = {}
-        self._parts: set[int] = set()  # containers of which only the slots count
         self._known: dict[int, Any] = {}
         self._walk(step, (), None)
         for name, value in arguments.items():
@@ -94,78 +126,31 @@ class Places:
 
     def now(self) -> dict[Slot, Any]:
         """What is in every slot, and in new ones of the same containers."""
-        found = {slot: slot.get() for slot in self.slots}
-        for at, (container, words) in self._containers.items():
-            if at in self._parts or not isinstance(container, dict | list):
-                continue
-            pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
-            for key, value in list(pairs):
-                found.setdefault(Slot(container, key, (*words, str(key))), value)
-        return found
+        return {slot: value for part in self.parts for slot, value in part.slots()}
 
     def lists(self) -> list[list[Any]]:
-        return [one for one, _ in self._containers.values() if isinstance(one, list)]
-
-    def contents(self) -> list[tuple[Any, Any, tuple[str, ...]]]:
-        """Dicts, lists, sets and the like with what tells whether they have other entries, and the
-        words for them."""
-        return [(one, contents_of(one), words) for one, words in self.counted]
+        return [one.container for one in self.parts if isinstance(one.container, list)]
 
     def _walk(self, value: Any, words: tuple[str, ...], root: nn.Module | None) -> None:
-        if isinstance(value, _ENDS) or id(value) in self._known:
+        if (
+            isinstance(value, (torch.Tensor, type, types.ModuleType, *SIMPLE))
+            or id(value) in self._known
+        ):
             return
         self._known[id(value)] = value  # kept alive, as long as its identity counts
-        if contents_of(value) is not None:
-            self.counted.append((value, words))
         if _is_foreign(value):
             return
         if isinstance(value, nn.Module) and root is None:
             root = self.roots[".".join(words)] = value
-        for empty in (value, getattr(value, "__dict__", None)):  # so far
-            if isinstance(empty, dict | list) and not _count(empty):
-                self._containers.setdefault(id(empty), (empty, words))
-        for container, key, one, whole in _inside(value):
-            said = words if key in _UNSAID or not isinstance(key, str | int) else (*words, str(key))
-            if id(container) not in self._containers:
-                self._containers[id(container)] = container, words
-                if container is not value and whole and isinstance(container, dict):
-                    self.counted.append((container, words))
-            if not whole:
-                self._parts.add(id(container))
-            self.slots.append(Slot(container, key, said))
-            self._walk(one, said, root)
-
-
-def contents_of(value: Any) -> Any:
-    """What tells whether something has other entries than before, None for what has none: the keys
-    of a dict, how many a list has, all of a set, a queue or an array."""
-    if isinstance(value, dict):  # the guards of state that other ranks own come and go
-        pairs = dict.items(value) if _count(value) <= MOST else ()
-        return tuple(key for key, one in pairs if not _is_pfeifes(one)) or _count(value) > MOST
-    if isinstance(value, list):
-        return _count(value)
-    if isinstance(value, set | collections.deque) and len(value) <= MOST:
-        return repr(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return value.tobytes() if value.size <= MOST else None
-    return None
-
-
-def _count(value: Any) -> int:
-    """How many entries there are, whatever the value's own class says of them."""
-    kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
-    return int(kind.__len__(value))
-
-
-def _is_pfeifes(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("pfeife.")
+        for part in _parts(value, words):
+            self.parts.append(part)
+            for slot, entry in part.slots():
+                self.slots.append(slot)
+                self._walk(entry, slot.words, root)
 
 
 def _is_foreign(value: Any) -> bool:
     """Whether a value is an object of Python's, torch's or ours, which is not looked into."""
-    kind = type(value)
-    outer = kind.__module__.partition(".")[0]
-    known = outer in sys.stdlib_module_names or outer in ("torch", "numpy", "pfeife")
     plain = isinstance(
         value,
         nn.Module
@@ -177,71 +162,54 @@ def _is_foreign(value: Any) -> bool:
         | functools.partial
         | types.SimpleNamespace,
     )
-    return known and not plain
+    return is_from(type(value), STANDARD | LIBRARIES) and not plain
 
 
-def _inside(value: Any) -> Iterator[tuple[Container, Any, Any, bool]]:
-    """The entries of what is inside of a value, their containers, and whether all entries of these
-    belong to it."""
-    if isinstance(value, types.MethodType):
-        for pair in ({"__self__": value.__self__}, {"__func__": value.__func__}):
-            yield from ((pair, key, one, True) for key, one in pair.items())
-        return
+def is_from(kind: Any, packages: Collection[str]) -> bool:
+    """Whether a class or a function is of one of some packages."""
+    return str(kind.__module__).partition(".")[0] in packages
+
+
+def _parts(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
+    """What is inside of a value."""
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        yield from closed_over(value, words)
+        for name in dict.fromkeys(global_names(value.__code__)):
+            if _is_own(value, value.__globals__.get(name, sys)):
+                yield Part(value.__globals__, words, frozenset((name,)))
         return
-    if isinstance(value, functools.partial):
-        yield {"__func__": value.func}, "__func__", value.func, True
-        yield from ((value.args, key, one, True) for key, one in enumerate(value.args))
-        yield from ((value.keywords, key, one, True) for key, one in value.keywords.items())
-    elif isinstance(value, dict) and _count(value) <= MOST:
-        yield from ((value, key, one, True) for key, one in list(dict.items(value)))
-    elif isinstance(value, list | tuple) and _count(value) <= MOST:
-        kind: Any = list if isinstance(value, list) else tuple
-        yield from ((value, key, one, True) for key, one in enumerate(kind.__iter__(value)))
-    if hasattr(value, "__dict__"):
-        yield from ((vars(value), key, one, True) for key, one in list(vars(value).items()))
-        yield from _of_class(type(value))
+    yield from (part for part in held(value, words) if len(part.look()[0]) <= _MOST)
+    if hasattr(value, "__dict__") and not isinstance(value, types.MethodType):
+        yield Part(vars(value), words)
+        for kind in type(value).__mro__:
+            if not is_from(kind, STANDARD | LIBRARIES):
+                methods = [
+                    one for one in vars(kind).values() if isinstance(one, types.FunctionType)
+                ]
+                yield from (Part({"__func__": one}, words) for one in methods)
+
+
+def held(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
+    """What a value has beside its attributes, and those that its class has slots for."""
+    if isinstance(value, types.MethodType):
+        yield Part({"__self__": value.__self__, "__func__": value.__func__}, words)
+    elif isinstance(value, functools.partial):
+        yield from (Part({"__func__": value.func}, words), Part(value.args, words))
+        yield Part(value.keywords, words)
+    elif isinstance(value, dict | list | tuple):
+        yield Part(value, words)
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    yield from ((value, key, getattr(value, key), True) for key in slots if _is_there(value, key))
+    there = frozenset(name for name in slots if not name.startswith("__"))
+    if there:
+        yield Part(value, words, there)
 
 
-def _is_there(value: Any, key: str) -> bool:
-    return not key.startswith("__") and hasattr(value, key)
-
-
-def _of_class(kind: type) -> Iterator[tuple[Container, Any, Any, bool]]:
-    """The methods of a class and of those that it inherits from."""
-    for one in kind.__mro__:
-        if one.__module__.partition(".")[0] in (*sys.stdlib_module_names, "torch"):
-            continue
-        methods = {k: v for k, v in vars(one).items() if isinstance(v, types.FunctionType)}
-        yield from (({"__func__": v}, "__func__", v, True) for v in methods.values())
-
-
-def _of_function(function: types.FunctionType) -> Iterator[tuple[Container, Any, Any, bool]]:
-    """Cells, defaults, and the globals that a function names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with_contents = Slot(cell, name, ()).get()
-        if with_contents is not NOTHING:  # bound already
-            yield cell, name, with_contents, True
-    defaults = function.__defaults__ or ()
-    yield from ((defaults, key, one, True) for key, one in enumerate(defaults))
-    named = function.__kwdefaults__ or {}
-    yield from ((named, key, one, True) for key, one in named.items())
-    for name in dict.fromkeys(_names(function.__code__)):
-        if _is_own(function, function.__globals__.get(name, sys)):
-            yield function.__globals__, name, function.__globals__[name], False
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """All names of globals that a function and those inside of it look up: not of attributes."""
-    if code.co_names:
-        looked = (one for one in dis.get_instructions(code) if one.opname in _LOOK_UP)
-        yield from (str(one.argval) for one in looked)
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _names(one)
+def closed_over(function: types.FunctionType, words: tuple[str, ...]) -> Iterator[Part]:
+    """The cells and defaults of a function."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from (Part(cell, words, frozenset((name,))) for name, cell in cells)
+    yield Part(function.__defaults__ or (), words)
+    yield Part(function.__kwdefaults__ or {}, words)
 
 
 def _is_own(function: types.FunctionType, value: Any) -> bool:
@@ -289,15 +257,19 @@ class Held:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values steer a step alike: simple ones, and lists and tuples of them, by their
-    values."""
+    """Whether two values steer a step alike: simple ones, numpy's as well, and lists, tuples and
+    sets of them, by their values."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if type(one) in (list, tuple):
         return len(one) == len(other) and all(map(is_equal, one, other))
-    return isinstance(one, SIMPLE) and one == other
+    if type(one).__module__ == "numpy" and not hasattr(one, "__setitem__"):
+        return bool(one.tobytes() == other.tobytes())
+    if isinstance(one, float | complex):  # 0.0 is not -0.0, NaN is NaN
+        return repr(one) == repr(other)
+    return isinstance(one, (*SIMPLE, frozenset)) and bool(one == other)
 
 
 def short(value: Any) -> str:

@@ -1,7 +1,6 @@
 """What was traced: a step's forward, what it was assumed for, and how a call goes in and out."""
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pfeife.frontend.answers import Answer
+from pfeife.frontend.answers import Answer, WrongAnswer, fails_elsewhere
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.places import SIMPLE, Slot, contents_of, is_equal, short
+from pfeife.frontend.guards import Guard
+from pfeife.frontend.places import SIMPLE, Slot
 from pfeife.ir.program import Premise
 
 Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
@@ -24,18 +24,16 @@ Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places 
 class Traced:
     """A step as it was traced for a call, and what must hold for another call to do the same.
 
-    `reads` has for every argument of the `forward` where its value is. `assumed` has what is in
-    the other slots that the step reaches, `contents` how many there are (`Places.contents`), `kind`
-    the kind of the call (`kind_of`). `made` is what the step returned, with the fake tensors of
-    `forward.results` in it; `kept` are the slots that the step writes tensors to, by the indices of
-    the results; the last results are flags, one for each of the `answers`.
+    `reads` has for every argument of the `forward` where its value is. `guards` have all else that
+    steers the step, `kind` the kind of the call (`kind_of`). `made` is what the step returned, with
+    the fake tensors of `forward.results` in it; `kept` are the slots that the step writes tensors
+    to, by the indices of the results; the last results are flags, one for each of the `answers`.
     """
 
     forward: Forward
     inputs: Inputs
     reads: tuple[Read, ...]
-    assumed: Mapping[Slot, Any]
-    contents: Sequence[tuple[Any, Any, tuple[str, ...]]]
+    guards: tuple[Guard, ...]
     kind: tuple
     made: Any
     kept: Mapping[int, Slot]
@@ -52,14 +50,14 @@ class Traced:
             grad = ", with gradients" if like.requires_grad else ""
             what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
             found.append(Premise("tensor", what.replace("torch.", "")))
-        for slot, value in self.assumed.items():
-            found.append(Premise("value", f"{slot.name} is {short(value)}"))
-        full = [(contents, words) for _, contents, words in self.contents if contents]
-        for contents, words in full:
-            count = len(contents) if isinstance(contents, tuple) else contents
-            found.append(Premise("contents", f"{'.'.join(words) or 'step'} has {count} entries"))
-        empty = len(self.contents) - len(full)
-        found.append(Premise("contents", f"{empty} lists, dicts and sets are empty"))
+        for guard in self.guards:
+            for key, value in zip(guard.keys, guard.values, strict=True):
+                if isinstance(value, SIMPLE):
+                    found.append(Premise("value", f"{guard.part.slot(key).name} is {value!r}"))
+        count = sum(len(guard.values) for guard in self.guards)
+        found.append(
+            Premise("contents", f"{len(self.guards)} objects have the same {count} entries")
+        )
         found.append(Premise("call", "its arguments are built alike, its modes are the same"))
         return tuple(found)
 
@@ -67,14 +65,9 @@ class Traced:
         """What does not hold any more for a call, "" if all does."""
         if kind_of(call) != self.kind:
             return "the arguments of the call, or the modes under which it is made"
-        for slot, value in self.assumed.items():
-            now = slot.get()
-            both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-            if not both and not is_equal(now, value):
-                return f"{slot.name}, which was {short(value)} and is {short(now)}"
-        for one, contents, words in self.contents:
-            if contents_of(one) != contents:
-                return f"what is in {'.'.join(words) or 'the step'}"
+        changed = next(filter(None, (guard.broken() for guard in self.guards)), "")
+        if changed:
+            return changed
         for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
             values = [one.get() for one in read if isinstance(one, Slot)]
             if any(value is not values[0] for value in values) or not all(
@@ -92,14 +85,19 @@ class Traced:
             for read in self.reads
         ]
 
-    def wrong(self, index: int) -> ValueError:
-        """What to say where a call's microbatches do not all get an answer."""
-        answer = self.answers[index]
-        return ValueError(
-            f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
-            "the step was traced, and is not in each microbatch of this call, so the step would do "
-            "something else there; compute it with tensors (torch.where)"
-        )
+    def unfit(self, error: Exception) -> Exception:
+        """What to say where a call's microbatches do not all get an answer, or where an operation
+        fails that none of the answers allows for; else the error itself."""
+        if isinstance(error, WrongAnswer):
+            answer = self.answers[error.index]
+            return ValueError(
+                f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+                "the step was traced, and is not in each microbatch of this call, so the step "
+                "would do something else there; compute it with tensors (torch.where)"
+            )
+        if not self.answers or isinstance(error, torch.OutOfMemoryError):
+            return error
+        return fails_elsewhere([answer.line for answer in self.answers], error)
 
     def returned(self, results: Sequence[torch.Tensor]) -> Any:
         """What the step returns, of the results of a call; writes what the step keeps."""
@@ -135,7 +133,6 @@ def kind_of(call: Arguments) -> tuple:
         torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
-        hash(frozenset(os.environ.items())),
     )
 
 

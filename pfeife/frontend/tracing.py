@@ -20,15 +20,18 @@ from pfeife.frontend.answers import Answering, Known, Noted, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
-from pfeife.frontend.fake_run import Run, Seen, check_alike, kept_slots, stand_ins
+from pfeife.frontend.executed import Executed, noting
+from pfeife.frontend.fake_run import Run, Seen, check_alike, check_steady, kept_slots, stand_ins
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.frozen import drawing_line, reading, refusal, watching
+from pfeife.frontend.frozen import drawing_line, refusal, watching
+from pfeife.frontend.guards import Steering
 from pfeife.frontend.places import Held, Places, Slot
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
 from pfeife.frontend.untouched import torchs_generators, values_kept
-from pfeife.frontend.user_lines import noted, user_line
+from pfeife.frontend.user_lines import noted as lines_noted
+from pfeife.frontend.user_lines import user_line
 from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import Role
 
@@ -103,15 +106,16 @@ class _Tracer:
 
     def run(self) -> Run:
         """A run on fake tensors. Raises ValueError if it does more than can be traced."""
-        before, layouts = torch.get_rng_state(), list(map(_layout, self.batch))
+        layouts = list(map(_layout, self.batch))
         try:
-            with torch.random.fork_rng(devices=[]), watching() as moved:
+            with torchs_generators() as states, watching() as moved:
                 found = self._on_fakes()
-                seeded = not torch.equal(before, torch.get_rng_state())
+                seeded = any(not torch.equal(one.get_state(), state) for one, state in states)
         except Exception as error:
             raise plain_reason(error) from error
         if moved:
-            raise refusal(drawing_line(self._on_fakes, moved))
+            with torchs_generators(), watching():
+                raise refusal(drawing_line(self._on_fakes, moved))
         if layouts != list(map(_layout, self.batch)):
             raise ValueError(
                 "the step changes the shape or strides of one of its arguments in place: do that "
@@ -130,18 +134,19 @@ class _Tracer:
         return found
 
     def _on_fakes(self) -> Run:
-        seen, held = Seen(), Held(self.places, self.values)
+        seen, held, executed = Seen(), Held(self.places, self.values), Executed()
         symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
         writes = DataWrites(self.values.values(), self.batch)
         numbers = _torch.numbers_for_kernels()
         run = (held, self.mode, symbols, seen, self.told(), told, writes, numbers)
-        with ExitStack() as stack, reading() as opened:
+        with ExitStack() as stack:
             for one in run:
                 stack.enter_context(one)
-            result = self._called(self.batch)
+            with noting(executed):
+                result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations
-        return Run(*known, result, changes, tuple(opened), told.flags, told.answers)
+        return Run(*known, result, changes, executed, told.flags, told.answers)
 
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
@@ -164,7 +169,8 @@ class _Tracer:
         check_values(tensors, "the step asks for values, or is another one at its first call")
         held, noting = Held(self.places, {}), Noting()
         try:
-            with values_kept(tensors), held, torchs_generators(), self.told(), noting:
+            generators = torchs_generators(), watching()
+            with values_kept(tensors), held, generators[0], generators[1], self.told(), noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
@@ -173,16 +179,17 @@ class _Tracer:
                 change.slot.put(change.after)
         return frozenset(change.slot for change in held.changes), noting.noted
 
-    def traced(self, first: Run, left: frozenset[Slot]) -> Traced:
-        """The step's forward, after a first run; `left` are the slots in which an eager run leaves
-        something."""
-        second = self.run()
+    def traced(self, first: Run, left: frozenset[Slot], is_first: bool = True) -> Traced:
+        """The step's forward, after a run, which perhaps `is_first`; `left` are the slots in which
+        an eager run leaves something."""
+        steering = Steering(self.step, self.call.others, first.executed)
+        before, second = steering.guards(), self.run()
         check_alike(first, second)
-        if second.opened:
-            raise ValueError(
-                f"{second.opened[0]} opens a file or a connection whenever the step runs: what is "
-                "read there would be frozen; read it outside of the step"
-            )
+        check_steady(before, second)
+        if not first.executed.has_run(second.executed):
+            if not is_first:
+                raise ValueError("the step runs other code whenever it runs")
+            return self.traced(second, left, is_first=False)
         # Other changes come from what stood in the slots, as where a module checks its weights.
         kept = kept_slots([change for change in second.changes if change.slot in left])
         after = {change.slot: change.after for change in second.changes}
@@ -200,13 +207,12 @@ class _Tracer:
         arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
         examples = tuple(one.example for one in arguments)
         run = self._forward(reads, leaves, kept, len(second.answers))
-        changing = {slot for read in reads for slot in read} | {*kept}
+        changing = {slot for read in reads for slot in read if isinstance(slot, Slot)} | {*kept}
         made = Traced(
             Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
             self._inputs(arguments, reads, written, tuple(flags)),
             tuple(reads),
-            {slot: value for slot, value in self.places.now().items() if slot not in changing},
-            self.places.contents(),
+            steering.guards(changing),
             kind_of(self.call),
             second.result,
             written,
@@ -295,7 +301,7 @@ class _Tracer:
     @contextmanager
     def _as_traced(self, told: Answering) -> Iterator[None]:
         """While AOTAutograd runs the step, as it ran on fake tensors."""
-        with self.told(), noted(self.paths), told, DataWrites():
+        with self.told(), lines_noted(self.paths), told, DataWrites():
             yield
 
     def _forward(

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from pfeife.frontend.frozen import put_back
+from pfeife.frontend.frozen import watching
 from pfeife.frontend.places import Held, Places
+
+States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 @contextlib.contextmanager
@@ -25,7 +27,7 @@ def untouched(
         if values:
             stack.enter_context(values_kept(tensors))
             stack.enter_context(_gradients_kept(tensors))
-        for one in (put_back(), torchs_generators(), Held(places, {})):
+        for one in (watching(), torchs_generators(), Held(places, {})):
             stack.enter_context(one)
         try:
             yield
@@ -34,14 +36,32 @@ def untouched(
                 generator.set_state(state)
 
 
-def torchs_generators() -> contextlib.AbstractContextManager[None]:
-    """While a step may draw from torch's default generators, which are put back on all devices."""
+@contextlib.contextmanager
+def torchs_generators(seed: int | None = None) -> Iterator[States]:
+    """While a step may draw from torch's default generators, which begin with a `seed` if there is
+    one, and are put back, on all devices in use. Gives what those of the CPU and of CUDA were
+    before. (torch.manual_seed seeds also devices that nobody has used yet, when somebody does.)"""
     accelerator = torch.accelerator.current_accelerator()
     module = torch.get_device_module(accelerator) if accelerator else torch.cuda
     begun = getattr(module, "is_initialized", module.is_available)()
     devices = range(module.device_count()) if begun else ()
-    forked: contextlib.AbstractContextManager[None] = torch.random.fork_rng(devices=devices)
-    return forked
+    with torch.random.fork_rng(devices=devices):
+        states = torchs_states()
+        if seed is not None:
+            for generator, _ in states:
+                generator.manual_seed(seed)
+        yield states
+
+
+def torchs_states() -> States:
+    """torch's default generators, of the CPU and of CUDA if in use, with their states."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [(one, one.get_state()) for one in (torch.default_generator, *on_cuda)]
+
+
+def set_states(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 @contextlib.contextmanager

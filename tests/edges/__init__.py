@@ -24,6 +24,7 @@ TOPICS = (
     "reductions",
     "saved",
     "state",
+    "steering",
     "values",
     "words",
 )

@@ -1,6 +1,7 @@
 """What would be frozen where a step is traced: each is right, or refused, through both doors."""
 
 import collections
+import contextlib
 import copy
 import os
 import random
@@ -16,6 +17,7 @@ from torch import nn
 import pfeife
 
 SCALE = torch.tensor(1.0)
+HERE = f'File "{__file__}", line'
 
 
 def net():
@@ -53,12 +55,12 @@ def scaled(factor):
     return make
 
 
-@row(f'File "{__file__}", line')
+@row(HERE)
 def pythons_random():
     run(scaled(lambda model, x: random.random()))
 
 
-@row(f'File "{__file__}", line')
+@row(HERE)
 def numpys_random():
     run(scaled(lambda model, x: float(np.random.rand())))
 
@@ -67,6 +69,20 @@ def numpys_random():
 def a_generator_of_ones_own():
     mine = torch.Generator().manual_seed(0)
     run(scaled(lambda model, x: torch.rand((), generator=mine)))
+
+
+@row()
+def all_generators_are_left_as_they_were():
+    """Where a step is refused since it draws, its runs have moved nothing."""
+    for draw in (random.random, np.random.rand, lambda: float(torch.rand(()) + random.random())):
+        step, _ = scaled(lambda model, x, draw=draw: draw())()
+        compiled = pfeife.compile(step, microbatches=2, capture="trace")
+        states = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+        with contextlib.suppress(ValueError):
+            compiled(torch.ones(4, 4))
+        assert not compiled.backend.compiled
+        now = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+        assert now == states
 
 
 @row("the step seeds torch's default generator")
@@ -202,6 +218,52 @@ def a_branch_on_a_size_that_a_later_call_takes_both_ways():
 @row()
 def a_loop_over_what_data_choose():
     assert len(run(made(turns)).backend.compiled) == 1
+
+
+def each_that_is_hit(model, x):
+    """As a mixture of experts calls those that some rows have chosen."""
+    y, total = model(x), 0.0
+    for one in (x > 0).any(0).nonzero():
+        total = total + y[:, int(one[0])].mean()
+    return total
+
+
+def rows_that_hit(*counts):
+    """A microbatch of two rows for each count, in which so many columns are positive."""
+    signs = [torch.where(torch.arange(4) < count, 1.0, -1.0).expand(2, 4) for count in counts]
+    return torch.cat(signs)
+
+
+@row(HERE)
+def an_assertion_that_the_first_call_breaks():
+    """Torch asserts that there are 4, which another microbatch of the call has not."""
+    model = net()
+    step = pfeife.compile(lambda x: each_that_is_hit(model, x), microbatches=2, capture="trace")
+    step(rows_that_hit(4, 1))
+
+
+@row(HERE, ranks=(1,), whole=(1,))
+def an_assertion_that_a_later_call_breaks():
+    model = nn.Sequential(nn.BatchNorm1d(4), net())
+    step = pfeife.compile(lambda x: each_that_is_hit(model, x), microbatches=2, capture="trace")
+    step(rows_that_hit(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    try:
+        step(rows_that_hit(4, 1))
+    finally:
+        assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@row(whole=(1,))
+def an_assertion_that_a_later_call_breaks_in_each_microbatch():
+    """It is traced anew, as where an answer is another one."""
+    model = net()
+    step = pfeife.compile(lambda x: each_that_is_hit(model, x), microbatches=2, capture="trace")
+    for counts in ((4, 4), (1, 1), (4, 4)):
+        x = rows_that_hit(*counts)
+        expected = sum(each_that_is_hit(model, part) for part in x.chunk(2)) / 2
+        torch.testing.assert_close(step(x), expected)
+    assert len(step.backend.compiled) == 2
 
 
 @row(whole=(1,))
@@ -342,7 +404,7 @@ def the_time():
     run(scaled(lambda model, x: time.time() % 10))
 
 
-@row(f'File "{__file__}", line')
+@row(HERE)
 def a_file():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "factor"
