@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pfeife.frontend.frozen import put_back, watching
+from pfeife.frontend.frozen import watching
 from pfeife.frontend.untouched import torchs_generators
 
 log = logging.getLogger("pfeife")
@@ -34,7 +34,7 @@ def why_not_apart(optimizer: Optimizer) -> str:
     if type(optimizer).__module__.startswith("torch.optim."):
         return ""
     try:
-        with torchs_generators(), put_back():
+        with torchs_generators():
             return _tried(optimizer)
     except Exception as error:
         log.debug("%s cannot be tried: %s", type(optimizer).__name__, error)
