@@ -460,3 +460,26 @@ def a_copy_that_one_rank_alone_has_made():
         refused(lambda: torch.save(best.state_dict(), io.BytesIO()), words)
     turn(model, step, mine, twin, theirs, 2)
     same(model, twin)
+
+
+@row("2.0.weight was written to by hand 1 times on rank 0, and 0 times on rank 1", ranks=(2,))
+def what_one_rank_alone_changes_of_others():
+    """Nobody would see it: on the rank that has the values nothing has happened."""
+    model, step, *_ = trained()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model[2][0].weight.mul_(0.9)
+    step(rows(1)).backward()
+
+
+@row(ranks=(2,))
+def what_ranks_change_where_they_have_state():
+    """As by the state that an optimizer has here: that is right, and more than others have made."""
+    model, step, mine, twin, theirs = trained()
+    for seed in range(1, 3):
+        for optimizer in (mine, theirs):
+            with torch.no_grad():
+                for parameter, state in optimizer.state.items():
+                    parameter.add_(state["exp_avg"], alpha=-0.1)
+        turn(model, step, mine, twin, theirs, seed)
+    same(model, twin)

@@ -105,6 +105,7 @@ class Service:
                     if rank != self.world.rank:
                         self._ask(rank, self._question(passing=True))
         self._close(change)
+        self.writes.collect()
         self.script.move(change)
 
     def end_of(self, change: Change, tensors: Iterable[torch.Tensor] | None = None) -> None:

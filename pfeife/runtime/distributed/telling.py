@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 #     shared    RANKS DIGEST          what these ranks train has been written to, how often
 #     borrowed  DIGEST                what nobody trains has been written to, how often
 #     copied    DIGEST                which deep copies of modules were made
+#     wrote     NUMBER:COUNT ...      what the script has written to by hand, here or not, how often
 _KINDS = (
     *("stepped", "set", "steps", "loaded", "changed", "absent", "lost"),
-    *("behind", "shared", "borrowed", "copied"),
+    *("behind", "shared", "borrowed", "copied", "wrote"),
 )
 
 
@@ -38,6 +39,9 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
     them has been written to, what has become absent."""
     lines = [*ownership.gradients.news(), *ownership.optimizers.news(), *ownership.copies.news()]
     lines += ownership.deep_copies.news()
+    written = ownership.asking.writes.told(ownership.among(args))
+    wrote = [f"{number}:{count}" for number, count in written.items()]
+    lines += [f"wrote {' '.join(wrote)}"] if wrote else []
     if ownership.foreign.found:
         lines += [f"changed {number}" for number in ownership.foreign.changed(args)]
         lines += [f"lost {name}" for name in _lost(ownership, args)]
@@ -103,7 +107,7 @@ def agree_on(
     left = set(borrowed.names) if borrowed else set()
     for rank, names in told["absent"].items():
         told["lost"].setdefault(rank, []).extend(name for name in names if " ".join(name) in left)
-    wrong = _spoiled(told["lost"])
+    wrong = _spoiled(told["lost"]) or _one_sided(ownership, told.pop("wrote"))
     if wrong:
         raise Refusal(wrong)
     mine = ownership.among(args)
@@ -205,6 +209,29 @@ def _check_alike(
                 f"{name} has been written to since the last step, and ranks {others} have other "
                 f"values than rank {ranks[0]}: load a checkpoint on every rank, or on none"
             )
+
+
+def _one_sided(ownership: "Ownership", told: Mapping[int, Sequence[Sequence[str]]]) -> str:
+    """What is wrong with writes of ranks to what they do not have, which those who have it have not
+    made, "" if nothing. (That these make more is no harm: what they have counts.)"""
+    counts: dict[int, dict[int, int]] = {}
+    for rank, (pairs,) in told.items():
+        for pair in pairs:
+            number, count = map(int, pair.split(":"))
+            counts.setdefault(number, {})[rank] = count
+    for number, by_rank in counts.items():
+        owned = ownership.owned.get(number)
+        if owned is None:
+            continue
+        wanted = by_rank.get(owned.first, 0)
+        for rank, count in by_rank.items():
+            if count > wanted and not owned.holds(rank):
+                return (
+                    f"{owned.name} was written to by hand {count} times on rank {rank}, and "
+                    f"{wanted} times on rank {owned.first}, which trains it: write to parameters "
+                    "on every rank alike, and begin again from the last checkpoint"
+                )
+    return ""
 
 
 def _spoiled(told: Mapping[int, Sequence[Sequence[str]]]) -> str:

@@ -9,6 +9,7 @@ Autograd counts what is written to a tensor, also to one that is absent. What is
 `tensor.data` it does not; that is known of absent tensors alone.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,23 @@ class Writes:
     def __init__(self, known: Mapping[torch.Tensor, Any], foreign: Foreign):
         self.known, self.foreign = known, foreign
         self.before = WeakIdKeyDictionary()  # counts at the last change
+        self.earlier: Counter[int] = Counter()  # before that, since all ranks were together
+
+    def collect(self) -> None:
+        """Before a change: what was written until then."""
+        self.earlier.update(self._since())
+
+    def _since(self) -> dict[int, int]:
+        """How often tensors were written to since the last change, by their numbers, if at all."""
+        pairs = [(one, version_of(one) - before) for one, (before, _) in self.before.items()]
+        return {self.known[one].number: n for one, n in pairs if n and one in self.known}
+
+    def told(self, numbers: Iterable[int]) -> dict[int, int]:
+        """How often each of some tensors was written to since the ranks have last used it, if at
+        all; for those of earlier changes once."""
+        since = self._since()
+        counts = {n: self.earlier.pop(n, 0) + since.get(n, 0) for n in numbers}
+        return {number: count for number, count in counts.items() if count}
 
     def forget(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """After a change of some tensors, all unless given: counts from zero."""
