@@ -156,9 +156,10 @@ class World:
         self.check()
 
     def _look(self) -> Doing:
-        doing = self.look()
-        since = self.waiting
-        return doing if since is None else attrs.evolve(doing, waits_for=ALL, since=since)
+        doing, since = self.look(), self.waiting
+        if since is not None:
+            return attrs.evolve(doing, waits_for=ALL, since=since)
+        return self.script.doing() if doing.text == OUTSIDE else doing
 
     @contextlib.contextmanager
     def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
@@ -204,8 +205,12 @@ class World:
         return self.failure
 
     def _hear(self, failure: Failure) -> None:
-        """On a thread: another rank has failed, so what this one waits for must end."""
+        """On a thread: another rank has failed, so what this one waits for must end. A collective
+        of the script's own does not."""
         self.stop(failure)
+        outside = self.script.doing()
+        if not self.inside and outside.waits_for is not None:
+            log.error("rank %d waits in %s: %s", self.rank, outside.text, failure)
         left, before = GRACE, time.monotonic()
         while self.inside and left > 0:
             time.sleep(_TICK)
@@ -434,6 +439,7 @@ class World:
     def _end_threads(self) -> None:
         self.watch.end()
         self.monitor.end()
+        self.script.seen = None
 
 
 def _outside() -> Doing:
