@@ -64,10 +64,17 @@ class World:
     Building one is collective. When any rank fails, all leave what they wait for with the same
     `PipelineError` within some seconds; a rank that does not come out of its own computing is
     ended. `timeout` is how many seconds without progress count as a failure; `before` is the world
-    of the same process group that has failed. Raises PipelineError when a rank does not arrive.
+    of the same process group that has failed, `trained` what the ranks have trained in another
+    group. Raises PipelineError when a rank does not arrive.
     """
 
-    def __init__(self, device: torch.device, timeout: float, before: "World | None" = None):
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: float,
+        before: "World | None" = None,
+        trained: Ownership | None = None,
+    ):
         self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
@@ -77,7 +84,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
-        self.ownership: Ownership = before.ownership if before else Ownership()
+        self.ownership: Ownership = before.ownership if before else trained or Ownership()
         self.ownership.norms.world = self.ownership.copies.world = self
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
