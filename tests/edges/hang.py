@@ -97,6 +97,39 @@ def a_rank_that_is_busy_before_its_backward_is_waited_for():
 
 
 @row(ranks=(2,))
+def a_step_on_one_rank_against_a_collective_on_the_other():
+    """As `if rank == 0: evaluate()`, then a barrier: both are told, and go on. Others that are late
+    for a barrier, or for a step because of one, are waited for."""
+    model, step, compiled, x = small(timeout=SILENCE)
+    expected = alone(model, step, x)
+    compiled(x)
+    rank = dist.get_rank()
+    if rank == 0:
+        time.sleep(2 * SILENCE)
+    dist.barrier()
+    begin = time.monotonic()
+    with warnings() as said:
+        if rank == 0:
+            try:
+                compiled(x)
+                raise AssertionError("the step went on")
+            except pfeife.PipelineError as error:
+                said.append(str(error))
+            time.sleep(1)  # the other one hears of it while it waits
+        dist.barrier()
+    assert time.monotonic() - begin < 3 * SILENCE
+    words = "a collective of the script's own: torch.distributed.barrier: it waits there for all"
+    assert any(words in text for text in said), said
+    if rank == 1:
+        try:
+            compiled(x)
+            raise AssertionError("the failure was lost")
+        except pfeife.PipelineError as error:
+            assert words in str(error), error
+    assert torch.equal(compiled(x), expected)
+
+
+@row(ranks=(2,))
 def the_users_own_collectives_keep_their_timeout():
     _, _, compiled, x = small(timeout=30)
     compiled(x)

@@ -513,6 +513,17 @@ def after_a_failure():
 
 
 @row(ranks=(2,))
+def after_the_process_group_is_destroyed():
+    """The next step makes another one, and the ranks go on with what they have."""
+    pair = Pair()
+    pair.train()
+    dist.destroy_process_group()
+    pair.train()
+    pair.check()
+    pair.train()
+
+
+@row(ranks=(2,))
 def an_optimizer_that_is_loaded_on_one_rank():
     """After its first step, and before: refused on all."""
     pair = Pair()

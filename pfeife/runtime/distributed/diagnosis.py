@@ -9,6 +9,7 @@ from pfeife.runtime.distributed.heartbeat import (
     ALL,
     ANSWER,
     BUILDING,
+    COLLECTIVE,
     ENDED,
     INTERVAL,
     OUTSIDE,
@@ -88,7 +89,8 @@ class Wait:
         """Why there is no use in waiting on, None if there is.
 
         A rank that lives is waited for while it is outside of a step, and ten times the timeout
-        while it prepares one; in a step it must come on within the timeout.
+        while it prepares one; in a step, or in a collective of its script's own for which all the
+        others would have to leave theirs, it must come on within the timeout.
         """
         if self.now is None:
             host = None if kept_by_torchrun() else 0
@@ -140,6 +142,13 @@ class Wait:
     def _deadlock(self) -> Failure:
         """All ranks wait. Somebody waits for one that waits for all, or they do so in a circle."""
         now = self.now or {}
+        those = [rank for rank, beat in now.items() if beat.doing.startswith(COLLECTIVE)]
+        if those:
+            cause = (
+                "it waits there for all, and others for it: every rank comes to the same steps and "
+                "collectives, in one order"
+            )
+            return Failure(min(those), now[min(those)].doing, f"{cause}; {self}")
         waits = {rank: beat.waits_for for rank, beat in now.items()} | {self.rank: self.awaited}
         start = next((rank for rank, other in sorted(waits.items()) if other != ALL), None)
         chain = self._chain(self.rank if start is None else start)

@@ -24,17 +24,20 @@ MISSED = 3  # signs of life in a row that the store refuses before it counts as 
 ALL = -1  # who a rank waits for in an operation of all ranks
 OUTSIDE = "the program outside of a step"
 ENDED = "the end of its program"
+COLLECTIVE = "a collective of the script's own: "  # how it starts where a script waits in one
 BUILDING = "building: "  # how it starts where a rank prepares something
 T = TypeVar("T")
 
 
 @attrs.frozen
 class Doing:
-    """What a rank is at, and which rank it waits for, or `ALL`, since when (time.monotonic)."""
+    """What a rank is at, and which rank it waits for, or `ALL`, since when (time.monotonic), which
+    nobody knows of the `number`th collective of a script's own."""
 
     text: str
     waits_for: int | None = None
     since: float | None = None
+    number: int = 0
 
 
 @attrs.frozen

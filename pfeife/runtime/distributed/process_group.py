@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
 from pfeife.runtime.distributed.interface import choose_interface
+from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.starting import start_group
 from pfeife.runtime.distributed.world import GRACE, World
@@ -42,13 +43,24 @@ def join_world(device: torch.device, timeout: float | None = None) -> World | No
     if known is not None and not (known.failure and known.raised):
         known.timeout = limit
         return known
-    latest = World(device, limit, known)
+    trained = None if known else _trained_before()
+    latest = World(device, limit, known, trained)
     for world in _worlds:
         world.close()
     _worlds[:] = [latest]
     atexit.unregister(_leave)
     atexit.register(_leave)
-    return _worlds[0]
+    if trained is not None:
+        latest.check_agreement(str(len(trained.owned)), "what was trained in another process group")
+    return latest
+
+
+def _trained_before() -> Ownership | None:
+    """What ranks have trained in a process group that was destroyed. The same ranks go on with it;
+    to others it is state like any, which they have to have alike."""
+    before = _worlds[0] if _worlds else None
+    here = dist.get_rank(), dist.get_world_size()
+    return before.ownership if before and (before.rank, before.size) == here else None
 
 
 def world_so_far() -> World | None:

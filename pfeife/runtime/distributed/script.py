@@ -8,7 +8,12 @@ from typing import Literal, get_args
 
 import attrs
 
-from pfeife.runtime.distributed.collectives import ScriptCollective, collectives_begun
+from pfeife.runtime.distributed.collectives import (
+    ScriptCollective,
+    collective_of,
+    collectives_begun,
+)
+from pfeife.runtime.distributed.heartbeat import ALL, COLLECTIVE, OUTSIDE, Doing
 
 Change = Literal["calls of compiled steps", "backwards", "steps of optimizers", "loads of state"]
 CHANGES: tuple[Change, ...] = get_args(Change)
@@ -78,6 +83,8 @@ class Script:
         self.place, self.rest = Place(), Rest.NOWHERE
         self.operations = self.asked = 0
         self.lock = threading.Condition()
+        self.seen: ScriptCollective | None = None  # that it was in when somebody looked last
+        self.number = 0  # of that one
 
     def point(self, by_data: tuple[int, ...]) -> Point:
         """Where it is, having written `by_data`."""
@@ -123,6 +130,16 @@ class Script:
             self.rest = where
             self.operations += operation
             self.lock.notify_all()
+
+    def doing(self) -> Doing:
+        """What it does outside of steps, as far as others can tell."""
+        inside = collective_of(self.thread)
+        if inside is not None and not inside.continues(self.seen):
+            self.number += 1
+        self.seen = inside
+        if inside is None:
+            return Doing(OUTSIDE)
+        return Doing(f"{COLLECTIVE}{inside.name}", ALL, number=self.number)
 
     def waits_beyond(self, point: Point, inside: ScriptCollective | None) -> bool:
         """Whether this script, which rests, or is `inside` of a collective of its own, has done all

@@ -65,10 +65,17 @@ class World:
     Building one is collective. When any rank fails, all leave what they wait for with the same
     `PipelineError` within some seconds; a rank that does not come out of its own computing is
     ended. `timeout` is how many seconds without progress count as a failure; `before` is the world
-    of the same process group that has failed. Raises PipelineError when a rank does not arrive.
+    of the same process group that has failed, `trained` what the ranks have trained in another
+    group. Raises PipelineError when a rank does not arrive.
     """
 
-    def __init__(self, device: torch.device, timeout: float, before: "World | None" = None):
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: float,
+        before: "World | None" = None,
+        trained: Ownership | None = None,
+    ):
         self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
@@ -78,7 +85,7 @@ class World:
         self.beside: Any = before.beside if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
-        self.ownership: Ownership = before.ownership if before else Ownership()
+        self.ownership: Ownership = before.ownership if before else trained or Ownership()
         self.ownership.norms.world = self.ownership.copies.world = self
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
@@ -157,9 +164,10 @@ class World:
         self.check()
 
     def _look(self) -> Doing:
-        doing = self.look()
-        since = self.waiting
-        return doing if since is None else attrs.evolve(doing, waits_for=ALL, since=since)
+        doing, since = self.look(), self.waiting
+        if since is not None:
+            return attrs.evolve(doing, waits_for=ALL, since=since)
+        return self.script.doing() if doing.text == OUTSIDE else doing
 
     @contextlib.contextmanager
     def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
@@ -205,8 +213,12 @@ class World:
         return self.failure
 
     def _hear(self, failure: Failure) -> None:
-        """On a thread: another rank has failed, so what this one waits for must end."""
+        """On a thread: another rank has failed, so what this one waits for must end. A collective
+        of the script's own does not."""
         self.stop(failure)
+        outside = self.script.doing()
+        if not self.inside and outside.waits_for is not None:
+            log.error("rank %d waits in %s: %s", self.rank, outside.text, failure)
         left, before = GRACE, time.monotonic()
         while self.inside and left > 0:
             time.sleep(_TICK)
@@ -436,6 +448,7 @@ class World:
     def _end_threads(self) -> None:
         self.watch.end()
         self.monitor.end()
+        self.script.seen = None
 
 
 def _outside() -> Doing:

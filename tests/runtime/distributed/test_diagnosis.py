@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from pfeife.runtime.distributed.diagnosis import Wait
-from pfeife.runtime.distributed.heartbeat import ALL, OUTSIDE, Heartbeat
+from pfeife.runtime.distributed.heartbeat import ALL, COLLECTIVE, OUTSIDE, Heartbeat
 
 STEP, BUILD = "action 0F1", "building: a step"
 
@@ -38,6 +38,10 @@ def waiting(awaited, beats, before=None, size=3):
         (waiting(1, [(STEP, 9.0, 2), (STEP, 9.0, 1)]), 2),
         (waiting(ALL, [(STEP, 9.0, ALL), (STEP, 9.0, ALL)]), 0),
         (waiting(ALL, [(STEP, 9.0, 0), (STEP, 9.0, ALL)]), 0),
+        # A script's own collective that nobody comes to, as long as no other rank is busy.
+        (waiting(ALL, [(STEP, 9.0, ALL), (COLLECTIVE, 5.0, ALL)]), 2),
+        (waiting(2, [(STEP, 9.0, ALL), (COLLECTIVE, 3.0, ALL)]), None),
+        (waiting(ALL, [(OUTSIDE, 500.0), (COLLECTIVE, 500.0, ALL)]), None),
         (attrs.evolve(waiting(ALL, [(STEP, 9.0), (STEP, 9.0)]), now=None), 0),
     ],
 )
