@@ -129,13 +129,23 @@ class Answering:
             if found is not None:
                 return Answer("", tuple(map(shaped, found.tensors)), found.states), found
             if pending.is_late:
-                raise Refusal(
-                    "its script did not come to rest there (before a step, at a barrier, in its "
-                    f"own state_dict()) within {self.world.timeout / 2:g} s"
-                )
+                raise Refusal(self._never_rested(pending))
         except Refusal as error:
             return Answer(str(error)), Found()
         return None
+
+    def _never_rested(self, pending: "_Pending") -> str:
+        seconds = f"within {self.world.timeout / 2:g} s"
+        if pending.question.point.by_data:
+            return (
+                f"rank {pending.reader}, which asks, has written to it by its .data, which nobody "
+                "counts, and this rank did not come to where it has surely done so, too (a step or "
+                f"a collective of all ranks that rank {pending.reader} comes to later) {seconds}"
+            )
+        return (
+            "its script did not come to rest there (before a step, at a barrier, in its own "
+            f"state_dict()) {seconds}"
+        )
 
     def _is_passed(self, question: Question) -> bool:
         """Whether the script asks for nothing any more at the point of a question."""

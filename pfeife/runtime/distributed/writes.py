@@ -19,12 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.runtime.distributed.foreign import Foreign, version_of
 
-_MOMENT = (
-    "a state_dict() has asked for it: what that gave may be of another moment. Write to it before "
-    "or after the next step of the optimizer, or call pfeife.full_state_dict(model) on every rank"
+_MOMENT = "a state_dict() has asked for it: what that gave may be of another moment"
+_INSTEAD = "or call pfeife.full_state_dict(model) on every rank instead"
+BY_DATA = (
+    f"was written to by its .data after {_MOMENT}. Write to parameters under torch.no_grad(), "
+    f"which is counted, {_INSTEAD}"
 )
-BY_DATA = f"was written to by its .data after {_MOMENT}"
-STATE_BY_HAND = f"was written to by hand, outside of step() and load_state_dict(), after {_MOMENT}"
+STATE_BY_HAND = (
+    f"was written to outside of step() and load_state_dict() after {_MOMENT}. Write to it after "
+    f"the next step, {_INSTEAD}"
+)
 A_COPY = (
     "in what state_dict() has given was written to, which is a copy of what ranks train together: "
     "write to the parameters, or give load_state_dict() what was changed; to change a copy alone, "
