@@ -254,9 +254,7 @@ def of_a_rank_that_does_not_come_to_rest():
     """It computes, or is in a collective that writes to what it is asked for: words in time."""
     pair = Pair(timeout=4)
     pair.train()
-    words = (
-        "rank 1 trains a part of the state, and has none of this point of the script: its "
-    )
+    words = "rank 1 trains a part of the state, and has none of this point of the script: its "
     weight = pair.model[2][0].weight.data
     if dist.get_rank() == 0:
         weight = pair.twin[2][0].weight.data
@@ -473,10 +471,11 @@ def of_optimizers_of_single_parameters():
         optimizer.step()
         optimizer.zero_grad()
 
-    for parameter in pair.model.parameters():
-        own = torch.optim.SGD([parameter], 0.1)
+    mine = [torch.optim.SGD([p], 0.1, momentum=0.9) for p in pair.model.parameters()]
+    for own in mine:
+        (parameter,) = own.param_groups[0]["params"]
         parameter.register_post_accumulate_grad_hook(functools.partial(step, optimizer=own))
-    theirs = torch.optim.SGD(pair.twin.parameters(), 0.1)
+    theirs = [torch.optim.SGD([p], 0.1, momentum=0.9) for p in pair.twin.parameters()]
     for seed in range(3):
         x = rows(seed, 8)
         loss = pair.step(x)
@@ -484,10 +483,12 @@ def of_optimizers_of_single_parameters():
             refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
         loss.backward()
         accumulated(pair.loss_of(pair.twin), x)
-        theirs.step()
-        theirs.zero_grad()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
         if rank == 0 or seed == 2:
             alike(pair.model.state_dict(), pair.twin.state_dict())
+            alike([own.state_dict() for own in mine], [one.state_dict() for one in theirs])
 
 
 @row(ranks=(2,))

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.frontend.living import living
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.questions import Found, Named, Question, Value, copied, told
 from pfeife.runtime.failure import Refusal
@@ -61,17 +62,28 @@ class Optimizers:
         """When any optimizer is about to step."""
         if not self._ours(optimizer):
             return
-        listed = self._listed()
-        if not any(one is optimizer for one in listed):
-            self.known = [weakref.ref(one) for one in (*listed, optimizer)]
-            self.asking.keep(optimizer)
+        if not any(other is optimizer for other in self._listed()):
+            self._add(optimizer)
             self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
-            optimizer.register_state_dict_post_hook(self.saved)
-            optimizer.register_load_state_dict_pre_hook(self._before_load)
-            optimizer.register_load_state_dict_post_hook(self._after_load)
+            if _torch.is_in_backward():  # those of what other ranks train do not step here
+                self._add_living()
         if not _torch.is_in_backward():
             self.asking.service.begin("steps of optimizers")
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        self.known = [weakref.ref(other) for other in (*self._listed(), optimizer)]
+        self.asking.keep(optimizer)
+        optimizer.register_state_dict_post_hook(self.saved)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def _add_living(self) -> None:
+        """Those of this process that nobody has seen to step."""
+        listed = set(map(id, self._listed()))
+        for optimizer in living(torch.optim.Optimizer):
+            if id(optimizer) not in listed and self._ours(optimizer):
+                self._add(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """When it has stepped."""
