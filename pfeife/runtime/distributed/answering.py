@@ -19,6 +19,8 @@ from pfeife.runtime.failure import Refusal, failure_of
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
 
+# No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
+# for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
 _Answered = tuple[int, int, Answer, Found]  # to whom, under which tag, what, and what it is of
 _TICK = 0.02  # seconds after which who has a question looks whether the script rests by now
 
@@ -127,7 +129,7 @@ class Answering:
                 return (Answer(), Found()) if over else None
             found = self._read(pending)
             if found is not None:
-                return Answer("", tuple(map(shaped, found.tensors)), found.states), found
+                return Answer("", (*map(shaped, found.tensors),), found.states), found
             if pending.is_late:
                 raise Refusal(self._never_rested(pending))
         except Refusal as error:

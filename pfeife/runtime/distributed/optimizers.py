@@ -150,30 +150,30 @@ class Optimizers:
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[str, tuple[tuple[int, ...], ...]]:
         known = self.asking.known
-        groups = tuple(
-            tuple(known[one].number if one in known else -1 for one in group["params"])
+        groups = (
+            (*(known[one].number if one in known else -1 for one in group["params"]),)
             for group in optimizer.param_groups
         )
-        return type(optimizer).__name__, groups
+        return type(optimizer).__name__, (*groups,)
 
     def find(self, question: Question) -> Found:
         """What answers a question of another rank. Raises Refusal if there is no such thing."""
         tensors = {owned.number: (owned, one) for one, owned in self.asking.known.items()}
         wanted = [tensors[number] for number in question.tensors]
         if question.optimizer is None:
-            values = tuple(one for _, one in wanted)
-            return Found(values, tuple(owned.name for owned, _ in wanted))
+            names = (owned.name for owned, _ in wanted)
+            return Found((*(tensor for _, tensor in wanted),), (*names,))
         named = question.optimizer
         listed = (one for one in self._listed() if self._named(one) == named)
         optimizer = next(listed, None)
         if optimizer is None:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
-        parts, names, states = list[torch.Tensor](), list[str](), list[Value | None]()
+        parts, of, states = list[torch.Tensor](), list[str](), list[Value | None]()
         for owned, parameter in wanted:
             states.append(told(state[parameter], parts) if parameter in state else None)
-            names += [f"the state of {owned.name}"] * (len(parts) - len(names))
-        return Found(tuple(parts), tuple(names), tuple(states))
+            of += [f"the state of {owned.name}"] * (len(parts) - len(of))
+        return Found(tuple(parts), tuple(of), tuple(states))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -51,7 +51,8 @@ class Writes:
 
     def counted(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """How often each of some tensors was written to."""
-        return tuple(version_of(t) - self.before[t][0] if t in self.before else 0 for t in tensors)
+        marked = ((t, self.before.get(t)) for t in tensors)
+        return (*(version_of(t) - before[0] if before else 0 for t, before in marked),)
 
     def by_data(self) -> tuple[int, ...]:
         """How often any tensor of other ranks was written to by its `data`, each number once."""
