@@ -134,9 +134,8 @@ def _typed(data: Any, kind: Any, where: str) -> Any:
         if arguments[-1] is not Ellipsis and len(data) != len(arguments):
             raise ValueError(f"{where}: expected {len(arguments)} items, got {len(data)}")
         kinds = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else arguments
-        return tuple(
-            _typed(d, k, f"{where}[{i}]") for i, (d, k) in enumerate(zip(data, kinds, strict=True))
-        )
+        items = enumerate(zip(data, kinds, strict=True))
+        return (*(_typed(item, kind, f"{where}[{at}]") for at, (item, kind) in items),)
     if origin is dict:
         if not isinstance(data, dict):
             raise ValueError(f"{where}: expected an object, got {short(data)}")

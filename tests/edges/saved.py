@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
+from pfeife.runtime.distributed.posting import QUESTION
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import Failure
 
@@ -249,6 +250,26 @@ def in_the_wrong_moment():
 
 
 @row(ranks=(2,))
+def of_a_rank_that_does_not_come_to_rest():
+    """It computes, or is in a collective that writes to what it is asked for: words in time."""
+    pair = Pair(timeout=4)
+    pair.train()
+    words = "rank 1 trains a part of the state, and has none of this point of the script: its "
+    weight = pair.model[2][0].weight.data
+    if dist.get_rank() == 0:
+        weight = pair.twin[2][0].weight.data
+        refused(pair.model.state_dict, f"{words}script did not come to rest there (before a step")
+        dist.barrier()
+        refused(pair.model.state_dict, f"{words}script did not come to rest there (before a step")
+    else:
+        time.sleep(2.5)
+        dist.barrier()
+    dist.broadcast(weight, 0)
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
 def what_one_rank_has_done_alone():
     """The others are at the next call and never come to where it asks."""
     pair = Pair()
@@ -337,11 +358,20 @@ def what_one_rank_has_written_alone_after_that():
 
 @row(ranks=(2,))
 def what_is_written_by_data():
-    """The other rank has it later, and answers at the next call, where it has come to all of it."""
+    """The other rank has it later, be it one value, and answers at the next call, where it has come
+    to all of it."""
     pair, rank = trained_pair()
-    for change in (lambda p: p.data.mul_(0.5), lambda p: p.data[1:2].zero_()):
+
+    def all_by_data(model):
+        each(lambda p: p.data.mul_(0.5), model)
+
+    def one_by_data(model):
+        model[2][0].weight.data[0, 1] = 2.0
+
+    for change in (all_by_data, one_by_data):
         time.sleep(0.2 * rank)
-        each(change, pair.model, pair.twin)
+        change(pair.model)
+        change(pair.twin)
         if rank == 0:
             alike(pair.model.state_dict(), pair.twin.state_dict())
         pair.train()
@@ -359,7 +389,7 @@ def an_optimizers_state_that_is_written_to_after_that():
         dist.barrier()
         if rank == late:
             pair.mine.state[weight]["momentum_buffer"].zero_()
-        name = f"the state of {2 * late}.0.weight was written to by hand"
+        name = f"the state of {2 * late}.0.weight was written to outside of step()"
         words = name if rank == late else f"rank {late}: ValueError: {name}"
         refused(lambda: pair.step(rows(0, 8)), words)
 
@@ -441,10 +471,11 @@ def of_optimizers_of_single_parameters():
         optimizer.step()
         optimizer.zero_grad()
 
-    for parameter in pair.model.parameters():
-        own = torch.optim.SGD([parameter], 0.1)
+    mine = [torch.optim.SGD([p], 0.1, momentum=0.9) for p in pair.model.parameters()]
+    for own in mine:
+        (parameter,) = own.param_groups[0]["params"]
         parameter.register_post_accumulate_grad_hook(functools.partial(step, optimizer=own))
-    theirs = torch.optim.SGD(pair.twin.parameters(), 0.1)
+    theirs = [torch.optim.SGD([p], 0.1, momentum=0.9) for p in pair.twin.parameters()]
     for seed in range(3):
         x = rows(seed, 8)
         loss = pair.step(x)
@@ -452,10 +483,12 @@ def of_optimizers_of_single_parameters():
             refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of")
         loss.backward()
         accumulated(pair.loss_of(pair.twin), x)
-        theirs.step()
-        theirs.zero_grad()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
         if rank == 0 or seed == 2:
             alike(pair.model.state_dict(), pair.twin.state_dict())
+            alike([own.state_dict() for own in mine], [one.state_dict() for one in theirs])
 
 
 @row(ranks=(2,))
@@ -493,23 +526,37 @@ def many_times():
     assert all(now <= then + 5 for now, then in zip(after, before, strict=True)), (before, after)
 
 
-@row(ranks=(2,))
-def after_a_failure():
-    """Every rank is told of it; after the next step state comes over new connections."""
+def after(failure, words):
+    """Every rank is told of a failure; after the next step state comes over new connections."""
     pair = Pair()
     pair.train()
-    if dist.get_rank() == 1:
-        join_world(torch.device("cpu")).stop(Failure(1, "", "a test"))
+    failure(join_world(torch.device("cpu")))
     for ask in (pair.model.state_dict, lambda: pair.step(rows(0, 8))):
         try:
             ask()
         except pfeife.PipelineError as error:
-            assert "a test" in str(error), error
+            assert words in str(error), error
             break
     else:
         raise AssertionError("the failure was lost")
     pair.train()
     pair.check()
+
+
+@row(ranks=(2,))
+def after_a_failure():
+    after(lambda world: world.rank and world.stop(Failure(1, "", "a test")), "a test")
+
+
+@row(ranks=(2,))
+def after_a_question_that_is_none():
+    """Who cannot answer says so, instead of keeping quiet."""
+
+    def ask(world):
+        if world.rank == 0:
+            world.service.post.send(1, QUESTION, '{"tag": "one"}')
+
+    after(ask, "rank 1, an answer to state_dict(): ValueError: ")
 
 
 @row(ranks=(2,))

@@ -19,6 +19,8 @@ from pfeife.runtime.failure import Refusal, failure_of
 if TYPE_CHECKING:
     from pfeife.runtime.distributed.world import World
 
+# No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
+# for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
 _Answered = tuple[int, int, Answer, Found]  # to whom, under which tag, what, and what it is of
 _TICK = 0.02  # seconds after which who has a question looks whether the script rests by now
 
@@ -127,15 +129,25 @@ class Answering:
                 return (Answer(), Found()) if over else None
             found = self._read(pending)
             if found is not None:
-                return Answer("", tuple(map(shaped, found.tensors)), found.states), found
+                return Answer("", (*map(shaped, found.tensors),), found.states), found
             if pending.is_late:
-                raise Refusal(
-                    "its script did not come to rest there (before a step, at a barrier, in its "
-                    f"own state_dict()) within {self.world.timeout / 2:g} s"
-                )
+                raise Refusal(self._never_rested(pending))
         except Refusal as error:
             return Answer(str(error)), Found()
         return None
+
+    def _never_rested(self, pending: "_Pending") -> str:
+        seconds = f"within {self.world.timeout / 2:g} s"
+        if pending.question.point.by_data:
+            return (
+                f"rank {pending.reader}, which asks, has written to it by its .data, which nobody "
+                "counts, and this rank did not come to where it has surely done so, too (a step or "
+                f"a collective of all ranks that rank {pending.reader} comes to later) {seconds}"
+            )
+        return (
+            "its script did not come to rest there (before a step, at a barrier, in its own "
+            f"state_dict()) {seconds}"
+        )
 
     def _is_passed(self, question: Question) -> bool:
         """Whether the script asks for nothing any more at the point of a question."""

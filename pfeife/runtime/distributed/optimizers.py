@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
+from pfeife.frontend.living import living
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.questions import Found, Named, Question, Value, copied, told
 from pfeife.runtime.failure import Refusal
@@ -61,17 +62,28 @@ class Optimizers:
         """When any optimizer is about to step."""
         if not self._ours(optimizer):
             return
-        listed = self._listed()
-        if not any(one is optimizer for one in listed):
-            self.known = [weakref.ref(one) for one in (*listed, optimizer)]
-            self.asking.keep(optimizer)
+        if not any(other is optimizer for other in self._listed()):
+            self._add(optimizer)
             self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
-            optimizer.register_state_dict_post_hook(self.saved)
-            optimizer.register_load_state_dict_pre_hook(self._before_load)
-            optimizer.register_load_state_dict_post_hook(self._after_load)
+            if _torch.is_in_backward():  # those of what other ranks train do not step here
+                self._add_living()
         if not _torch.is_in_backward():
             self.asking.service.begin("steps of optimizers")
         self._let_go(optimizer)  # what was loaded, or made before anybody trained it
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        self.known = [weakref.ref(other) for other in (*self._listed(), optimizer)]
+        self.asking.keep(optimizer)
+        optimizer.register_state_dict_post_hook(self.saved)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def _add_living(self) -> None:
+        """Those of this process that nobody has seen to step."""
+        listed = set(map(id, self._listed()))
+        for optimizer in living(torch.optim.Optimizer):
+            if id(optimizer) not in listed and self._ours(optimizer):
+                self._add(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """When it has stepped."""
@@ -138,11 +150,11 @@ class Optimizers:
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[str, tuple[tuple[int, ...], ...]]:
         known = self.asking.known
-        groups = tuple(
-            tuple(known[one].number if one in known else -1 for one in group["params"])
+        groups = (
+            (*(known[one].number if one in known else -1 for one in group["params"]),)
             for group in optimizer.param_groups
         )
-        return type(optimizer).__name__, groups
+        return type(optimizer).__name__, (*groups,)
 
     def find(self, question: Question) -> Found | None:
         """What answers a question of another rank, None if that is of copies which this one has not
@@ -152,19 +164,19 @@ class Optimizers:
             return None
         wanted = [tensors[number] for number in question.tensors]
         if question.optimizer is None:
-            values = tuple(one for _, one in wanted)
-            return Found(values, tuple(owned.name for owned, _ in wanted))
+            names = (owned.name for owned, _ in wanted)
+            return Found((*(tensor for _, tensor in wanted),), (*names,))
         named = question.optimizer
         listed = (one for one in self._listed() if self._named(one) == named)
         optimizer = next(listed, None)
         if optimizer is None:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
-        parts, names, states = list[torch.Tensor](), list[str](), list[Value | None]()
+        parts, of, states = list[torch.Tensor](), list[str](), list[Value | None]()
         for owned, parameter in wanted:
             states.append(told(state[parameter], parts) if parameter in state else None)
-            names += [f"the state of {owned.name}"] * (len(parts) - len(names))
-        return Found(tuple(parts), tuple(names), tuple(states))
+            of += [f"the state of {owned.name}"] * (len(parts) - len(of))
+        return Found(tuple(parts), tuple(of), tuple(states))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

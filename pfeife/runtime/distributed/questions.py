@@ -110,7 +110,7 @@ class Found:
     def copied(self) -> "Found":
         """With copies on the CPU."""
         copies = (copied(tensor) for tensor in self.tensors)
-        return attrs.evolve(self, tensors=tuple(copies))
+        return attrs.evolve(self, tensors=(*copies,))
 
 
 def shaped(tensor: torch.Tensor) -> Shaped:
@@ -159,7 +159,7 @@ def _by_name(value: Mapping[Any, Any]) -> bool:
 
 
 def _all_told(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Value, ...]:
-    return tuple(told(value, tensors) for value in values)
+    return (*(told(value, tensors) for value in values),)
 
 
 def heard(value: Value, tensors: Sequence[torch.Tensor]) -> Any:

@@ -20,12 +20,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife.runtime.distributed.foreign import Foreign, version_of
 
-_MOMENT = (
-    "a state_dict() has asked for it: what that gave may be of another moment. Write to it before "
-    "or after the next step of the optimizer, or call pfeife.full_state_dict(model) on every rank"
+_MOMENT = "a state_dict() has asked for it: what that gave may be of another moment"
+_INSTEAD = "or call pfeife.full_state_dict(model) on every rank instead"
+BY_DATA = (
+    f"was written to by its .data after {_MOMENT}. Write to parameters under torch.no_grad(), "
+    f"which is counted, {_INSTEAD}"
 )
-BY_DATA = f"was written to by its .data after {_MOMENT}"
-STATE_BY_HAND = f"was written to by hand, outside of step() and load_state_dict(), after {_MOMENT}"
+STATE_BY_HAND = (
+    f"was written to outside of step() and load_state_dict() after {_MOMENT}. Write to it after "
+    f"the next step, {_INSTEAD}"
+)
 A_COPY = (
     "in what state_dict() has given was written to, which is a copy of what ranks train together: "
     "write to the parameters, or give load_state_dict() what was changed; to change a copy alone, "
@@ -65,7 +69,8 @@ class Writes:
 
     def counted(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """How often each of some tensors was written to."""
-        return tuple(version_of(t) - self.before[t][0] if t in self.before else 0 for t in tensors)
+        marked = ((t, self.before.get(t)) for t in tensors)
+        return (*(version_of(t) - before[0] if before else 0 for t, before in marked),)
 
     def by_data(self) -> tuple[int, ...]:
         """How often any tensor of other ranks was written to by its `data`, each number once."""
