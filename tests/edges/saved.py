@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
-from pfeife.runtime.distributed.posting import QUESTION
+from pfeife.runtime.distributed.posting import leave
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.failure import Failure
 
@@ -335,8 +335,9 @@ def averages_that_are_swapped_in_and_out():
         each(lambda p: p.mul_(0.5), pair.model)
         refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none")
         each(lambda p: p.mul_(2), pair.model)
-    pair.train()
-    pair.check()
+    refused(
+        pair.train, "2.0.weight was written to by hand 2 times on rank 0, and 0 times on rank 1"
+    )
 
 
 @row(ranks=(2,))
@@ -358,8 +359,8 @@ def what_one_rank_has_written_alone_after_that():
 
 @row(ranks=(2,))
 def what_is_written_by_data():
-    """The other rank has it later, be it one value, and answers at the next call, where it has come
-    to all of it."""
+    """The other rank has it later, and answers at the next call, where it has come to all of it.
+    What the script does to the parameters of one rank alone the other cannot know: refused."""
     pair, rank = trained_pair()
 
     def all_by_data(model):
@@ -372,9 +373,27 @@ def what_is_written_by_data():
         time.sleep(0.2 * rank)
         change(pair.model)
         change(pair.twin)
-        if rank == 0:
+        if rank == 0 and change is all_by_data:
             alike(pair.model.state_dict(), pair.twin.state_dict())
+        elif rank == 0:
+            refused(
+                pair.model.state_dict, "rank 1 trains a part of the state, and has none of this"
+            )
         pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
+def an_average_that_one_rank_alone_has_swapped_in():
+    """By `.data`, which nobody counts where the values are: the others have not done it."""
+    pair, rank = trained_pair()
+    if rank == 0:
+        for parameter in pair.model.parameters():
+            parameter.data.mul_(0.5)
+        refused(pair.model.state_dict, "rank 1 trains a part of the state, and has none of this")
+        for parameter in pair.model.parameters():
+            parameter.data.mul_(2)
+    pair.train()
     pair.check()
 
 
@@ -554,7 +573,7 @@ def after_a_question_that_is_none():
 
     def ask(world):
         if world.rank == 0:
-            world.service.post.send(1, QUESTION, '{"tag": "one"}')
+            world.monitor.ask(lambda: leave(world.monitor.store, 1, '{"tag": "one"}'))
 
     after(ask, "rank 1, an answer to state_dict(): ValueError: ")
 

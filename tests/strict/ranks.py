@@ -23,6 +23,7 @@ from pfeife.runtime.distributed.launching import MOST_QUEUES
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero
 from pfeife.runtime.distributed.reducing import Reducer
+from pfeife.runtime.distributed.script import Script
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced
@@ -55,7 +56,7 @@ class StrictWorld(World):
         self.failure, self.raised, self.waiting, self.waited = None, False, None, 0.0
         self.inside, self.asking, self.generation = 0, False, 0
         self.nccl, self.gloo, self.store = True, "gloo", dist.HashStore()
-        self.look = lambda: Doing("the beginning")
+        self.look, self.script = lambda: Doing("the beginning"), Script()
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
         self.reducer, self.ends = Reducer(CUDA), Ends(self)

@@ -10,9 +10,9 @@ import attrs
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.collectives import ScriptCollective, collective_of
-from pfeife.runtime.distributed.posting import NEVER, QUESTION, Post
+from pfeife.runtime.distributed.posting import NEVER, Inbox, Post
 from pfeife.runtime.distributed.questions import Answer, Found, Question, shaped
-from pfeife.runtime.distributed.script import Point, Rest
+from pfeife.runtime.distributed.script import Rest
 from pfeife.runtime.distributed.writes import STATE_BY_HAND, LateWrites, Writes
 from pfeife.runtime.failure import Refusal, failure_of
 
@@ -85,12 +85,12 @@ class Answering:
                 self.world.stop(failure_of(error, self.world.rank, "an answer to state_dict()"))
 
     def _receive(self) -> None:
-        while not self.over:
-            reader, text = self.post.text(QUESTION)
+        inbox = Inbox(self.world.letters, lambda: self.over)
+        while (text := inbox.next(self.world.rank)) is not None:
             question = plain.from_json(Question, text)
             with self.script.lock:
                 until = time.monotonic() + self.world.timeout / 2
-                self.pending.append(_Pending(reader, question, until))
+                self.pending.append(_Pending(question.reader, question, until))
                 self.script.lock.notify_all()
 
     def _serve(self) -> None:
@@ -179,7 +179,7 @@ class Answering:
             raise Refusal("it has made no such copy of a model")
         if found is None or not self._has_written_alike(pending, found, beyond):
             return None
-        if point.by_data and not (beyond or self._asks_beside(point)):
+        if not self._has_assigned_alike(pending, beyond):
             return None
         if script.rest is Rest.NOWHERE and (inside is None or inside.writes_to(found.tensors)):
             return None
@@ -198,11 +198,19 @@ class Answering:
         alike = self._has_written_alike(pending, found, beyond)
         return inside.continues(collective_of(self.script.thread)) and alike
 
-    def _asks_beside(self, point: Point) -> bool:
-        """Whether this rank asks at the same point, as far as can be told."""
-        script = self.script
-        asks = script.rest is Rest.ASKING and script.asked == point.asked
-        return asks and self.writes.by_data() == point.by_data
+    def _has_assigned_alike(self, pending: "_Pending", beyond: bool) -> bool:
+        """Whether the script has written by `.data` as that of the rank which asks, and has come at
+        least as far; False if it may yet. Raises Refusal if it will not. What ranks write to their
+        own tensors so nobody sees: each tells what it has done to those of the others."""
+        point, here = pending.question.point, self.writes.by_data()
+        if here != point.by_data and beyond:
+            raise Refusal(
+                f"the script has written to parameters by their .data on rank {pending.reader}, "
+                "which asks, and not so here, or the other way round: nobody counts that where the "
+                "values are; write to the parameters themselves under torch.no_grad()"
+            )
+        asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
+        return here == point.by_data and (not here or beyond or asks)
 
     def _has_written_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
         """Whether the script has written to tensors as often as that of the rank which asks; False
@@ -223,6 +231,6 @@ class Answering:
         """Notes it when the next rank is gone, which NCCL does not notice."""
         other = (self.world.rank + 1) % self.world.size
         try:
-            self.post.text(NEVER, other)
+            self.post.text(other, NEVER)
         except RuntimeError as error:
             self.world.torn[other] = error

@@ -1,22 +1,54 @@
 """Texts and tensors between two ranks, one after another."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+from torch import distributed as dist
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.questions import Shaped, as_bytes
 
-QUESTION = 1  # the tag of questions; answers have those that the questions say
-NEVER = 2  # that of a text that nobody sends
+NEVER = 1  # the tag of a text that nobody sends; answers have those that the questions say
+_SLICE = timedelta(seconds=0.5)
+
+
+class Inbox:
+    """Texts that any rank leaves in a store, which nobody else uses from this thread. (Gloo has a
+    receive from any rank, but no way to end it when nobody sends any more.)"""
+
+    def __init__(self, store: dist.Store, over: Callable[[], bool]):
+        self.store, self.over, self.count = store, over, 0
+
+    def next(self, rank: int) -> str | None:
+        """The next text for a rank, None when it is over. Raises RuntimeError if the store is
+        gone."""
+        key = f"text {rank} {self.count + 1}"
+        while not self.over():
+            try:
+                self.store.wait([key], _SLICE)
+            except dist.DistStoreError:  # nothing yet
+                continue
+            self.count += 1
+            text = self.store.get(key).decode()
+            self.store.delete_key(key)
+            return text
+        return None
+
+
+def leave(store: dist.Store, rank: int, text: str) -> int:
+    """Leaves a text for a rank in a store; gives how many there have been."""
+    count = int(store.add(f"texts {rank}", 1))
+    store.set(f"text {rank} {count}", text)
+    return count
 
 
 class Post:
-    """Messages over a connection of all ranks, on the CPU: first who sends a text and its length,
-    then the text, then the bytes of each tensor that it tells of. Everything raises RuntimeError
-    when the other rank is gone or the connection was cut."""
+    """Messages over a connection of all ranks, on the CPU: first the length of a text, then the
+    text, then the bytes of each tensor that it tells of. Everything raises RuntimeError when the
+    other rank is gone or the connection was cut."""
 
     def __init__(self, connection: Connection):
         self.connection = connection
@@ -24,24 +56,21 @@ class Post:
     def send(self, rank: int, tag: int, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Returns when all has been taken."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        head = torch.tensor([self.connection.place, len(data)])
+        head = torch.tensor([len(data)])
         dense = (as_bytes(one.detach().cpu().contiguous()) for one in tensors if one.numel())
         for piece in itertools.chain((head, data), dense):
             self._group().send([piece], rank, tag).wait(FOREVER)
 
-    def text(self, tag: int, rank: int | None = None) -> tuple[int, str]:
-        """The next text of a rank, or of whichever sends one, and that rank."""
-        head, group = torch.zeros(2, dtype=torch.int64), self._group()
-        if rank is None:
-            group.recv_anysource([head], tag).wait(FOREVER)
-        else:
-            group.recv([head], rank, tag).wait(FOREVER)
-        sender, length = map(int, head)
+    def text(self, rank: int, tag: int) -> str:
+        """The next text of a rank."""
+        head = torch.zeros(1, dtype=torch.int64)
+        self._group().recv([head], rank, tag).wait(FOREVER)
+        length = int(head)
         if not 0 < length <= plain.LARGEST_FILE:
-            raise ValueError(f"rank {sender} sends a text of {length} bytes")
+            raise ValueError(f"rank {rank} sends a text of {length} bytes")
         data = torch.empty(length, dtype=torch.uint8)
-        self._group().recv([data], sender, tag).wait(FOREVER)
-        return sender, bytes(data.numpy()).decode()
+        self._group().recv([data], rank, tag).wait(FOREVER)
+        return bytes(data.numpy()).decode()
 
     def tensor(self, rank: int, tag: int, told: Shaped) -> torch.Tensor:
         """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""

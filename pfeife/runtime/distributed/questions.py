@@ -28,10 +28,11 @@ class Named:
 class Question:
     """What a rank asks for at a point of its script: the values of tensors, by their numbers, or an
     `optimizer`'s state for these; or, `passing`, only to be told when the other one has asked as
-    often as this one, or has gone on. `tag` is that of the answer's messages. Since their last
-    change the script has written to the tensors by hand as often as `written` says.
+    often as this one, or has gone on. `tag` is that of the answer's messages, to `reader`. Since
+    their last change the script has written to the tensors by hand as often as `written` says.
     """
 
+    reader: int
     tag: int
     point: Point
     tensors: tuple[int, ...] = ()

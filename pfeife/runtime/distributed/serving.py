@@ -20,7 +20,7 @@ from pfeife.data import plain
 from pfeife.runtime.distributed.answering import Answering
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.posting import NEVER, QUESTION, Post
+from pfeife.runtime.distributed.posting import NEVER, Post, leave
 from pfeife.runtime.distributed.questions import Answer, Found, Named, Question, heard
 from pfeife.runtime.distributed.script import Change, Rest
 from pfeife.runtime.distributed.writes import BY_DATA, LateWrites, Writes
@@ -148,7 +148,7 @@ class Service:
 
     def _question(self, by_data: tuple[int, ...] = (), **parts: Any) -> Question:
         tag = NEVER + 1 + next(self.tags) % _TAGS
-        return Question(tag, self.script.point(by_data), **parts)
+        return Question(self.world.rank, tag, self.script.point(by_data), **parts)
 
     def _ask(self, rank: int, question: Question) -> tuple[Answer, list[torch.Tensor]]:
         if self.uneven:
@@ -156,8 +156,8 @@ class Service:
         waits, tensors = _Waits(rank), list[torch.Tensor]()
         with self.asking, self.world.busy(waits):
             try:
-                self.post.send(rank, QUESTION, plain.to_json(question))
-                answer = plain.from_json(Answer, self.post.text(question.tag, rank)[1])
+                self._leave(rank, question)
+                answer = plain.from_json(Answer, self.post.text(rank, question.tag))
                 for told in answer.tensors:
                     waits.again()
                     tensors.append(self.post.tensor(rank, question.tag, told))
@@ -166,6 +166,12 @@ class Service:
         if answer.refused:
             raise Refusal(_refused(rank, answer.refused))
         return answer, tensors
+
+    def _leave(self, rank: int, question: Question) -> None:
+        """Raises RuntimeError if the store is gone."""
+        monitor, text = self.world.monitor, plain.to_json(question)
+        if monitor.ask(lambda: leave(monitor.store, rank, text)) is None:
+            raise RuntimeError("the store of the process group does not answer")
 
 
 class _Waits:

@@ -79,14 +79,16 @@ class World:
         self.device, self.timeout = device, timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.default = dist.group.WORLD
-        # Both connections stay: a new one may take seconds, since torch.distributed asks for the
-        # name of the other end. Two, since each answers one question at a time.
+        # The connections stay: a new one may take seconds, since torch.distributed asks for the
+        # name of the other end. Three, since each answers one question at a time.
         self.store: Any = before.store if before else self._store()
         self.beside: Any = before.beside if before else self.store.clone()
+        self.inbox: Any = before.inbox if before else self.store.clone()
         first = before.generation + 1 if before else 0
         self.generation: int = rendezvous(self.store, self.rank, self.size, timeout, first)
         self.ownership: Ownership = before.ownership if before else trained or Ownership()
         self.ownership.norms.world = self.ownership.copies.world = self
+        self.letters = dist.PrefixStore(f"world {self.generation}", self.inbox)
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
