@@ -66,13 +66,6 @@ def said_to_compile() -> Iterator[None]:
         compiler._is_compiling_flag = before
 
 
-def is_exporting() -> bool:
-    """Whether torch.export is at work: `torch.compiler.is_exporting()`, which Dynamo takes for true
-    in everything that it compiles up to torch 2.11. If the flag moves: that function."""
-    found: bool = torch.compiler._is_exporting_flag
-    return found
-
-
 def eager_stance() -> contextlib.AbstractContextManager[None]:
     """While functions that are compiled run as they are. The setter is public; that it is a
     context as well is not in its type."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,11 +48,6 @@ class Asking:
                 names = [self.known[tensor].name for tensor in wanted.values()]
                 values |= self.service.tensors(rank, wanted, names)
         return values
-
-    def values(self, missing: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of absent tensors, in their order. Raises as `Service.tensors`."""
-        values = self.tensors(missing)
-        return [values[self.number(tensor)] for tensor in missing]
 
     def states(
         self,

@@ -14,12 +14,6 @@ from pfeife.runtime.failure import Refusal
 log = logging.getLogger("pfeife")
 
 
-def some_values(gradient: torch.Tensor) -> torch.Tensor:
-    """Some values of a gradient, spread over it."""
-    flat = gradient.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // 32)].clone()
-
-
 class Gradients:
     """What this rank's optimizers do, each of which sees one rank's part alone. `owned` are the
     tensors that some rank trains, `absent` those that this one does not."""
