@@ -13,6 +13,7 @@ from happens import Event, Recorder
 
 from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.reducing import Reducer
+from pfeife.runtime.distributed.script import Script
 from pfeife.runtime.distributed.world import World
 
 
@@ -86,6 +87,7 @@ class AloneWorld(World):
         self.device, self.rank, self.size = torch.device("cuda", 0), rank, size
         self.failure, self.raised, self.nccl, self.waited = None, False, True, 0.0
         self.connections: dict[Any, Any] = {}
+        self.script = Script()
         self.reducer, self.ends = Reducer(self.device), Ends(self)
 
     def connection_of(self, ranks: Sequence[int], purpose: str = "", device: Any = None) -> Any:

@@ -23,6 +23,7 @@ from pfeife.runtime.distributed.launching import MOST_QUEUES
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero
 from pfeife.runtime.distributed.reducing import Reducer
+from pfeife.runtime.distributed.script import Script
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced
@@ -58,6 +59,7 @@ class StrictWorld(World):
         self.look = lambda: Doing("the beginning")
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
+        self.script = Script()
         self.reducer, self.ends = Reducer(CUDA), Ends(self)
         self.connection = self.connection_of(range(size))
 

@@ -158,8 +158,8 @@ class Optimizers:
 
     def find(self, question: Question) -> Found:
         """What answers a question of another rank. Raises Refusal if there is no such thing."""
-        tensors = {owned.number: (owned, one) for one, owned in self.asking.known.items()}
-        wanted = [tensors[number] for number in question.tensors]
+        tensors = [self.asking.numbered[number] for number in question.tensors]
+        wanted = [(self.asking.known[tensor], tensor) for tensor in tensors]
         if question.optimizer is None:
             names = (owned.name for owned, _ in wanted)
             return Found((*(tensor for _, tensor in wanted),), (*names,))

@@ -185,6 +185,7 @@ class Ownership:
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
         self.asking.keep(tensor)
+        self.asking.numbered[owned.number] = tensor
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
