@@ -14,7 +14,6 @@ What may be asked of one, and who answers:
     all else reads values                           ValueError
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife._torch import OpOverload, is_absent, record_of
+from pfeife.frontend.living import living
 
 aten = torch.ops.aten
 Rule = Callable[["Absence", OpOverload, tuple, dict[str, Any]], Any]
@@ -121,8 +121,7 @@ def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if _torch.views_of_memory(tensor) == 1:
         return [tensor]
     place = _torch.storage_of(tensor)
-    every = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
-    users = {id(one): one for one in every if _torch.storage_of(one) == place}
+    users = {id(one): one for one in living(torch.Tensor) if _torch.storage_of(one) == place}
     return list({**users, id(tensor): tensor}.values())
 
 

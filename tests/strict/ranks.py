@@ -59,6 +59,7 @@ class StrictWorld(World):
         self.look, self.script = lambda: Doing("the beginning"), Script()
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
+        self.script = Script()
         self.reducer, self.ends = Reducer(CUDA), Ends(self)
         self.connection = self.connection_of(range(size))
 

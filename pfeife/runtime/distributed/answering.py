@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+import torch
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.collectives import ScriptCollective, collective_of
@@ -54,6 +55,7 @@ class Answering:
         self.find, self.writes, self.late = find, writes, late
         self.pending: list[_Pending] = []
         self.over = False
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         threads = {"receives questions": self._receive, "answers": self._serve}
         if world.nccl:
             threads["watches the next rank"] = self._watch
@@ -86,12 +88,21 @@ class Answering:
 
     def _receive(self) -> None:
         inbox = Inbox(self.world.letters, lambda: self.over)
-        while (text := inbox.next(self.world.rank)) is not None:
+        while (text := self._next(inbox)) is not None:
             question = plain.from_json(Question, text)
             with self.script.lock:
                 until = time.monotonic() + self.world.timeout / 2
                 self.pending.append(_Pending(question.reader, question, until))
                 self.script.lock.notify_all()
+
+    def _next(self, inbox: Inbox) -> str | None:
+        """The next question, None when the service is over, or all ranks have failed."""
+        try:
+            return inbox.next(self.world.rank)
+        except RuntimeError as error:
+            if not self.over and self.world.failure is None:
+                self.world.lost(None, error)
+            return None
 
     def _serve(self) -> None:
         while not self.over:
@@ -174,6 +185,8 @@ class Answering:
                     f"asks, {point.place}"
                 )
             return None
+        if script.rest is Rest.NOWHERE and inside is None:
+            return None
         found = self.find(question)
         if found is None and beyond:
             raise Refusal("it has made no such copy of a model")
@@ -181,14 +194,32 @@ class Answering:
             return None
         if not self._has_assigned_alike(pending, beyond):
             return None
-        if script.rest is Rest.NOWHERE and (inside is None or inside.writes_to(found.tensors)):
+        if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, found):
             return None
-        copied = found.copied()
+        copied = self._copied(found)
         if script.rest is Rest.NOWHERE and not self._still(inside, pending, found, beyond):
             return None
         if question.optimizer is not None:
             self.late.watch(STATE_BY_HAND, zip(found.names, found.tensors, strict=True))
         return copied
+
+    def _is_readable(
+        self, inside: ScriptCollective | None, question: Question, found: Found
+    ) -> bool:
+        """Whether a collective of the script's own leaves tensors alone. What was written to by
+        hand may still be queued on a GPU, and nothing tells when that is over."""
+        assert inside is not None
+        by_hand = any(question.written) or question.point.by_data
+        return not (inside.writes_to(found.tensors) or (self.stream and by_hand))
+
+    def _copied(self, found: Found) -> Found:
+        """On a GPU on a stream of its own, after what the script had queued when it came to rest:
+        in the script's stream a collective may be waiting for the rank that asks."""
+        if self.stream is None:
+            return found.copied()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.script.queued)
+            return found.copied()
 
     def _still(
         self, inside: ScriptCollective | None, pending: "_Pending", found: Found, beyond: bool

@@ -22,7 +22,8 @@ class Asking:
     there is one.
 
     `known` are the owners of all tensors, `foreign` those that are absent; `service` is that of
-    the world, a new one after every failure; `writes` counts what the script writes by hand.
+    the world, a new one after every failure; `writes` counts what the script writes by hand,
+    `numbered` are the tensors by their numbers.
     """
 
     service: "Service"
@@ -30,6 +31,9 @@ class Asking:
     def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
         self.known, self.foreign = known, foreign
         self.writes = Writes(known, foreign)
+        self.numbered: weakref.WeakValueDictionary[int, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
         self.kept: list[Any] = []
 
     def number(self, tensor: torch.Tensor) -> int:

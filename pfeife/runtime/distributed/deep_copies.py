@@ -24,10 +24,15 @@ _MOMENTS, _COPIES = 2**12, 2**8  # places between two calls, and copies of a ten
 
 class DeepCopies:
     """Those that were made since all ranks have last come together. `known` has the owners of all
-    tensors, `foreign` those that are absent here."""
+    tensors, `numbered` these tensors by their numbers, `foreign` those that are absent here."""
 
-    def __init__(self, known: MutableMapping[torch.Tensor, Owned], foreign: Foreign):
-        self.known, self.foreign = known, foreign
+    def __init__(
+        self,
+        known: MutableMapping[torch.Tensor, Owned],
+        numbered: MutableMapping[int, torch.Tensor],
+        foreign: Foreign,
+    ):
+        self.known, self.numbered, self.foreign = known, numbered, foreign
         self.new: dict[int, torch.Tensor] = {}
 
     def note(self, memo: Mapping[int, Any], moment: int) -> None:
@@ -49,7 +54,7 @@ class DeepCopies:
 
     def give(self, copied: torch.Tensor, owned: Owned) -> None:
         """Gives a copy its owners."""
-        self.known[copied] = owned
+        self.known[copied], self.numbered[owned.number] = owned, copied
         if is_absent(copied):
             self.foreign.add(copied, owned)
 
@@ -65,6 +70,7 @@ class DeepCopies:
         alike = len(told) == ranks and len(set(told)) == 1
         for number, (before, copied) in enumerate(sorted(new.items()), first):
             owned = self.known.pop(copied)
+            self.numbered.pop(before, None)
             self.foreign.found.pop(copied, None)
             if alike and owned.number == before:
                 numbered[number] = attrs.evolve(owned, number=number)

@@ -159,10 +159,11 @@ class Optimizers:
     def find(self, question: Question) -> Found | None:
         """What answers a question of another rank, None if that is of copies which this one has not
         made. Raises Refusal if there is no such thing."""
-        tensors = {owned.number: (owned, one) for one, owned in self.asking.known.items()}
-        if not all(number in tensors for number in question.tensors):
+        numbered = self.asking.numbered
+        if not all(number in numbered for number in question.tensors):
             return None
-        wanted = [tensors[number] for number in question.tensors]
+        tensors = [numbered[number] for number in question.tensors]
+        wanted = [(self.asking.known[tensor], tensor) for tensor in tensors]
         if question.optimizer is None:
             names = (owned.name for owned, _ in wanted)
             return Found((*(tensor for _, tensor in wanted),), (*names,))

@@ -65,7 +65,7 @@ class Ownership:
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
         self.asking = Asking(self.known, self.foreign)
-        self.deep_copies = DeepCopies(self.known, self.foreign)
+        self.deep_copies = DeepCopies(self.known, self.asking.numbered, self.foreign)
         self.saving = Saving(self.asking, self.deep_copies)
         self.optimizers = Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
@@ -187,6 +187,7 @@ class Ownership:
     def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
         self.known[tensor] = owned
         self.asking.keep(tensor)
+        self.asking.numbered[owned.number] = tensor
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:

@@ -3,8 +3,8 @@
 import contextlib
 import enum
 import threading
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import attrs
 
@@ -76,9 +76,11 @@ class Rest(enum.Enum):
 
 class Script:
     """This rank's script, which runs on one thread. Whoever reads its state holds the `lock`
-    meanwhile: changes, and what ends a rest, wait for it."""
+    meanwhile: changes, and what ends a rest, wait for it. `queue` gives what a GPU has been told to
+    do by now; `queued` is that of the last change or rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: Callable[[], Any] = lambda: None) -> None:
+        self.queue, self.queued = queue, queue()
         self.thread = threading.get_ident()
         self.place, self.rest = Place(), Rest.NOWHERE
         self.operations = self.asked = 0
@@ -94,6 +96,7 @@ class Script:
         """When a change begins or ends, on the thread that does it."""
         with self.lock:
             self.place, self.asked = self.place.after(change), 0
+            self.queued = self.queue()
             self.lock.notify_all()
 
     @contextlib.contextmanager
@@ -127,7 +130,7 @@ class Script:
 
     def _rest(self, where: Rest, operation: bool = False) -> None:
         with self.lock:
-            self.rest = where
+            self.rest, self.queued = where, self.queue()
             self.operations += operation
             self.lock.notify_all()
 

@@ -24,6 +24,7 @@ from pfeife.runtime.distributed.connection import (
     FOREVER,
     Connection,
     goes_by_nccl,
+    queued_by_now,
     wait_for_queued,
 )
 from pfeife.runtime.distributed.ending import end_process
@@ -92,12 +93,12 @@ class World:
         self.failure: Failure | None = None
         self.raised = False  # whether the failure has become an exception here
         self.warned = False  # that ranks are seeded differently
-        self.script = Script()
         self.inside, self.asking = 0, False
         self.waiting: float | None = None  # since when for all ranks
         self.waited = 0.0  # seconds so far, for messages and for all ranks
         self.look: Callable[[], Doing] = _outside
         self.nccl = goes_by_nccl(device)
+        self.script = Script(lambda: queued_by_now(device) if device.type == "cuda" else None)
         self.gloo: Any = _torch.gloo_device()
         self.connections: dict[tuple[tuple[int, ...], str], Connection] = {}
         self.ending: list[threading.Thread] = []  # in which NCCL ends connections
