@@ -297,6 +297,10 @@ def the_average_of_a_model():
     with torch.no_grad():
         parts = [averages[1](part).square().mean() for part in rows(7).chunk(2)]
         assert torch.equal(validate(rows(7)), (parts[0] + parts[1]) / 2)
+    if dist.get_rank() == 0:
+        for name, value in averages[0].state_dict().items():
+            assert torch.equal(value, averages[1].state_dict()[name]), name
+    dist.barrier()
     same(averages[0], averages[1])
 
 
