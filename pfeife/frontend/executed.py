@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import dis
 import functools
+import gc
 import io
 import os
 import sys
@@ -155,7 +156,10 @@ def pausing() -> Iterator[None]:
 def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
     """Hears of every call."""
     codes, callees = executed.codes, executed.callees
-    inner = dict[int, CodeType]()  # code of torch's that no step calls by itself
+    # Code that no step calls by itself: of torch's, and what the garbage collector calls (such as
+    # hypothesis's clock).
+    collecting = (getattr(callback, "__code__", None) for callback in gc.callbacks)
+    inner = {id(code): code for code in collecting if code is not None}
 
     def hear(frame: FrameType, event: str, called: Any) -> None:
         if event == "call":

@@ -10,6 +10,7 @@ import cProfile
 import dataclasses
 import enum
 import functools
+import gc
 import itertools
 import logging
 import operator
@@ -365,3 +366,25 @@ def a_profiler_goes_on():
     assert sys.getprofile() is None
     known = {at[2] for at in pstats.Stats(profiler).stats}
     assert {"compile", "broken"} <= known
+
+
+@row()
+def the_garbage_collector_asks_for_the_time():
+    """What it calls in the middle of a step is not the step's: hypothesis has such a clock."""
+    seen = []
+
+    def clock(phase, info):
+        seen.append(time.perf_counter())
+
+    def step(x):
+        gc.collect()
+        return net(x).square().mean()
+
+    net, x = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    gc.callbacks.append(clock)
+    try:
+        run = pfeife.compile(step, microbatches=2, stages=1, capture="trace", progress=False)
+        loss = run(x)
+    finally:
+        gc.callbacks.remove(clock)
+    assert seen and torch.equal(loss, step(x))
