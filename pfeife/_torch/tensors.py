@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# For what looks at memory without keeping it; there is no public name for that.
 # While no mode sees what is computed. If it moves: `torch._C._DisableTorchDispatch`.
 from torch.utils._mode_utils import no_dispatch
 

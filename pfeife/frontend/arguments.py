@@ -134,21 +134,28 @@ def describe(
 
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     """What tells Dynamo's graph from others of the same step: its operations, what it is called
-    with, and the modes of torch that its program depends on."""
-    graphs = [str(one.graph) for one in module.modules() if isinstance(one, fx.GraphModule)]
-    constants = {
-        node.target: id(getattr(module, str(node.target), None))
-        for node in module.graph.nodes
-        if node.op == "get_attr"
-    }
-    named = {name: at for name, at in constants.items() if not isinstance(at, fx.GraphModule)}
+    with, and what of torch its program depends on (where that can be told)."""
+    graphs = [one for one in module.modules() if isinstance(one, fx.GraphModule)]
+    constants = [
+        (name, id(value))
+        for graph in graphs
+        for name, value in (*vars(graph).items(), *graph.named_buffers(recurse=False))
+        if isinstance(value, torch.Tensor)
+    ]
     arguments = [
         (a.name, a.role, a.names, a.batch_dim, a.position, a.given) for a in inputs.arguments
     ]
     layouts = [_layout(one.example) for one in inputs.arguments]
+    tensors = (one.example for one in inputs.arguments if isinstance(one.example, torch.Tensor))
+    devices = {tensor.device for tensor in tensors}
+    try:
+        around = _torch.surroundings(sorted(devices, key=str))
+    except ValueError as error:
+        around = [str(error)]
     assigned = (inputs.kept, inputs.moved, inputs.numbers, inputs.settled, inputs.assumed)
-    modes = (inputs.mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    return "\n".join(map(str, (*graphs, named, arguments, layouts, assigned, inputs.flags, modes)))
+    modes = (inputs.mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), around)
+    texts = (*(graph.graph for graph in graphs), constants, arguments, layouts, assigned)
+    return "\n".join(map(str, (*texts, inputs.flags, modes)))
 
 
 def _layout(example: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune
 from torch.optim import swa_utils
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import pfeife
 from edges.state import layers, rows, sgd, stepped
@@ -487,3 +488,20 @@ def what_ranks_change_where_they_have_state():
                     parameter.add_(state["exp_avg"], alpha=-0.1)
         turn(model, step, mine, twin, theirs, seed)
     same(model, twin)
+
+
+@row(ranks=(2,))
+def a_graph_with_graphs_in_it_is_built_once():
+    """Dynamo compiles a step once more when parameters have left a rank: also with a checkpoint's
+    body in it there is no second program."""
+    torch.manual_seed(3)
+    model = layers(6, 6, 6, 6)
+
+    def loss(x):
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    step, optimizer = pfeife.compile(loss, microbatches=2), sgd(model)
+    for seed in range(3):
+        step(rows(seed)).backward()
+        stepped(optimizer)
+    assert len(step.backend.compiled) == 1

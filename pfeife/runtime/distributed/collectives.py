@@ -33,8 +33,8 @@ class ScriptCollective:
     def writes_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether its arguments share memory with any of some tensors."""
         values = pytree.tree_leaves(list(self.frame.f_locals.values()))
-        arguments = {memory_address(v) for v in values if isinstance(v, torch.Tensor)} - {0}
-        return any(memory_address(tensor) in arguments for tensor in tensors)
+        arguments = {_torch.storage_of(v) for v in values if isinstance(v, torch.Tensor)} - {None}
+        return any(_torch.storage_of(tensor) in arguments for tensor in tensors)
 
 
 def collective_of(thread: int) -> ScriptCollective | None:
@@ -50,8 +50,3 @@ def collectives_begun() -> int:
     """How many collectives the default process group has begun, those that are over among them. A
     message between two ranks counts on these alone."""
     return _torch.sequence_of(dist.group.WORLD) if dist.is_initialized() else 0
-
-
-def memory_address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 for one that has none of its own, such as a sparse one."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

@@ -60,7 +60,7 @@ class Ownership:
         self.known = WeakIdKeyDictionary()
         self.owned: dict[int, Owned] = {}  # by their numbers
         self.shared: dict[int, int] = {}  # versions of what other ranks train as well
-        self.frozen: dict[int, int] = {}  # those of frozen parameters that this rank keeps
+        self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
         self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
         self.foreign = Foreign()
@@ -191,7 +191,7 @@ class Ownership:
         self.owned[owned.number] = owned
         self.copies.used |= owned.replica is not None
         if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-            self.frozen[owned.number] = version_of(tensor)
+            self.frozen.add(owned.number)
         if not owned.holds(rank):
             self.foreign.add(tensor, owned)
         elif owned.alike and len(owned.holders) > 1:

@@ -53,9 +53,11 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
 
 def _lost(ownership: "Ownership", args: Sequence[Any]) -> list[str]:
     """The frozen parameters that this rank keeps, and that have become absent here."""
-    mine = ownership.among(args).items() if ownership.frozen else ()
-    frozen = (n for n, one in mine if n in ownership.frozen and not one.requires_grad)
-    return [ownership.owned[n].name for n in frozen if is_absent(dict(mine)[n])]
+    return [
+        ownership.owned[number].name
+        for number, tensor in ownership.among(args).items()
+        if number in ownership.frozen and not tensor.requires_grad and is_absent(tensor)
+    ]
 
 
 def _writes(ownership: "Ownership", args: Sequence[Any]) -> dict[str, str]:
