@@ -27,8 +27,11 @@ def translator() -> Any:
 STEP = "_pfeife_step"
 
 
-def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The step compiled by Dynamo as one graph at the shapes that it is called with.
+def whole_graph(
+    step: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None = False
+) -> Callable[..., Any]:
+    """The step compiled by Dynamo as one graph: at the shapes that it is called with, or, if it is
+    `dynamic`, for all sizes; None is for those that have changed from call to call.
 
     Dynamo keeps what it compiles with the code object, and counts its recompilations there: a
     code object for each step keeps them apart. (torch.compile has `isolate_recompiles` for that
@@ -41,7 +44,7 @@ def whole_graph(step: Callable[..., Any], backend: Callable[..., Any]) -> Callab
     _pfeife_step = step
     assert STEP in whole.__code__.co_freevars
     whole.__code__ = whole.__code__.replace()
-    return torch.compile(whole, backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(whole, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def named_graphs(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

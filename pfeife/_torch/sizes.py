@@ -1,20 +1,27 @@
-"""Sizes and numbers that only data tell (`x.nonzero()`, `x.item()`): torch gives them symbols.
+"""Sizes and numbers that only data tell (`x.nonzero()`, `x.item()`), or the shapes of a call's
+arguments: torch gives them symbols.
 
 If the symbols' ranges move: a bound of `largest` alone is as good for everything but the account of
 memory.
 """
 
 import contextlib
+import functools
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch._dynamo.source import ConstantSource
 from torch.utils import _pytree as pytree
 
 from pfeife._torch.tensors import FakeTensor, FakeTensorMode
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Size = int | sympy.Expr  # of a dimension: a number, or an expression of named sizes
 _ENDLESS = 2**40  # no bound of a size that somebody has set
 
 
@@ -25,50 +32,175 @@ def forgetting_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManage
     return forgetting
 
 
-def without_symbols(value: Any, largest: int) -> tuple[Any, bool]:
-    """A fake value with numbers in place of symbols, and whether a tensor in it had any.
+class Symbols:
+    """The symbols of a capture for sizes of its arguments, by those that Dynamo has for them; each
+    begins with the size that Dynamo has seen, and is taken to be 2 or more."""
 
-    A size gets the most that it can be, or `largest` where there is no bound; sizes that are
-    computed of one another stay consistent.
+    def __init__(self, mode: FakeTensorMode):
+        self.mode, self.environment = mode, mode.shape_env
+        self.own: dict[Any, Any] = {}  # by Dynamo's
+
+    def __call__(self, size: Any) -> Any:
+        """What a size is here: a number as it is, Dynamo's symbols as those of this capture."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.shape_env.replace(size.node.expr)
+        if not expression.free_symbols:
+            return int(expression)
+        if any(is_unbacked(one) for one in expression.free_symbols):
+            return size
+        hints = _hints(size.node.shape_env)
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self.own:
+                self.own[symbol] = self._new(int(hints[symbol]))
+        environment: Any = self.environment
+        return environment.create_symintnode(
+            expression.xreplace(self.own), hint=size.node.hint, source=None
+        )
+
+    def _new(self, hint: int) -> Any:
+        environment: Any = self.environment
+        source = ConstantSource(f"size_{len(self.own)}")
+        return environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+
+
+def symbol_named(value: Any) -> Any:
+    """The symbol that a symbolic number is, also where a trace takes it for a certain number; None
+    for an expression or a plain number."""
+    expression = value.node._expr if isinstance(value, torch.SymInt) else None
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def name_of_size(name: str) -> sympy.Symbol:
+    """The symbol of a named size in the expressions of a program."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def sizes_at(sizes: Sequence[Size], named: Mapping[str, int]) -> tuple[int, ...]:
+    """Sizes where those with names are such numbers. Raises ValueError for a name that is not
+    among them."""
+    known = tuple(sorted(named.items()))
+    return tuple([one if isinstance(one, int) else _at(one, known) for one in sizes])
+
+
+@functools.lru_cache(maxsize=2**16)
+def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
+    found = size.xreplace({name_of_size(name): sympy.Integer(value) for name, value in named})
+    if found.free_symbols:
+        raise ValueError(f"the size {size} depends on {found.free_symbols}, of which nothing is known")
+    return int(found)
+
+
+def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
+    """Whether an expression is true where the sizes with names are such numbers."""
+    return _holds(limit, tuple(sorted(named.items())))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
+    numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
+    return bool(limit.subs(numbers) == True)  # noqa: E712  sympy's own
+
+
+def with_numbers(
+    value: Any, largest: int, names: Mapping[Any, sympy.Symbol]
+) -> tuple[Any, bool, Any]:
+    """A fake value with numbers in place of symbols; whether data decide the size of a tensor in
+    it; and, of a tensor whose sizes and strides those of arguments decide, the expressions of them,
+    else None.
+
+    A size gets what it was when the step was captured, the most that it can be, or `largest` where
+    there is no bound; sizes that are computed of one another stay consistent. `names` are of the
+    arguments' sizes.
     """
     leaves, structure = pytree.tree_flatten(value)
-    told = [_told(leaf, largest) for leaf in leaves]
-    return pytree.tree_unflatten([one for one, _ in told], structure), any(by for _, by in told)
+    told = [_told(leaf, largest, names) for leaf in leaves]
+    layout = told[0][2] if len(told) == 1 and isinstance(value, torch.Tensor) else None
+    numbers = pytree.tree_unflatten([one for one, *_ in told], structure)
+    return numbers, any(by for _, by, _ in told), layout
 
 
-def _told(value: Any, largest: int) -> tuple[Any, bool]:
+def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool, Any]:
     if isinstance(value, Symbolic):
-        return _number(value, largest)[0], False
+        return _number(value, largest), False, None
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return value, False
+        return value, False, None
     numbers = (*value.shape, *value.stride())
     if not any(isinstance(one, Symbolic) for one in numbers):
-        return value, False
-    told = [_number(one, largest) for one in numbers]
-    sizes = [number for number, _ in told]
+        return value, False, None
+    sizes = [_number(one, largest) for one in numbers]
     with value.fake_mode:  # type: ignore[attr-defined]
         like = torch.empty_strided(
             sizes[: value.dim()], sizes[value.dim() :], dtype=value.dtype, device=value.device
         )
-    return like, any(by for _, by in told)
+    written = [_written(one) for one in numbers]
+    symbols = {symbol for one in written if not isinstance(one, int) for symbol in one.free_symbols}
+    if any(map(is_unbacked, symbols)):
+        return like, True, None
+    if not symbols:
+        return like, False, None
+    named = tuple(one if isinstance(one, int) else one.xreplace(names) for one in written)
+    return like, False, (named[: value.dim()], named[value.dim() :])
 
 
-def _number(value: Any, largest: int) -> tuple[Any, bool]:
-    """A number, and whether data decide it."""
+def is_unbacked(symbol: Any) -> bool:
+    """Whether data decide what a symbol is."""
+    return str(symbol).startswith(("u", "zuf"))
+
+
+def _written(value: Any) -> Size:
+    """A size as an expression, or a number."""
     if not isinstance(value, Symbolic):
-        return value, False
+        return int(value)
+    expression = value.node.shape_env.replace(value.node.expr)
+    return expression if expression.free_symbols else int(expression)
+
+
+def _number(value: Any, largest: int) -> Any:
+    """A number in place of a symbolic one."""
+    if not isinstance(value, Symbolic):
+        return value
     environment = value.node.shape_env
     expression = environment.replace(value.node.expr)
     symbols = expression.free_symbols
     plain = expression.xreplace({one: _most(environment, one, largest) for one in symbols})
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-    return kind(plain), bool(symbols)
+    return kind(plain)
+
+
+def written_shape(value: torch.Tensor) -> tuple[Size, ...]:
+    """A shape as numbers and expressions of symbols, which may be compared without that anything
+    is assumed of these."""
+    return tuple(map(_written, value.shape))
+
+
+def assumed_of_sizes(
+    sizes: Sequence[torch.SymInt], names: Mapping[Any, sympy.Symbol]
+) -> tuple[sympy.Basic, ...]:
+    """What a trace has assumed of the arguments' symbolic sizes, as expressions of their `names`
+    that are to be true."""
+    if not sizes:
+        return ()
+    environment: Any = sizes[0].node.shape_env
+    found = [guard.expr for guard in environment.guards]
+    for symbol in names:
+        limits = environment.var_to_range[symbol]
+        found.append(sympy.Ge(symbol, limits.lower, evaluate=False))
+        if limits.upper < _ENDLESS:
+            found.append(sympy.Le(symbol, limits.upper, evaluate=False))
+    named = dict.fromkeys(one.xreplace(names) for one in found)
+    return tuple(one for one in named if one.free_symbols)
+
+
+def _hints(environment: Any) -> Mapping[Any, Any]:
+    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
+    hints: Mapping[Any, Any] = getattr(environment, name)
+    return hints
 
 
 def _most(environment: Any, symbol: Any, largest: int) -> Any:
     """The most that a symbol can be."""
-    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
-    hints = getattr(environment, name)
+    hints = _hints(environment)
     if symbol in hints:
         return hints[symbol]
     if not symbol.is_integer:

@@ -86,7 +86,7 @@ class Step:
         self.cutter = Cutter(
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
-        self.dynamo = _torch.whole_graph(step, self.graph)
+        self.dynamo = _torch.whole_graph(step, self.graph, None)
         homes = residence().home if options.devices else None
         self.presented = Presented(options.param_dtype, homes, options.devices or ())
         self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
@@ -183,7 +183,7 @@ class Step:
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"
         if any(guard.broken() for guard in self.hooks.values()):
-            self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph), {}
+            self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph, None), {}
         with _torch.willing(PROGRAMS), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None

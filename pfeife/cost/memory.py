@@ -19,6 +19,7 @@ from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.absorb import absorb
 from pfeife.ir.program import STATE_ROLES, Program, Role
+from pfeife.ir.sizes import captured_sizes
 from pfeife.ir.travel import holders
 from pfeife.ir.underflow import underflows
 from pfeife.lowering.buckets import owned_bytes
@@ -143,6 +144,7 @@ def _curve(
     given: dict[str, Any]  # values instead of tensors
     given = {port.name: Value(ledger, None, port.bytes) for port in ports}
     given |= {name: Value(ledger, None, one.nbytes) for name, one in runner.constants.items()}
+    given |= captured_sizes(program)
     state = {port.fqn: given[port.name] for port in ports if port.role in STATE_ROLES}
     step = runner.start(state, Part(0, [given] * schedule.microbatches, ()), transport)
     points: list[MemoryPoint] = []

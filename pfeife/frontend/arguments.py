@@ -104,7 +104,7 @@ def describe(
     sources = [_torch.placeholder_source(node) for node in nodes]
     describer = _Describer(module, sources, device, given)
     arguments = [
-        describer.argument(node.name, source, example)
+        describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
     pairs = zip(nodes, arguments, strict=True)
@@ -188,13 +188,19 @@ class _Describer:
         self.order = _torch.frame_arguments()
         self.device, self.given = device, given
         self.mode = _torch.symbolic_mode()
+        self.symbols = _torch.Symbols(self.mode)
         self.taken: set[str] = set()
         self.known: dict[str, int] = {}  # tensors by the names that they have
 
-    def argument(self, placeholder: str, source: str, example: Any) -> Argument:
-        if not isinstance(example, torch.Tensor):
-            return Argument(placeholder, None, (), example)
+    def argument(self, placeholder: fx.Node, source: str, example: Any) -> Argument:
         spelled = ".".join(_torch.source_words(source))
+        known = placeholder.meta.get("example_value")
+        if isinstance(known, torch.SymInt):
+            size = self.symbols(known)
+            name = port_name(placeholder.name, self.taken)
+            return Argument(name, None if isinstance(size, int) else Role.SIZE, (spelled,), size)
+        if not isinstance(example, torch.Tensor):
+            return Argument(placeholder.name, None, (), example)
         if example.is_nested:
             raise ValueError(
                 f"input {spelled} is a nested tensor, which has no "
@@ -213,11 +219,20 @@ class _Describer:
             port_name(names[0], self.taken),
             role,
             names,
-            fake_like(self.mode, example, device=self.device),
+            self._fake(known, example),
             batch_dim=handed.batch_dim if handed else None,
             position=handed.position if handed else at,
             given=handed is not None or inside,
         )
+
+    def _fake(self, known: Any, example: torch.Tensor) -> torch.Tensor:
+        """A tensor without storage as an argument is, of symbolic sizes where Dynamo's are."""
+        like = known if isinstance(known, torch.Tensor) else example
+        shape, strides = ([self.symbols(n) for n in numbers] for numbers in (like.shape, like.stride()))
+        place = self.device if self.device and example.is_meta else example.device
+        with self.mode:
+            fake = torch.empty_strided(shape, strides, dtype=example.dtype, device=place)
+        return fake.requires_grad_(example.requires_grad)
 
     def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
         if handed:

@@ -80,6 +80,8 @@ class Captured:
         for value, port, number in zip(args, self.ports, self.numbers, strict=True):
             if port is None:
                 found.append(number)
+            elif port.role == Role.SIZE:
+                found.append(value)
             elif port.batch_dim is None:
                 wanted = port.dtype if port.role == Role.PARAMETER else value.dtype
                 found.append(value.detach().to(wanted))  # master weights are cast

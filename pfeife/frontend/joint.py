@@ -175,5 +175,5 @@ def _carried(
         and not values[index].requires_grad
         and arguments[place].role in (Role.BUFFER, Role.CONSTANT)
         and values[index].dtype == arguments[place].example.dtype
-        and tuple(values[index].shape) == tuple(arguments[place].example.shape)
+        and _torch.written_shape(values[index]) == _torch.written_shape(step.arguments[place])
     }

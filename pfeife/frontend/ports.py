@@ -1,5 +1,6 @@
 """A joint graph with AOTAutograd's descriptors into a graph with ports."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.arguments import Argument, is_below
+from pfeife.frontend.arguments import Argument, is_below, port_name
 from pfeife.frontend.capture_key import Traceable
 from pfeife.ir.program import (
     Port,
@@ -52,8 +53,12 @@ class Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.seed: fx.Node | None = None
         self.draws = 0
+        given = _sizes_of(arguments)
+        self.given = {symbol: size for symbol, (_, size) in given.items()}
+        self.names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in given.items()}
+        self.sizes: dict[Any, fx.Node] = {}  # by their symbols
         shapes = [a.example.shape for a in arguments if isinstance(a.example, torch.Tensor)]
-        self.largest = max((size for shape in shapes for size in shape), default=1)
+        self.largest = max((_hint(size) for shape in shapes for size in shape), default=1)
         self.changed = {
             desc.mutated_input.target
             for desc in output_node(joint).meta["desc"]
@@ -68,6 +73,8 @@ class Porter:
         for node in nodes:
             if node.op == "placeholder":
                 self._input(node)
+        for symbol in self.names.keys() - self.sizes.keys():
+            self._size(symbol)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
                 self._copy(node)
@@ -79,7 +86,8 @@ class Porter:
             if node.op == "get_attr":
                 setattr(holder, node.target, getattr(self.joint, node.target))
         module = _torch.graph_module(holder, self.graph)
-        return verify(Program(module, tuple(self.inputs), tuple(outputs)))
+        limits = _torch.assumed_of_sizes([*self.given.values()], self.names)
+        return verify(Program(module, tuple(self.inputs), tuple(outputs), limits=limits))
 
     def _input(self, node: fx.Node) -> None:
         desc: Any = node.meta["desc"]
@@ -94,6 +102,10 @@ class Porter:
         else:
             argument = self._argument(desc)
             assert argument.role is not None
+            if argument.role == Role.SIZE:
+                symbol = _torch.symbol_named(argument.example)
+                self.here[node] = self._size(symbol, argument.names)
+                return
             role = Role.BUFFER if getattr(desc, "target", "") in self.changed else argument.role
             port = self._port(argument.name, role, argument.names, node, argument.batch_dim)
         self.here[node] = self.graph.create_node("placeholder", port.name, name=port.name)
@@ -118,17 +130,34 @@ class Porter:
 
     def _seed(self) -> fx.Node:
         """The seed's placeholder, made when the first random operation asks for it."""
-        if self.seed is not None:
-            return self.seed
-        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        with self.graph.inserting_after(last):
-            node = self.seed = self.graph.create_node("placeholder", "seed", name="seed")
-        with _torch.FakeTensorMode():
-            node.meta["val"] = torch.empty((), dtype=torch.int64)
-        self.inputs.append(self._port("seed", Role.SEED, ("seed",), node))
+        if self.seed is None:
+            with _torch.FakeTensorMode():
+                value = torch.empty((), dtype=torch.int64)
+            self.seed = self._more("seed", value)
+            self.inputs.append(self._port("seed", Role.SEED, ("seed",), self.seed))
+        return self.seed
+
+    def _size(self, symbol: Any, names: tuple[str, ...] = ()) -> fx.Node:
+        """The placeholder of a size of the arguments, by its symbol."""
+        name = str(self.names[symbol])
+        node = self.sizes[symbol] = self._more(name, _hint(self.given[symbol]))
+        kind = torch.int64, torch.device("cpu")
+        self.inputs.append(Port(name, Role.SIZE, names or (name,), (), *kind))
+        return node
+
+    def _more(self, name: str, value: Any) -> fx.Node:
+        """A placeholder behind those that there are."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"]
+        with self.graph.inserting_after(last[-1]) if last else contextlib.nullcontext():
+            node = self.graph.create_node("placeholder", name, name=name)
+        node.meta["val"] = value
         return node
 
     def _copy(self, node: fx.Node) -> None:
+        symbol = _torch.symbol_named(node.meta.get("val"))
+        if symbol in self.sizes:
+            self.here[node] = self.sizes[symbol]
+            return
         copied = self.graph.node_copy(node, self.here.__getitem__)
         for said in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
             copied.meta.pop(said, None)
@@ -148,12 +177,17 @@ class Porter:
         self.here[node] = copied
 
     def _tell_sizes(self, node: fx.Node) -> None:
-        """Puts numbers in place of the symbols of what only data tell."""
-        value, symbolic = _torch.without_symbols(node.meta.get("val"), self.largest)
+        """Puts numbers in place of the symbols of what only data and the sizes of arguments
+        tell."""
+        value, by_data, layout = _torch.with_numbers(
+            node.meta.get("val"), self.largest, self.names
+        )
         if "val" in node.meta:
             node.meta["val"] = value
-        if symbolic:
+        if by_data:
             node.meta["sized_by_data"] = True
+        if layout:
+            node.meta["sizes"] = layout
 
     def _by_tensor(self, number: fx.Node) -> fx.Node:
         """The same number, read from a tensor: that can go where what it is computed of cannot.
@@ -274,9 +308,14 @@ class Porter:
         dim: int | None = None,
     ) -> Port:
         """The port of a node of either graph."""
-        value, symbolic = _torch.without_symbols(node.meta["val"], self.largest)
+        value, by_data, layout = _torch.with_numbers(
+            node.meta["val"], self.largest, self.names
+        )
+        layout = node.meta.get("sizes", layout)
         shape, kind = tuple(value.shape), (value.dtype, value.device)
-        return Port(name, role, names, shape, *kind, dim, sized_by_data=symbolic)
+        by_data = by_data or is_sized_by_data(node)
+        sizes = layout[0] if layout and any(not isinstance(n, int) for n in layout[0]) else None
+        return Port(name, role, names, shape, *kind, dim, sized_by_data=by_data, sizes=sizes)
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -319,9 +358,30 @@ def registered(argument: Argument) -> str:
     return f"{'p' if argument.role == Role.PARAMETER else 'b'}_{argument.name}"
 
 
+def _hint(size: Any) -> int:
+    """What a size of an argument was when the step was captured."""
+    return int(_torch.with_numbers(size, 1, {})[0])
+
+
+def _sizes_of(arguments: Sequence[Argument]) -> dict[Any, tuple[str, torch.SymInt]]:
+    """The symbolic sizes of arguments and what they are called in a program, by their symbols."""
+    sizes = [(a.name, a.example) for a in arguments if a.role == Role.SIZE]
+    taken = {argument.name for argument in arguments}
+    for argument in arguments:
+        shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
+        sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
+    found: dict[Any, tuple[str, torch.SymInt]] = {}
+    for name, size in sizes:
+        symbol = _torch.symbol_named(size)
+        if symbol is not None and symbol not in found:
+            name = name if name in taken else port_name(name, taken)
+            found[symbol] = name, size
+    return found
+
+
 def stateless(arguments: Sequence[Argument]) -> list[Argument]:
     """The arguments that are no state of modules, in the order of their ports."""
-    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT)]
+    rest = [a for a in arguments if a.role in (Role.BATCH, Role.CONSTANT, Role.SIZE)]
     return sorted(rest, key=lambda argument: argument.position)
 
 

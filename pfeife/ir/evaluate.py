@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.ir.program import STATE_ROLES, Count, Port, Program, Role
 from pfeife.ir.seeding import mix
+from pfeife.ir.sizes import sizes_in
 from pfeife.ir.statistics import tracked, tracked_names
 
 State = Mapping[str, torch.Tensor]
@@ -81,23 +82,26 @@ def state_of(program: Program, *roots: nn.Module | Mapping[str, torch.Tensor]) -
     return state
 
 
-def check_tensor(port: Port, value: Any, where: str) -> None:
-    """Raises ValueError unless a value has the port's shape (or as many dimensions, where data
-    decide their size) and dtype."""
+def check_tensor(
+    port: Port, value: Any, where: str, sizes: Mapping[str, int] | None = None
+) -> None:
+    """Raises ValueError unless a value has the port's shape, where the program's size ports have
+    such values (or as many dimensions, where data decide their size), and its dtype."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{where}: expected a tensor, got {type(value).__name__}")
-    fits = value.dim() == len(port.shape) if port.sized_by_data else value.shape == port.shape
+    shape = port.shape if sizes is None else port.shape_at(sizes)
+    fits = value.dim() == len(shape) if port.sized_by_data else value.shape == shape
     if not fits or value.dtype != port.given_dtype:
         raise ValueError(
-            f"{where}: the program was captured for {port.given_dtype} {list(port.shape)}, "
+            f"{where}: the program was captured for {port.given_dtype} {list(shape)}, "
             f"this is {value.dtype} {list(value.shape)}"
         )
 
 
-def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, torch.Tensor]:
-    """The batch ports' tensors of one microbatch, checked.
+def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, Any]:
+    """The batch ports' tensors of one microbatch and the values of the size ports, checked.
 
-    A microbatch is a mapping from names, or what the step was captured with: its tensors in
+    A microbatch is a mapping from names (also of sizes that its shapes do not tell), or what the step was captured with: its tensors in
     their order (a tuple of the arguments, or a single argument).
     """
     ports = program.ports(Role.BATCH)
@@ -113,9 +117,13 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
                 f"microbatch {index} has {len(values)} tensors, the program takes {names}; "
                 "pass a dict from names if the step does not use all of them"
             )
+    named = {port.name: value for port, value in zip(ports, values, strict=True)}
+    told = microbatch if isinstance(microbatch, Mapping) else {}
+    given = {p.name: told[p.name] for p in program.ports(Role.SIZE) if p.name in told}
+    sizes = sizes_in(program, {**named, **given})
     for port, value in zip(ports, values, strict=True):
-        check_tensor(port, value, f"microbatch {index}, input {port.fqn}")
-    return {port.name: value for port, value in zip(ports, values, strict=True)}
+        check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
+    return named | sizes
 
 
 def _tensors(microbatch: Any) -> list[torch.Tensor]:
@@ -245,14 +253,15 @@ def combined(values: Sequence[torch.Tensor], divided: Sequence[Divisor]) -> torc
 
 def step_inputs(
     program: Program,
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
     index: int,
     seed: int,
     tangents: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """The values of all ports of one microbatch but the state and the loss's tangent, by port
-    name."""
+    name; `batch` is as `named_batch` gives it."""
     values = dict(batch)
+    sizes = {port.name: values[port.name] for port in program.ports(Role.SIZE)}
     for port in program.ports(Role.SEED):
         values[port.name] = torch.tensor(mix(seed, index))
     for port in program.ports(Role.TANGENT):
@@ -262,7 +271,8 @@ def step_inputs(
             raise ValueError(
                 f"microbatch {index}: the loss is outside, so pass a tangent of {port.fqn}"
             )
-        check_tensor(port, tangents[port.fqn], f"microbatch {index}, tangent of {port.fqn}")
+        where = f"microbatch {index}, tangent of {port.fqn}"
+        check_tensor(port, tangents[port.fqn], where, sizes)
         values[port.name] = tangents[port.fqn]
     return values
 

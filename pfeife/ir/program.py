@@ -6,7 +6,7 @@ dict from the names of the output ports to tensors.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,8 @@ import attrs
 import networkx as nx
 import torch
 from torch import fx
+
+from pfeife import _torch
 
 if TYPE_CHECKING:
     from pfeife.ir.rewrite import Edit, Rewrite, Where
@@ -27,6 +29,7 @@ class Role(StrEnum):
     BUFFER = "buffer"
     CONSTANT = "constant"  # a tensor that the step closes over and nobody trains
     BATCH = "batch"
+    SIZE = "size"  # an int, the same in all microbatches of a step: a size of the batch
     SEED = "seed"  # int64 scalar, one per microbatch, from which random operations draw
     TANGENT = "tangent"  # the gradient that arrives at an output
     LOSS = "loss"
@@ -36,7 +39,10 @@ class Role(StrEnum):
     BATCH_GRADIENT = "batch_gradient"  # of a batch input: one per microbatch
 
 
-INPUT_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.BATCH, Role.SEED, Role.TANGENT)
+INPUT_ROLES = (
+    *(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.BATCH),
+    *(Role.SIZE, Role.SEED, Role.TANGENT),
+)
 STATE_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
 
 
@@ -63,8 +69,10 @@ class Port:
     without that dimension are put together, None where nobody said: "weighted" is a mean by the
     program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
     alike in every microbatch, "last" is that of the last one. Where data decide the size (see
-    `is_sized_by_data`), `shape` is the most that it can be. A parameter that is `held` in a wider
-    type by who runs the program (master weights) is cast to its `dtype` once a step.
+    `is_sized_by_data`), `shape` is the most that it can be. Where the sizes of the batch decide it,
+    `sizes` has its sizes as expressions of the names of the size ports, and `shape` those for which
+    the program was planned. A parameter that is `held` in a wider type by who runs the program
+    (master weights) is cast to its `dtype` once a step.
     """
 
     name: str
@@ -78,10 +86,15 @@ class Port:
     counts: tuple[int, ...] = ()
     sized_by_data: bool = False
     held: torch.dtype | None = None
+    sizes: tuple[_torch.Size, ...] | None = None
 
     @property
     def fqn(self) -> str:
         return self.names[0]
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape where the size ports have such values, by their names."""
+        return self.shape if self.sizes is None else _torch.sizes_at(self.sizes, sizes)
 
     @property
     def bytes(self) -> int:
@@ -98,7 +111,7 @@ class Port:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        dims = "x".join(map(str, self.shape)) or "scalar"
+        dims = "x".join(map(str, self.sizes or self.shape)) or "scalar"
         dims = f"at most {dims}" if self.sized_by_data else dims
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
@@ -189,7 +202,8 @@ class Program:
     `calls` says what each call_module node is (empty for a flat graph), `reductions` what
     happens to gradients once a step, and `replicas` over how many pipelines the microbatches
     are spread. `counts` are what the results' means are weighted by. `premises` are what a trace of
-    the step has taken for granted; its answers are printed. (Dynamo has guards.)
+    the step has taken for granted; its answers are printed. (Dynamo has guards.) `limits` are what
+    was assumed of the values of size ports: expressions of their names that are true.
     """
 
     module: fx.GraphModule
@@ -201,6 +215,7 @@ class Program:
     counts: tuple[Count, ...] = ()
     tracked: tuple[Tracked, ...] = ()
     premises: tuple[Premise, ...] = attrs.field(default=(), repr=False)
+    limits: tuple[Any, ...] = ()
 
     @cached_property
     def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:
@@ -339,6 +354,7 @@ class Program:
         lines += [f"# {reduction}" for reduction in self.reductions]
         lines += [f"# {line}" for count in self.counts for line in str(count).splitlines()]
         lines += [f"# {norm}" for norm in self.tracked]
+        lines += [f"# where {limit}" for limit in self.limits]
         lines += [f"# {premise}" for premise in self.premises if premise.kind == "answer"]
         return "\n".join([*lines, self.module.print_readable(print_output=False)])
 

@@ -50,7 +50,8 @@ def _wrong_ports(program: Program) -> Iterator[str]:
     for port in program.inputs:
         if port.role not in INPUT_ROLES:
             yield f"input {port.name} has the role {port.role}"
-    state = Counter(p.fqn for p in program.inputs if p.role not in (Role.TANGENT, Role.SEED))
+    others = (Role.TANGENT, Role.SEED, Role.SIZE)
+    state = Counter(p.fqn for p in program.inputs if p.role not in others)
     for name, count in state.items():
         if count > 1:
             yield f"{count} inputs have the name {name}"

@@ -64,10 +64,9 @@ class Announced(Envelope):
         return Envelope(tuple(layouts))
 
 
-def envelope_of(values: Sequence[torch.Tensor], told: Sequence[int] = ()) -> Envelope:
-    """How values travel that are laid out like these, of which data decide the sizes of those
-    `told`."""
-    layouts = tuple(map(Layout.of, values))
+def envelope_of(layouts: Sequence[Layout], told: Sequence[int] = ()) -> Envelope:
+    """How values of such layouts travel, of which data decide the sizes of those `told`."""
+    layouts = tuple(layouts)
     return Announced(layouts, tuple(told)) if told else Envelope(layouts)
 
 

@@ -1,11 +1,12 @@
 """What an action of a schedule runs, reads and makes in a program; when values are dropped."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import attrs
 from torch import fx
 
+from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
 from pfeife.ir.absorb import absorb
 from pfeife.ir.outline import own_results
@@ -22,7 +23,9 @@ from pfeife.ir.program import (
 )
 from pfeife.ir.travel import Message, messages
 from pfeife.lowering.announced import envelope_of
-from pfeife.lowering.envelope import Envelope
+from pfeife.lowering.envelope import Envelope, Layout
+
+_PLANNED: Mapping[str, int] = {}
 
 
 def summed_in_place(program: Program, call: Call) -> set[str]:
@@ -40,6 +43,15 @@ def summed_in_place(program: Program, call: Call) -> set[str]:
         if alone and len(user.users) == 1 and user.args[1] in own:
             found.add(mine[0].name)
     return found
+
+
+def _layout(node: fx.Node, sizes: Mapping[str, int]) -> Layout:
+    """How a node's value is laid out where the size ports have such values."""
+    value, symbolic = node.meta["val"], node.meta.get("sizes")
+    if not (symbolic and sizes):
+        return Layout.of(value)
+    shape, strides = (_torch.sizes_at(numbers, sizes) for numbers in symbolic)
+    return Layout(shape, strides, value.dtype).dense()
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -90,11 +102,12 @@ class Wiring:
             raise ValueError(f"the program has no message for the action {action}")
         return found
 
-    def envelope(self, message: Message) -> Envelope:
-        """How a message's values travel."""
+    def envelope(self, message: Message, sizes: Mapping[str, int] = _PLANNED) -> Envelope:
+        """How a message's values travel where the size ports have such values, by their names;
+        those of the capture unless given."""
         nodes = [self.nodes[name] for name in message.values]
         told = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
-        return envelope_of([node.meta["val"] for node in nodes], told)
+        return envelope_of([_layout(node, sizes) for node in nodes], told)
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""

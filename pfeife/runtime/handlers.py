@@ -21,7 +21,7 @@ from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.program import Call, Kind, Port, Role, returned
 from pfeife.ir.statistics import tracked_names
 from pfeife.lowering.buckets import Bucket, buckets_of
-from pfeife.lowering.envelope import Envelope
+from pfeife.ir.travel import Message
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
 from pfeife.runtime.step import Step
@@ -43,7 +43,7 @@ class Handlers:
         self.outputs = outputs_by_node(self.program)
         self.buffers = updated_buffers(self.program)
         self.tracked = tracked_names(self.program)
-        self.envelopes: dict[str, Envelope] = {}
+        self.messages: dict[str, Message] = {}  # by their nodes
         self.reads: set[str] = set()
 
     def of(self, action: Action) -> Handler:
@@ -140,14 +140,13 @@ class Handlers:
 
     def _transfer(self, action: Action) -> Handler:
         message = self.wiring.message(action)
-        envelope = self.wiring.envelope(message)
-        self.envelopes[message.node] = envelope
-        names, copies = message.values, message.copies
+        self.messages[message.node] = message
+        node, names, copies = message.node, message.values, message.copies
         source, destination = message.source, message.destination
 
         def send(step: Step, microbatch: int) -> None:
             values = step.values[microbatch]
-            step.transport.send(destination, tuple([values[n] for n in names]), envelope)
+            step.transport.send(destination, tuple([values[n] for n in names]), step.envelopes[node])
 
         def receive(step: Step, microbatch: int) -> None:
             arrived = step.transport.receive(source)

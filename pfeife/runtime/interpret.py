@@ -20,19 +20,21 @@ rank takes and frees is in them, so the account of memory (`cost.memory_curves`)
 over values that only have a size.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import attrs
 import torch
 from torch.profiler import record_function
 
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import State, as_computed
-from pfeife.ir.program import STATE_ROLES, Port, Program
+from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.lowering.channel import MOST, MOST_QUEUED, Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Envelope
@@ -40,6 +42,9 @@ from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.failure import explain
 from pfeife.runtime.handlers import Handler, Handlers
 from pfeife.runtime.step import Observer, Part, Step, Transport
+
+
+MOST_SIZES = 64  # for which a rank keeps how its messages travel
 
 
 class Instruction(NamedTuple):
@@ -73,10 +78,10 @@ class RankRunner:
         self.program = self.wiring.program
         self.constants = _constants(self.program)
         self.handlers = Handlers(self.wiring, rank, bodies or {})
-        self.envelopes = self.handlers.envelopes
         arrived = (acknowledged(schedule) if known is None else known)[rank]
         self.instructions = self._bound(arrived)
-        self.expected: dict[tuple[int, int], dict[int, Channel]] = {}
+        self.sizes = tuple(port.name for port in self.program.ports(Role.SIZE))
+        self._messages = functools.lru_cache(MOST_SIZES)(self._messages_at)
 
     def _bound(self, known: Mapping[int, Mapping[int, int]]) -> list[Instruction]:
         table: dict[tuple[int, Do, int | None], Handler] = {}
@@ -123,9 +128,12 @@ class RankRunner:
         held = {port.name: as_computed(port, state[port.fqn]) for port in self.state}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
+        sizes = tuple(part.inputs[0][name] for name in self.sizes)
         return Step(
             transport=transport,
             part=part,
+            sizes=dict(zip(self.sizes, sizes, strict=True)),
+            envelopes=self._messages(sizes).envelopes,
             values=[{**held, **given} for given in part.inputs],
             buffers={name: held[name] for name in self.handlers.buffers if name in held},
             results=[{} for _ in part.inputs],
@@ -145,7 +153,7 @@ class RankRunner:
         last = len(self.actions) if end is None else end
         step.at = start
         try:
-            for source, channel in self._expected(start, last).items():
+            for source, channel in self._expected(step, start, last).items():
                 step.transport.expect(source, channel)
             with torch.no_grad(), _torch.no_autocast():
                 self._loop(step, range(start, last), observe)
@@ -182,19 +190,40 @@ class RankRunner:
             step.reduced[action] = max(step.reduced.get(action, 0.0), reducing.ended)
         step.reducing.clear()
 
-    def _expected(self, start: int, end: int) -> dict[int, Channel]:
+    @property
+    def envelopes(self) -> Mapping[str, Envelope]:
+        """How messages travel at the sizes of the capture, by their nodes."""
+        return self._messages(()).envelopes
+
+    def _messages_at(self, sizes: tuple[int, ...]) -> "Messages":
+        """This rank's messages where the size ports have such values, in their order."""
+        named = dict(zip(self.sizes, sizes, strict=False))
+        messages = self.handlers.messages.items()
+        return Messages({node: self.wiring.envelope(one, named) for node, one in messages})
+
+    def _expected(self, step: Step, start: int, end: int) -> dict[int, Channel]:
         """By their source the messages that arrive during a part of the schedule."""
-        if (start, end) not in self.expected:
+        known = self._messages(tuple(step.sizes.values())).expected
+        if (start, end) not in known:
             found: dict[int, list[Envelope]] = {}
             for action in self.actions[start:end]:
                 if action.do in RECEIVES:
                     message = self.wiring.message(action)
-                    found.setdefault(message.source, []).append(self.envelopes[message.node])
+                    found.setdefault(message.source, []).append(step.envelopes[message.node])
             most = MOST_QUEUED if self._on_cuda else MOST
-            self.expected[start, end] = {
+            known[start, end] = {
                 source: Channel(tuple(envelopes), most) for source, envelopes in found.items()
             }
-        return self.expected[start, end]
+        return known[start, end]
+
+
+@attrs.frozen(eq=False)
+class Messages:
+    """A rank's messages at certain sizes: how they travel, by their nodes, and by parts of the
+    schedule what is expected from each source."""
+
+    envelopes: Mapping[str, Envelope]
+    expected: dict[tuple[int, int], dict[int, Channel]] = attrs.field(factory=dict)
 
 
 _BACKWARD_PHASE = (Do.BACKWARD, Do.INPUT_BACKWARD, Do.WEIGHT_BACKWARD, Do.RECV_B)

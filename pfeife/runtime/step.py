@@ -64,11 +64,14 @@ class Step:
 
     `values` has one mapping a microbatch; `at` is the index of the action under way, for those who
     look on from other threads. `reducing` are the buckets that were begun, by the indices of their
-    actions, and `reduced` says when what an action began was done.
+    actions, and `reduced` says when what an action began was done. `envelopes` are those of the
+    messages, by their nodes, at the `sizes` of this step.
     """
 
     transport: Transport
     part: Part
+    sizes: Mapping[str, int]
+    envelopes: Mapping[str, Envelope]
     values: list[dict[str, torch.Tensor]]
     buffers: dict[str, torch.Tensor]
     sums: dict[str, torch.Tensor] = attrs.Factory(dict)

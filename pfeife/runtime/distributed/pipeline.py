@@ -22,7 +22,7 @@ from pfeife.ir.evaluate import (
 )
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.announced import envelope_of
-from pfeife.lowering.envelope import Envelope, Tensors
+from pfeife.lowering.envelope import Envelope, Layout, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.connection import Connection
@@ -281,7 +281,7 @@ class DistributedStep(PipelineStep):
         first = owner(program, ports[0])
         given_by = [found[mesh.in_world(replica, first)] for replica in range(mesh.replicas)]
         losses = [one[len(figures) : -1].clone() for one in given_by]
-        whole = [one.view(dtype).reshape(ports[0].shape) for one in losses]
+        whole = [one.view(dtype).reshape(ports[0].shape_at(self.step.sizes)) for one in losses]
         return (mean if program.averages else add)(whole), overflow, every
 
     def _shared(
@@ -316,7 +316,8 @@ class DistributedStep(PipelineStep):
     ) -> Tensors:
         world = self.transport.world
         told = tuple(i for i, (_, port) in enumerate(keys) if port.sized_by_data)
-        envelope = _dense(tuple((port.shape, port.dtype) for _, port in keys), told)
+        sizes = self.step.sizes
+        envelope = _dense(tuple((port.shape_at(sizes), port.dtype) for _, port in keys), told)
         if world.rank == source:
             values = tuple(mine[index][port.fqn].contiguous() for index, port in keys)
             for piece in envelope.pack(values):
@@ -347,4 +348,4 @@ def _dense(
     """The message of contiguous values of such shapes and dtypes, of which data decide the sizes
     of those `told`; every step asks for the same."""
     values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-    return envelope_of(values, told)
+    return envelope_of([Layout.of(value) for value in values], told)

@@ -1,0 +1,84 @@
+"""Sizes of the batch that a program leaves open: what they are in a call, and as plain numbers.
+
+    x [rows, length] -> view(x, [rows * length]) -> ...     `rows`, `length`: size ports, ints
+    for x [4, 7]        rows 4, length 7
+    settled             view(x, [28]), without the ports
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.ir.program import Program, Role, is_number, returned
+
+
+def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
+    """The values of a program's size ports, by their names: as given among `values`, which are by
+    the names of the ports, or as the shapes of the tensors among these tell. Raises ValueError for
+    one that nothing tells, or that two tensors have otherwise."""
+    wanted = {_torch.name_of_size(port.name): port.name for port in program.ports(Role.SIZE)}
+    found = {name: int(values[name]) for name in wanted.values() if values.get(name) is not None}
+    for port in program.inputs if wanted else ():
+        value = values.get(port.name)
+        pairs = zip(port.sizes or (), value.shape, strict=False) if port.sizes and value is not None else ()
+        for size, number in pairs:
+            name = wanted.get(size)
+            if name is not None and found.setdefault(name, number) != number:
+                raise ValueError(
+                    f"{port.role} {port.fqn} {list(value.shape)}: its sizes are to be "
+                    f"{list(port.sizes or ())}, and {name} is {found[name]}"
+                )
+    missing = sorted(set(wanted.values()) - found.keys())
+    if missing:
+        raise ValueError(f"nothing tells the sizes {missing} of the program: pass them by name")
+    return found
+
+
+def with_sizes(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of inputs by the names of their ports, and those of the size ports that they tell."""
+    return {**values, **sizes_in(program, values)} if program.ports(Role.SIZE) else dict(values)
+
+
+def captured_sizes(program: Program) -> dict[str, int]:
+    """What the size ports were when the program was captured, by their names."""
+    return {port.name: program.node(port.name).meta["val"] for port in program.ports(Role.SIZE)}
+
+
+def broken_limit(program: Program, sizes: Mapping[str, int]) -> str:
+    """Which limit of a program such sizes break, "" if none."""
+    broken = (str(one) for one in program.limits if not _torch.holds(one, sizes))
+    return next(broken, "")
+
+
+def settled(program: Program) -> Program:
+    """A flat program for nothing but the sizes that it was captured at: numbers in place of its
+    size ports and of what is computed of them. Its nodes have the names that they had."""
+    if not program.ports(Role.SIZE):
+        return program
+    graph = fx.Graph()
+    here: dict[fx.Node, Any] = {}
+    sizes = {port.name for port in program.ports(Role.SIZE)}
+    for node in program.module.graph.nodes:
+        if node.op == "output":
+            continue
+        is_size = node.op == "placeholder" and node.name in sizes
+        known = is_number(node) and all(not isinstance(here[n], fx.Node) for n in node.all_input_nodes)
+        if is_size or (known and node.all_input_nodes):
+            here[node] = node.meta["val"]
+            continue
+        here[node] = graph.node_copy(node, lambda read: read)
+        here[node].args, here[node].kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), here.get)
+        here[node].meta.pop("sizes", None)
+    graph.output({name: here[node] for name, node in returned(program.module).items()})
+
+    def plain(ports: Any) -> Any:
+        return tuple(attrs.evolve(port, sizes=None) for port in ports if port.role != Role.SIZE)
+
+    module = _torch.graph_module(program.module, graph)
+    return attrs.evolve(
+        program, module=module, inputs=plain(program.inputs), outputs=plain(program.outputs), limits=()
+    )
