@@ -170,9 +170,10 @@ class Call:
             for p in self.program.ports(Role.BATCH)
         }
         dims = {p.fqn: p.batch_dim or 0 for p in self.program.ports(Role.BATCH)}
+        sizes = {p.name: slots[p.name] for p in self.program.ports(Role.SIZE) if p.name in slots}
         if not isinstance(pipeline, DistributedPipeline):
-            return _cut(whole, dims, self.count)
-        return pipeline.known(_cut(whole, dims, len(pipeline.given)), sent is not None)
+            return _cut(whole, dims, self.count, sizes)
+        return pipeline.known(_cut(whole, dims, len(pipeline.given), sizes), sent is not None)
 
     def _sent(self, sent: Sent, slots: Slots) -> Iterator[Port]:
         """The ports of what rank 0 alone was given."""
@@ -237,13 +238,14 @@ class Call:
 
 
 def _cut(
-    whole: Mapping[str, torch.Tensor], dims: Mapping[str, int], count: int
-) -> list[dict[str, torch.Tensor]]:
-    """A batch in so many microbatches."""
+    whole: Mapping[str, torch.Tensor], dims: Mapping[str, int], count: int, sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """A batch in so many microbatches, each with the sizes that are not those of its tensors."""
     if count == 1:  # also what has no dimensions
-        return [dict(whole)]
+        return [{**whole, **sizes}]
     parts = {name: value.chunk(count, dims[name]) for name, value in whole.items()}
-    return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+    each = ({name: part[index] for name, part in parts.items()} for index in range(count))
+    return [{**part, **sizes} for part in each]
 
 
 def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
 from pfeife.ir.program import Role
+from pfeife.ir.sizes import broken_limit
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.rank_zero import Sent
@@ -70,7 +71,7 @@ class Steps:
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
         key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
-        compiled = self.known.get(key)
+        key, compiled = self._fitting(key, args)
         if world and compiled:
             compiled = _unless_outdated(compiled, builder, args, world)
         seed = _seed(compiled)
@@ -115,6 +116,22 @@ class Steps:
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 
+    def _fitting(self, key: tuple, args: Sequence[Any]) -> tuple[tuple, Compiled | None]:
+        """What was built for such a call, under the key that it is kept by; or a key for another
+        build, as what there is has assumed something else of the sizes of its arguments."""
+        for place in range(MOST_BUILDS):
+            compiled = self.known.get((*key, place))
+            if compiled is None or not self._breaks(compiled, args):
+                return (*key, place), compiled
+        raise ValueError(
+            f"{self.name} has been built for {MOST_BUILDS} kinds of sizes: pad what has many lengths"
+        )
+
+    def _breaks(self, compiled: Compiled, args: Sequence[Any]) -> str:
+        """What a program assumes of the sizes of its arguments and is otherwise in a call."""
+        sizes = compiled.captured.sizes(args, compiled.microbatches)
+        return broken_limit(compiled.captured.program, sizes)
+
     def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
         """Has the caller's own state, by its names, brought where the program wants it."""
         if not (self.settle and compiled.devices):
@@ -154,7 +171,7 @@ class Steps:
         """Keeps what was built, and drops what has not been used for longest beyond the limit."""
         self.known[key] = compiled
         self.backend.compiled.append(compiled)
-        modules = {trained for *_, trained in self.known}
+        modules = {trained for *_, trained, _ in self.known}
         if len(self.known) <= MOST_BUILDS * len(modules):
             return
         dropped = self.known.pop(next(iter(self.known)))

@@ -8,6 +8,7 @@ import attrs
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
 from pfeife.ir.program import Port, Program, Role
+from pfeife.ir.sizes import sizes_in
 
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
@@ -32,6 +33,13 @@ def taken(name: str, door: Door, refused: Exception | None = None) -> str:
         return f"{name} is captured by Dynamo as one graph"
     why = f", since {refused}" if refused else " because that was asked for"
     return f"{name} is traced as it runs{why}"
+
+
+class Shaped:
+    """What stands for a microbatch of an argument: its shape, of one of `count`."""
+
+    def __init__(self, shape: Sequence[int], dim: int | None, count: int):
+        self.shape = tuple(n // count if at == dim else n for at, n in enumerate(shape))
 
 
 @attrs.frozen(eq=False)
@@ -89,6 +97,19 @@ class Captured:
                 size = port.shape[port.batch_dim]
                 found.append(value.detach().narrow(port.batch_dim, index * size, size))
         return found
+
+    def sizes(self, args: Sequence[Any], count: int) -> dict[str, int]:
+        """The values of the program's size ports in a call of so many microbatches, by their names,
+        from the arguments of the call."""
+        if not self.program.ports(Role.SIZE):
+            return {}
+        shapes: dict[str, Any] = {}
+        for port, value in zip(self.ports, args, strict=True):
+            if port is not None and port.role == Role.SIZE:
+                shapes[port.name] = value
+            elif port is not None and port.sizes is not None:
+                shapes[port.name] = Shaped(value.shape, port.batch_dim, count)
+        return sizes_in(self.program, shapes)
 
     def slots(self, values: Sequence[Any]) -> dict[str, Any]:
         """Arguments of a microbatch by the names of the program's inputs."""

@@ -14,6 +14,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.forward import Forward
 from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.sizes import with_sizes
 
 log = logging.getLogger("pfeife")
 Values = list[Any]
@@ -226,6 +227,7 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
     module = _torch.graph_module(program.module, graph)
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        values = with_sizes(program, values)
         given = [values.get(port.name) for port in program.inputs]
         with torch.no_grad(), _torch.no_autocast(), Expected():
             found: dict[str, torch.Tensor] = Unseeded(module).run(*given)

@@ -19,6 +19,7 @@ from pfeife.frontend.first_call import Runs, Values
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.untouched import values_kept
 from pfeife.ir.program import Program, Role, source_line
+from pfeife.ir.sizes import with_sizes
 
 log = logging.getLogger("pfeife")
 Named = Mapping[str, torch.Tensor]  # by the names of ports
@@ -119,7 +120,7 @@ def _by_eager(runs: Runs, values: Values) -> dict[str, torch.Tensor]:
 
 def _by_program(program: Program, runs: Runs, values: Values) -> Named:
     """All results of a program, with the tangents of `_by_eager`."""
-    given = runs.captured.slots(values)
+    given = with_sizes(program, runs.captured.slots(values))
     for port in program.ports(Role.TANGENT):
         given[port.name] = torch.ones(port.shape, dtype=port.dtype, device=port.device)
     ordered = [given.get(port.name) for port in program.inputs]

@@ -20,6 +20,7 @@ from pfeife.frontend.rows.seen import Sample, seen_rows
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
+from pfeife.ir.sizes import settled
 
 LossReduction = Literal["mean", "sum", "auto"]
 Larger = Callable[[bool, int], Program]
@@ -39,10 +40,12 @@ def derive_reductions(
     both are run.
     """
     told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
+    plain = settled(program)
     if told:  # of one row the rules alone do not even know where it is
-        known = _beside_larger(program, larger if _rows(program) == 1 else None, None)
+        known = _beside_larger(plain, larger if _rows(plain) == 1 else None, None)
     else:
-        known = derive(program, larger, sample)
+        known = derive(plain, larger, sample)
+    known = {name: _in_program(program, one) for name, one in known.items()}
     among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
     counts = {node: _count(program, node) for node in divided}
@@ -65,6 +68,13 @@ def derive_reductions(
     made = tuple(count for count in counts.values() if count)
     mixed = {n: str(one) for n, one in known.items() if isinstance(one, Unknown) and one.mixes}
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
+
+
+def _in_program(program: Program, known: Known) -> Known:
+    """What is known of a program, of nodes that it has by other names than the same."""
+    if not isinstance(known, Rows) or not known.counts:
+        return known
+    return attrs.evolve(known, counts=frozenset(program.node(n.name) for n in known.counts))
 
 
 def derive(
@@ -195,7 +205,7 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
 
 def _cone(program: Program, end: fx.Node, graph: fx.Graph) -> dict[fx.Node, fx.Node] | None:
     """Copies of all that a node is computed from; None unless that is of the batch alone."""
-    batch = {port.name for port in program.ports(Role.BATCH)}
+    batch = {port.name for port in program.ports(Role.BATCH, Role.SIZE)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in ancestors(program.module.graph, [end]):
         if node.target is seeded or (node.op == "placeholder" and node.name not in batch):

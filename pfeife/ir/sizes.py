@@ -20,16 +20,19 @@ def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
     """The values of a program's size ports, by their names: as given among `values`, which are by
     the names of the ports, or as the shapes of the tensors among these tell. Raises ValueError for
     one that nothing tells, or that two tensors have otherwise."""
-    wanted = {_torch.name_of_size(port.name): port.name for port in program.ports(Role.SIZE)}
+    ports = program.ports(Role.SIZE)
+    if not ports:
+        return {}
+    wanted = {_torch.name_of_size(port.name): port.name for port in ports}
     found = {name: int(values[name]) for name in wanted.values() if values.get(name) is not None}
-    for port in program.inputs if wanted else ():
+    for port in program.inputs:
         value = values.get(port.name)
-        pairs = zip(port.sizes or (), value.shape, strict=False) if port.sizes and value is not None else ()
-        for size, number in pairs:
+        shape = () if value is None or port.sizes is None else tuple(value.shape)
+        for size, number in zip(port.sizes or (), shape, strict=False):
             name = wanted.get(size)
             if name is not None and found.setdefault(name, number) != number:
                 raise ValueError(
-                    f"{port.role} {port.fqn} {list(value.shape)}: its sizes are to be "
+                    f"{port.role} {port.fqn} {list(shape)}: its sizes are to be "
                     f"{list(port.sizes or ())}, and {name} is {found[name]}"
                 )
     missing = sorted(set(wanted.values()) - found.keys())

@@ -134,7 +134,8 @@ class Ownership:
         them was seeded otherwise, or was given another batch, unless replicas have batches that
         are `apart`."""
         known = self.of(program, slots, mesh)
-        new = [p for p in program.inputs if p.name in slots and p.fqn not in known]
+        ports = [port for port in program.inputs if port.role != Role.SIZE]
+        new = [p for p in ports if p.name in slots and p.fqn not in known]
         alike = [port for port in new if port.role != Role.BATCH or not apart]
         _check_alike({port.fqn: standing_for(slots[port.name]) for port in alike}, world)
 
