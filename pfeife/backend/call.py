@@ -62,6 +62,7 @@ class Call:
         self.elsewhere: list[torch.Tensor] = []  # parameters whose gradients other ranks have
         self.divided: dict[str, list[Divisor]] = {}
         self.shapes: dict[str, torch.Size] = {}
+        self.sizes: Mapping[str, int] = {}  # the values of size ports, by their names
         self.places: dict[str, torch.device] = {}  # of the inputs
 
     def forward(self, slots: Slots) -> tuple[torch.Tensor, ...]:
@@ -72,7 +73,9 @@ class Call:
         ports = self.program.ports(*STATE_ROLES, Role.BATCH)
         self.places = {port.fqn: slots[port.name].device for port in ports}
         later = trains and not self.inside
-        tangents = _later(self.program, self.count) if later else None
+        captured = self.compiled.captured
+        self.sizes = captured.sizes([slots.get(name) for name in captured.arguments], self.count)
+        tangents = _later(self.program, self.count, self.sizes) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         microbatches, pipeline = self._microbatches(slots), self.compiled.pipeline
         self.sent = None  # which has the whole batch
@@ -101,7 +104,6 @@ class Call:
         if result.loss is not None:
             joined["loss"] = result.loss
         self.shapes = {name: value.shape for name, value in joined.items()}
-        captured = self.compiled.captured
         write_changed(captured, slots, joined)
         places = {port.name: port.device for port in self.program.outputs}
         return tuple(joined[name].to(places[name]) for name in captured.results)
@@ -196,7 +198,8 @@ class Call:
             whole, divided = given[port.fqn], self.divided[port.fqn]
             if whole is None and port.sized_by_data:
                 whole = torch.zeros(self.shapes[port.fqn], dtype=port.dtype, device=port.device)
-            for index, part in enumerate(cut(outputs[port.fqn], whole, count, divided)):
+            parts = cut(outputs[port.fqn], whole, count, divided, self.sizes)
+            for index, part in enumerate(parts):
                 tangents[index][port.name] = part
         return tangents
 
@@ -253,10 +256,14 @@ def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> li
     return [one[name] for one in microbatches if name in one]
 
 
-def _later(program: Program, count: int) -> list[dict[str, torch.Tensor]]:
+def _later(
+    program: Program, count: int, sizes: Mapping[str, int]
+) -> list[dict[str, torch.Tensor]]:
     """Placeholders for the tangents that arrive with `backward`."""
-    ports = program.ports(Role.TANGENT)
-    zeros = {p.fqn: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) for p in ports}
+    zeros = {
+        port.fqn: torch.zeros((), dtype=port.dtype, device=port.device).expand(port.shape_at(sizes))
+        for port in program.ports(Role.TANGENT)
+    }
     return [zeros] * count
 
 

@@ -55,6 +55,7 @@ def _first_microbatch(program: Program, captured: Captured, args: Sequence[Any])
     slots, part = captured.slots(args), captured.slots(captured.part(args, 0))
     state = {port.fqn: slots[port.name].detach() for port in program.ports(*STATE_ROLES)}
     microbatch = {port.fqn: part[port.name] for port in program.ports(Role.BATCH)}
+    microbatch |= {p.name: part[p.name] for p in program.ports(Role.SIZE) if p.name in part}
     ports = [port for port in program.ports(Role.TANGENT) if port.fqn != "loss"]
     tangents = {port.fqn: _tangent(port.shape, port.dtype, port.device) for port in ports}
     count = program.replicas

@@ -135,7 +135,7 @@ def _compiled(
 
     nodes = list(body.graph.nodes)
     effects = any(has_effects(n) or is_number(n) for n in nodes if n.op == "call_function")
-    if effects or any(map(is_sized_by_data, nodes)):
+    if effects or any(is_sized_by_data(node) or "sizes" in node.meta for node in nodes):
         return body.forward
     return around_draws(body, compiled)
 

@@ -116,11 +116,17 @@ def join(port: Port, values: list[torch.Tensor], divided: Sequence[Divisor]) -> 
 
 
 def cut(
-    port: Port, whole: torch.Tensor | None, count: int, divided: Sequence[Divisor]
+    port: Port,
+    whole: torch.Tensor | None,
+    count: int,
+    divided: Sequence[Divisor],
+    sizes: Mapping[str, int],
 ) -> Sequence[torch.Tensor]:
-    """An output's gradient as the gradients of its microbatches."""
+    """An output's gradient as the gradients of its microbatches, where the size ports have such
+    values."""
     if whole is None:
-        return [torch.zeros(port.shape, dtype=port.dtype, device=port.device)] * count
+        shape = port.shape_at(sizes)
+        return [torch.zeros(shape, dtype=port.dtype, device=port.device)] * count
     if port.batch_dim is not None:
         return whole.chunk(count, port.batch_dim)
     if port.reduction == "last":

@@ -86,6 +86,8 @@ def _is_name(text: str) -> bool:
 def store(program: Program, key: str) -> StoredProgram:
     """A flat program as data. Raises ValueError for one with something in it that has no spelling:
     an operation of others, a graph within the graph, a large constant."""
+    if program.ports(Role.SIZE):
+        raise ValueError("the program leaves sizes of the batch open")
     texts: dict[str, int] = {}
 
     def text(value: Any) -> int:
