@@ -41,6 +41,7 @@ from pfeife.runtime.distributed.heartbeat import (
 from pfeife.runtime.distributed.lifelines import SILENCE, Lifelines
 from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
+from pfeife.runtime.distributed.posting import OVER, leave
 from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.script import Rest, Script
@@ -449,6 +450,7 @@ class World:
         self.ownership.end()
 
     def _end_threads(self) -> None:
+        self.monitor.ask(lambda: leave(self.monitor.store, self.rank, OVER))
         self.watch.end()
         self.monitor.end()
         self.script.seen = None
