@@ -48,10 +48,6 @@ class Copies:
         if tensor.requires_grad:
             tensor.register_hook(_Arrival(self.known[tensor]))
 
-    def news(self) -> list[str]:
-        """A line if an exchange has failed."""
-        return ["behind copies"] * self.behind
-
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Every rank has stepped (collective, if there are such parameters). Raises Refusal
         if ranks are not at a step of the same parameters."""

@@ -161,9 +161,10 @@ class Ownership:
             self.watched[one] = None
             self.foreign.guard(one)
 
-    def number_copies(self, told: Sequence[str], ranks: int) -> None:
-        """Takes deep copies that all ranks have made for state that they train together."""
-        self.owned |= self.deep_copies.agree(told, ranks, len(self.owned))
+    def number_copies(self, digests: Sequence[str]) -> None:
+        """Takes deep copies that all ranks have made, by the digests of each, for state that they
+        train together."""
+        self.owned |= self.deep_copies.agree(digests, len(self.owned))
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""
