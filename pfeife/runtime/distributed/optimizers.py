@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.living import living
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.questions import Found, Named, Question, Value, copied, told
+from pfeife.runtime.distributed.questions import Found, Named, Question, copied, encoded
 from pfeife.runtime.failure import Refusal
 
 
@@ -170,9 +170,9 @@ class Optimizers:
         if optimizer is None:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
-        parts, of, states = list[torch.Tensor](), list[str](), list[Value | None]()
+        parts, of, states = list[torch.Tensor](), list[str](), list[str | None]()
         for owned, parameter in wanted:
-            states.append(told(state[parameter], parts) if parameter in state else None)
+            states.append(encoded(state[parameter], parts) if parameter in state else None)
             of += [f"the state of {owned.name}"] * (len(parts) - len(of))
         return Found(tuple(parts), tuple(of), tuple(states))
 
