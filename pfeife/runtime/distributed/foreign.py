@@ -73,7 +73,7 @@ class Foreign:
     def guard(self, tensor: torch.Tensor) -> None:
         """Refuses the gradient of an absent parameter, of whatever has read it before it was."""
         if tensor in self.found:
-            tensor.register_hook(_Arrival(self.found[tensor].owned))
+            tensor.register_hook(Arrival(where_trained(self.found[tensor].owned)))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Lets go of the values of some tensors again."""
@@ -110,17 +110,18 @@ def version_of(tensor: Any) -> int:
 
 
 @attrs.frozen
-class _Arrival:
-    """A hook of an absent parameter: autograd calls it with None after a step of ours."""
+class Arrival:
+    """A hook of a parameter that is trained elsewhere, as it `says`: autograd calls it with None
+    after a step of ours."""
 
-    owned: Owned
+    says: str
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             raise ValueError(
-                f"{where_trained(self.owned)}, and something outside of the compiled step has used "
-                "it, such as a penalty added to the loss: its gradient arrived here. Compute that "
-                "inside of the step"
+                f"{self.says}, and something outside of the compiled step has used it, such as a "
+                "penalty added to the loss: its gradient arrived here. Compute that inside of the "
+                "step"
             )
 
 

@@ -34,7 +34,6 @@ from pfeife.runtime.distributed.owned import (
 )
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.step_hooks import StepHooks
-from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.peak import give_back
 
@@ -71,7 +70,7 @@ class Ownership:
         self.gradients = Gradients(self.known, self.foreign)
         self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
-        self.hooks = StepHooks(Stepping(), self.gradients, self.optimizers, self.copies)
+        self.hooks = StepHooks(self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
