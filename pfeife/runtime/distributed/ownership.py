@@ -34,7 +34,6 @@ from pfeife.runtime.distributed.owned import (
 )
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.step_hooks import StepHooks
-from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.peak import give_back
 
@@ -71,7 +70,7 @@ class Ownership:
         self.gradients = Gradients(self.known, self.foreign)
         self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
-        self.hooks = StepHooks(Stepping(), self.gradients, self.optimizers, self.copies)
+        self.hooks = StepHooks(self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
@@ -162,9 +161,10 @@ class Ownership:
             self.watched[one] = None
             self.foreign.guard(one)
 
-    def number_copies(self, told: Sequence[str], ranks: int) -> None:
-        """Takes deep copies that all ranks have made for state that they train together."""
-        self.owned |= self.deep_copies.agree(told, ranks, len(self.owned))
+    def number_copies(self, digests: Sequence[str]) -> None:
+        """Takes deep copies that all ranks have made, by the digests of each, for state that they
+        train together."""
+        self.owned |= self.deep_copies.agree(digests, len(self.owned))
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""
