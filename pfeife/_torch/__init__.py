@@ -140,15 +140,15 @@ from pfeife._torch.tensors import (
 from pfeife._torch.trace import compilation, trace_artifact
 
 __all__ = [
+    "FIRST",
+    "INSTEAD",
+    "MARK",
     "BufferAOTInput",
     "DataDependentOutputException",
-    "FIRST",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
-    "INSTEAD",
     "InputMutationAOTOutput",
-    "MARK",
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",

@@ -10,18 +10,18 @@ import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 
 from pfeife._torch.tensors import FakeTensor, FakeTensorMode
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Size = int | sympy.Expr  # of a dimension: a number, or an expression of named sizes
+Size: TypeAlias = int | Any  # of a dimension: a number, or sympy's expression of named sizes
 _ENDLESS = 2**40  # no bound of a size that somebody has set
 
 
@@ -87,7 +87,9 @@ def sizes_at(sizes: Sequence[Size], named: Mapping[str, int]) -> tuple[int, ...]
 def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
     found = size.xreplace({name_of_size(name): sympy.Integer(value) for name, value in named})
     if found.free_symbols:
-        raise ValueError(f"the size {size} depends on {found.free_symbols}, of which nothing is known")
+        raise ValueError(
+            f"the size {size} depends on {found.free_symbols}, of which nothing is known"
+        )
     return int(found)
 
 

@@ -74,7 +74,8 @@ class Call:
         self.places = {port.fqn: slots[port.name].device for port in ports}
         later = trains and not self.inside
         captured = self.compiled.captured
-        self.sizes = captured.sizes([slots.get(name) for name in captured.arguments], self.count)
+        given = [slots[name] if name else None for name in captured.arguments]
+        self.sizes = captured.sizes(given, self.count)
         tangents = _later(self.program, self.count, self.sizes) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
         microbatches, pipeline = self._microbatches(slots), self.compiled.pipeline
@@ -256,9 +257,7 @@ def _values(microbatches: Sequence[Mapping[str, torch.Tensor]], name: str) -> li
     return [one[name] for one in microbatches if name in one]
 
 
-def _later(
-    program: Program, count: int, sizes: Mapping[str, int]
-) -> list[dict[str, torch.Tensor]]:
+def _later(program: Program, count: int, sizes: Mapping[str, int]) -> list[dict[str, torch.Tensor]]:
     """Placeholders for the tangents that arrive with `backward`."""
     zeros = {
         port.fqn: torch.zeros((), dtype=port.dtype, device=port.device).expand(port.shape_at(sizes))

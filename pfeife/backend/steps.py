@@ -124,7 +124,8 @@ class Steps:
             if compiled is None or not self._breaks(compiled, args):
                 return (*key, place), compiled
         raise ValueError(
-            f"{self.name} has been built for {MOST_BUILDS} kinds of sizes: pad what has many lengths"
+            f"{self.name} has been built for {MOST_BUILDS} kinds of sizes, each with a program of "
+            "its own: pad what has many lengths"
         )
 
     def _breaks(self, compiled: Compiled, args: Sequence[Any]) -> str:

@@ -224,7 +224,9 @@ class _Describer:
     def _fake(self, known: Any, example: torch.Tensor) -> torch.Tensor:
         """A tensor without storage as an argument is, of symbolic sizes where Dynamo's are."""
         like = known if isinstance(known, torch.Tensor) else example
-        shape, strides = ([self.symbols(n) for n in numbers] for numbers in (like.shape, like.stride()))
+        shape, strides = (
+            [self.symbols(n) for n in numbers] for numbers in (like.shape, like.stride())
+        )
         place = self.device if self.device and example.is_meta else example.device
         with self.mode:
             fake = torch.empty_strided(shape, strides, dtype=example.dtype, device=place)

@@ -179,9 +179,7 @@ class Porter:
     def _tell_sizes(self, node: fx.Node) -> None:
         """Puts numbers in place of the symbols of what only data and the sizes of arguments
         tell."""
-        value, by_data, layout = _torch.with_numbers(
-            node.meta.get("val"), self.largest, self.names
-        )
+        value, by_data, layout = _torch.with_numbers(node.meta.get("val"), self.largest, self.names)
         if "val" in node.meta:
             node.meta["val"] = value
         if by_data:
@@ -308,9 +306,7 @@ class Porter:
         dim: int | None = None,
     ) -> Port:
         """The port of a node of either graph."""
-        value, by_data, layout = _torch.with_numbers(
-            node.meta["val"], self.largest, self.names
-        )
+        value, by_data, layout = _torch.with_numbers(node.meta["val"], self.largest, self.names)
         layout = node.meta.get("sizes", layout)
         shape, kind = tuple(value.shape), (value.dtype, value.device)
         by_data = by_data or is_sized_by_data(node)

@@ -101,8 +101,9 @@ def check_tensor(
 def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, Any]:
     """The batch ports' tensors of one microbatch and the values of the size ports, checked.
 
-    A microbatch is a mapping from names (also of sizes that its shapes do not tell), or what the step was captured with: its tensors in
-    their order (a tuple of the arguments, or a single argument).
+    A microbatch is a mapping from names (also of sizes that its shapes do not tell), or what the
+    step was captured with: its tensors in their order (a tuple of the arguments, or a single
+    argument).
     """
     ports = program.ports(Role.BATCH)
     if isinstance(microbatch, Counted):
@@ -124,6 +125,13 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
     return named | sizes
+
+
+def _sizes(program: Program, microbatch: Any) -> dict[str, int]:
+    """The values of a program's size ports, by their names."""
+    ports = program.ports(Role.SIZE)
+    batch = named_batch(program, microbatch) if ports else {}
+    return {port.name: batch[port.name] for port in ports}
 
 
 def _tensors(microbatch: Any) -> list[torch.Tensor]:
@@ -318,8 +326,9 @@ def evaluate(
         for start in range(0, count, each)
     ]
     statistics = tuple(found for part in parts for found in part.statistics)
+    sizes = _sizes(program, microbatches[0])
     if len(parts) == 1:
-        return with_statistics(program, parts[0], statistics)
+        return with_statistics(program, parts[0], statistics, sizes)
     losses = [part.loss for part in parts if part.loss is not None]
     together = mean if program.averages else add
     return Result(
@@ -328,7 +337,7 @@ def evaluate(
         gradients={
             name: together([part.gradients[name] for part in parts]) for name in parts[0].gradients
         },
-        buffers=with_statistics(program, parts[0], statistics).buffers,
+        buffers=with_statistics(program, parts[0], statistics, sizes).buffers,
         batch_gradients=averaged(
             program, tuple(grads for part in parts for grads in part.batch_gradients)
         ),
@@ -336,13 +345,16 @@ def evaluate(
 
 
 def with_statistics(
-    program: Program, result: Result, statistics: Sequence[dict[str, torch.Tensor]]
+    program: Program,
+    result: Result,
+    statistics: Sequence[dict[str, torch.Tensor]],
+    sizes: Mapping[str, int],
 ) -> Result:
     """A result in which buffers that are updated once a step, and have their values of before, are
-    updated with the statistics of all microbatches."""
+    updated with the statistics of all microbatches, where the size ports have such values."""
     if not program.tracked:
         return result
-    new = tracked(program, result.buffers, statistics)
+    new = tracked(program, result.buffers, statistics, sizes)
     return attrs.evolve(result, buffers={**result.buffers, **new}, statistics=())
 
 

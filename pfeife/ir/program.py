@@ -173,13 +173,14 @@ class Count:
 class Tracked:
     """A batch norm that tracks all microbatches of a step: the names of its running mean and
     variance, and of the buffer that counts the batches. Their updates are what a microbatch has
-    found of its own, of so many `elements` a channel; the step puts them together at its end, see
-    `ir.statistics`. Without a `momentum` it is one over that count."""
+    found of its own, of so many `elements` a channel (perhaps an expression of size ports); the
+    step puts them together at its end, see `ir.statistics`. Without a `momentum` it is one over
+    that count."""
 
     mean: str
     variance: str
     count: str | None
-    elements: int
+    elements: _torch.Size
     momentum: float | None
 
 
@@ -378,6 +379,15 @@ def returned(module: fx.GraphModule) -> Any:
 def is_source(node: fx.Node) -> bool:
     """Whether a node brings a value into the graph rather than computing one."""
     return node.op in ("placeholder", "get_attr")
+
+
+def sizes_of(node: fx.Node) -> tuple[_torch.Size, ...]:
+    """The sizes of a node's tensor, as expressions of the names of size ports where these decide
+    them."""
+    value = value_of(node)
+    assert value is not None
+    sizes: tuple[_torch.Size, ...] = node.meta["sizes"][0] if "sizes" in node.meta else value.shape
+    return sizes
 
 
 def has_effects(node: fx.Node) -> bool:

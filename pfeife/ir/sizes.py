@@ -1,15 +1,14 @@
 """Sizes of the batch that a program leaves open: what they are in a call, and as plain numbers.
 
-    x [rows, length] -> view(x, [rows * length]) -> ...     `rows`, `length`: size ports, ints
-    for x [4, 7]        rows 4, length 7
-    settled             view(x, [28]), without the ports
+x [rows, length] -> view(x, [rows * length]) -> ...     `rows`, `length`: size ports, ints
+for x [4, 7]        rows 4, length 7
+settled             view(x, [28]), without the ports
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import fx
 
 from pfeife import _torch
@@ -68,20 +67,19 @@ def settled(program: Program) -> Program:
     for node in program.module.graph.nodes:
         if node.op == "output":
             continue
-        is_size = node.op == "placeholder" and node.name in sizes
-        known = is_number(node) and all(not isinstance(here[n], fx.Node) for n in node.all_input_nodes)
-        if is_size or (known and node.all_input_nodes):
+        read = [here[source] for source in node.all_input_nodes]
+        is_known = is_number(node) and read and not any(isinstance(one, fx.Node) for one in read)
+        if is_known or (node.op == "placeholder" and node.name in sizes):
             here[node] = node.meta["val"]
             continue
-        here[node] = graph.node_copy(node, lambda read: read)
-        here[node].args, here[node].kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), here.get)
-        here[node].meta.pop("sizes", None)
+        copied = here[node] = graph.node_copy(node, lambda source: source)
+        copied.args, copied.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), here.get)
+        copied.meta.pop("sizes", None)
     graph.output({name: here[node] for name, node in returned(program.module).items()})
 
     def plain(ports: Any) -> Any:
         return tuple(attrs.evolve(port, sizes=None) for port in ports if port.role != Role.SIZE)
 
     module = _torch.graph_module(program.module, graph)
-    return attrs.evolve(
-        program, module=module, inputs=plain(program.inputs), outputs=plain(program.outputs), limits=()
-    )
+    inputs, outputs = plain(program.inputs), plain(program.outputs)
+    return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs, limits=())

@@ -1,5 +1,6 @@
 """Batch norms that track the statistics of the whole batch (torchgpipe, section 3.1)."""
 
+import math
 import operator
 from typing import Any
 
@@ -15,8 +16,8 @@ from pfeife.ir.program import (
     Tracked,
     is_sized_by_data,
     returned,
+    sizes_of,
     source_line,
-    value_of,
 )
 from pfeife.passes.compose import Pass
 
@@ -99,13 +100,12 @@ def _tracked(program: Program, norm: fx.Node) -> Tracked:
         )
     mean, variance = (str(name) for name in old)
     momentum = given["momentum"]
-    value = value_of(input_)
-    assert value is not None
+    rows, _, *places = sizes_of(input_)
     return Tracked(
         mean,
         variance,
         _count(mean, momentum, updates, norm),
-        elements=value.numel() // value.shape[1],
+        elements=math.prod(places, start=rows),
         momentum=None if isinstance(momentum, fx.Node) else float(momentum),
     )
 

@@ -20,8 +20,8 @@ from pfeife import _torch
 from pfeife.data.schedule import SENDS, Action, Do
 from pfeife.ir.program import Call, Kind, Port, Role, returned
 from pfeife.ir.statistics import tracked_names
-from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.ir.travel import Message
+from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.wiring import Wiring, summed_in_place
 from pfeife.runtime.results import local_gradient, outputs_by_node, updated_buffers
 from pfeife.runtime.step import Step
@@ -146,7 +146,9 @@ class Handlers:
 
         def send(step: Step, microbatch: int) -> None:
             values = step.values[microbatch]
-            step.transport.send(destination, tuple([values[n] for n in names]), step.envelopes[node])
+            step.transport.send(
+                destination, tuple([values[n] for n in names]), step.envelopes[node]
+            )
 
         def receive(step: Step, microbatch: int) -> None:
             arrived = step.transport.receive(source)

@@ -43,7 +43,6 @@ from pfeife.runtime.failure import explain
 from pfeife.runtime.handlers import Handler, Handlers
 from pfeife.runtime.step import Observer, Part, Step, Transport
 
-
 MOST_SIZES = 64  # for which a rank keeps how its messages travel
 
 

@@ -1,7 +1,7 @@
 """What one rank knows during a step, and what carries its values to the others."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -54,7 +54,7 @@ class Part:
     port name, and by what their losses are `divided`."""
 
     first: int
-    inputs: Sequence[Mapping[str, torch.Tensor]]
+    inputs: Sequence[Mapping[str, Any]]
     divided: Sequence[Divisor]
 
 

@@ -250,7 +250,8 @@ class DistributedStep(PipelineStep):
 
     def _with_statistics(self, mine: Result) -> Result:
         program, world, mesh = self.pipeline.program, self.transport.world, self.pipeline.mesh
-        return with_statistics(program, mine, statistics_of_all(program, mine, world, mesh))
+        found = statistics_of_all(program, mine, world, mesh)
+        return with_statistics(program, mine, found, self.step.sizes)
 
     def _note(self, figures: Sequence[Sequence[float]]) -> None:
         """What each rank has told of its seconds of work and its peak."""

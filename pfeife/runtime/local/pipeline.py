@@ -278,7 +278,7 @@ class LocalStep(PipelineStep):
             parts = [result_of(self.program, runner.rank, step) for runner, step in mine]
             pipelines.append(_joined(parts))
         statistics = tuple(found for part in pipelines for found in part.statistics)
-        first = with_statistics(self.program, pipelines[0], statistics)
+        first = with_statistics(self.program, pipelines[0], statistics, self.steps[0].sizes)
         if len(pipelines) == 1:
             return first
         losses = [part.loss for part in pipelines if part.loss is not None]
