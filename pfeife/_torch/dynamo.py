@@ -155,13 +155,15 @@ def willing(programs: int | None = None) -> Iterator[None]:
     """While Dynamo takes more of a step than it does by default, in this thread alone (from 2.13
     on): recurrent layers, and calls of loggers, of warnings and of print, which it leaves out; and
     while it leaves operations as they are: `a.add_(b, alpha=2)` rounds otherwise than two. Of
-    numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph.
+    numbers and sizes that depend on data it makes symbols anyway where it is asked for one graph;
+    other floats it takes as they are, whatever it does of sizes.
     It compiles a step up to `programs` times before it refuses to. The settings have no public
     form; if one moves, leave it out."""
     config = torch._dynamo.config
     wanted: dict[str, Any] = {
         **_FULL_GUARDS,
         "enable_dynamo_decompositions": False,
+        "specialize_float": True,
         "allow_rnn": True,
         "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
     }

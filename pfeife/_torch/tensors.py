@@ -34,6 +34,7 @@ __all__ = [
     "TorchDispatchMode",
     "asks_for_values",
     "converting_others",
+    "copy_marks",
     "fake_on",
     "fake_tensor",
     "hooks_of",
@@ -152,6 +153,14 @@ def is_in_backward() -> bool:
 def marked_dims(tensor: torch.Tensor) -> set[int]:
     """The dimensions that `torch._dynamo.mark_dynamic` marked on a tensor."""
     return set(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
+def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic`,
+    `mark_unbacked` and `mark_static`, which leave attributes; if these have other names, the marks
+    are not seen."""
+    marks = {name: one for name, one in vars(tensor).items() if name.startswith("_dynamo_")}
+    vars(other).update(marks)
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:

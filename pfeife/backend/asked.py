@@ -66,6 +66,7 @@ class Asked(TypedDict, total=False):
     cuda_graphs: bool
     fit_smaller_batches: bool
     capture: Capture
+    dynamic: bool | None
     check: bool | float
     compare_batches: bool
     log_every: int | None

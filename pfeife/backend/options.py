@@ -73,6 +73,11 @@ def _flag(instance: object, attribute: attrs.Attribute, value: Any) -> None:
         raise ValueError(f"option {attribute.name}={value!r}: must be True or False")
 
 
+def _flag_or_none(instance: object, attribute: attrs.Attribute, value: Any) -> None:
+    if value is not None:
+        _flag(instance, attribute, value)
+
+
 def _check(instance: object, attribute: attrs.Attribute, value: Any) -> None:
     if not isinstance(value, bool) and not (isinstance(value, float) and 0 < value < 1):
         raise ValueError(
@@ -244,6 +249,9 @@ class Options:
     capture: how `pfeife.compile` captures the step: by "dynamo", whose guards make that sound, by
         "trace", which runs it on tensors without storage, or "auto", the second where the first
         does not find one graph.
+    dynamic: for which sizes of its arguments a program of `pfeife.compile` is, as in torch.compile:
+        True for all, where the step does not depend on them; False for one each; None for one, and
+        once a size has changed from call to call, for all that it may be.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch; and a
         backward where the step was traced); and looked at where no rule tells what becomes of rows;
@@ -328,6 +336,7 @@ class Options:
     cuda_graphs: bool = attrs.field(default=False, validator=_flag)
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     capture: Capture = attrs.field(default="auto", validator=_capture)
+    dynamic: bool | None = attrs.field(default=None, validator=_flag_or_none)
     check: bool | float = attrs.field(default=True, validator=_check)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
     log_every: int | None = attrs.field(default=None, validator=_count)

@@ -86,7 +86,7 @@ class Step:
         self.cutter = Cutter(
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
-        self.dynamo = _torch.whole_graph(step, self.graph, None)
+        self.dynamo = self._whole_graph()
         homes = residence().home if options.devices else None
         self.presented = Presented(options.param_dtype, homes, options.devices or ())
         self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
@@ -102,6 +102,10 @@ class Step:
         self.of_rank_zero = CallOfRankZero(self.name)
         self.sent: Sent | None = None
         self.reached = self.has_values = self.waits = False
+
+    def _whole_graph(self) -> Callable[..., Any]:
+        """The step for Dynamo, which knows nothing of it yet."""
+        return _torch.whole_graph(self.step, self.graph, self.backend.options.dynamic)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
@@ -183,7 +187,7 @@ class Step:
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"
         if any(guard.broken() for guard in self.hooks.values()):
-            self.dynamo, self.hooks = _torch.whole_graph(self.step, self.graph, None), {}
+            self.dynamo, self.hooks = self._whole_graph(), {}
         with _torch.willing(PROGRAMS), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None

@@ -107,6 +107,7 @@ def describe(
         describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
+    arguments = _with_names_of_sizes(arguments, describer.taken)
     pairs = zip(nodes, arguments, strict=True)
     check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
     found = weakref.WeakSet(one for one in describer.holders if isinstance(one, nn.Module))
@@ -130,6 +131,23 @@ def describe(
     return Inputs(
         arguments, describer.roots, found, kept, moved, numbers, assumed, settled=frozenset(settled)
     )
+
+
+def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list[Argument]:
+    """The arguments, of which sizes are called after the first tensor that has them."""
+    places: dict[Any, str] = {}
+    for argument in arguments:
+        shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
+        for dim, size in enumerate(shape):
+            places.setdefault(_torch.symbol_named(size), f"{argument.names[0]}.size.{dim}")
+    found = []
+    for argument in arguments:
+        if argument.role == Role.SIZE:
+            place = places.get(_torch.symbol_named(argument.example), argument.names[0])
+            name = port_name(place, taken)
+            argument = attrs.evolve(argument, name=name, names=(place,))
+        found.append(argument)
+    return found
 
 
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
@@ -193,8 +211,8 @@ class _Describer:
         known = placeholder.meta.get("example_value")
         if isinstance(known, torch.SymInt):
             size = self.symbols(known)
-            name = port_name(placeholder.name, self.taken)
-            return Argument(name, None if isinstance(size, int) else Role.SIZE, (spelled,), size)
+            role = None if isinstance(size, int) else Role.SIZE
+            return Argument(placeholder.name, role, (spelled,), size)
         if not isinstance(example, torch.Tensor):
             return Argument(placeholder.name, None, (), example)
         if example.is_nested:

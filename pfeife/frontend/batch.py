@@ -258,7 +258,9 @@ def _laid_as(first: torch.Tensor, grown: torch.Tensor, dim: int) -> torch.Tensor
 def _first(value: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
     """What the first microbatch has of a tensor: a leaf of its own for autograd."""
     part = value if dim is None else value.narrow(dim, 0, value.shape[dim] // count)
-    return part.detach().requires_grad_(value.requires_grad)
+    part = part.detach().requires_grad_(value.requires_grad)
+    _torch.copy_marks(value, part)
+    return part
 
 
 def _check_kind(name: str, value: Any) -> None:

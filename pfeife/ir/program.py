@@ -111,7 +111,8 @@ class Port:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        dims = "x".join(map(str, self.sizes or self.shape)) or "scalar"
+        by = " x " if self.sizes else "x"
+        dims = by.join(map(str, self.sizes or self.shape)) or "scalar"
         dims = f"at most {dims}" if self.sized_by_data else dims
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
