@@ -1,6 +1,7 @@
 """A joint graph with AOTAutograd's descriptors into a graph with ports."""
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,7 +159,9 @@ class Porter:
         if symbol in self.sizes:
             self.here[node] = self.sizes[symbol]
             return
-        copied = self.graph.node_copy(node, self.here.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.here.__getitem__)
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=_plain_name(node))
+        copied.meta = dict(node.meta)
         for said in ("ac_graph_id", "recompute"):  # for torch's partitioner; counted by the process
             copied.meta.pop(said, None)
         stack = copied.meta["module_stack"] = _module_stack(node, self.asked.roots)
@@ -352,6 +355,13 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 def registered(argument: Argument) -> str:
     """The name under which `_Joint` has a parameter or buffer."""
     return f"{'p' if argument.role == Role.PARAMETER else 'b'}_{argument.name}"
+
+
+def _plain_name(node: fx.Node) -> str:
+    """What a node is called before others of its name are told from it. Numbers that are computed
+    of sizes have names of their own: those of a program for one size are those of one for many."""
+    of_sizes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+    return "size" if of_sizes else re.sub(r"_\d+$", "", node.name)
 
 
 def _hint(size: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import Kind, Program, Role, is_source
+from pfeife.ir.program import Kind, Program, Role, is_number, is_source
 
 
 def program_digest(program: Program) -> str:
@@ -33,16 +33,24 @@ def fingerprint(program: Program) -> str:
 
 def _ports(program: Program) -> Iterator[str]:
     for port in (*program.inputs, *program.outputs):
+        if port.role == Role.SIZE:
+            continue
         size = f"{port.dtype} {port.shape}" if port.role == Role.PARAMETER else ""
         yield f"{port.role} {','.join(port.names)} {size}"
 
 
 def _forwards(program: Program) -> Iterator[str]:
+    sizes = {port.name for port in program.ports(Role.SIZE)}
     for unit in range(program.units):
+        numbers = set[str]()  # that are sizes, or computed of them
         for node in program.body(program.call(Kind.FORWARD, unit)).graph.nodes:
-            if not is_source(node) and node.op != "output":
-                read = ",".join(source.name for source in node.all_input_nodes)
-                yield f"{unit} {node.name} {_name(node)} {read}"
+            read = [source.name for source in node.all_input_nodes]
+            of_sizes = bool(read) and is_number(node) and numbers.issuperset(read)
+            if of_sizes or (is_source(node) and node.name in sizes):
+                numbers.add(node.name)
+            elif not is_source(node) and node.op != "output":
+                others = ",".join(name for name in read if name not in numbers)
+                yield f"{unit} {node.name} {_name(node)} {others}"
 
 
 def _name(node: fx.Node) -> str:

@@ -64,9 +64,14 @@ class Announced(Envelope):
         return Envelope(tuple(layouts))
 
 
-def envelope_of(layouts: Sequence[Layout], told: Sequence[int] = ()) -> Envelope:
+def envelope_of(values: Sequence[torch.Tensor], told: Sequence[int] = ()) -> Envelope:
+    """How values travel that are laid out like these, of which data decide the sizes of those
+    `told`."""
+    return envelope_with(tuple(map(Layout.of, values)), told)
+
+
+def envelope_with(layouts: tuple[Layout, ...], told: Sequence[int] = ()) -> Envelope:
     """How values of such layouts travel, of which data decide the sizes of those `told`."""
-    layouts = tuple(layouts)
     return Announced(layouts, tuple(told)) if told else Envelope(layouts)
 
 

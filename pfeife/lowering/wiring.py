@@ -22,7 +22,7 @@ from pfeife.ir.program import (
     returned,
 )
 from pfeife.ir.travel import Message, messages
-from pfeife.lowering.announced import envelope_of
+from pfeife.lowering.announced import envelope_with
 from pfeife.lowering.envelope import Envelope, Layout
 
 _PLANNED: Mapping[str, int] = {}
@@ -107,7 +107,7 @@ class Wiring:
         those of the capture unless given."""
         nodes = [self.nodes[name] for name in message.values]
         told = [index for index, node in enumerate(nodes) if is_sized_by_data(node)]
-        return envelope_of([_layout(node, sizes) for node in nodes], told)
+        return envelope_with(tuple(_layout(node, sizes) for node in nodes), told)
 
     def arguments(self, call: Call) -> tuple[str, ...]:
         """The names of the values that a call reads."""

@@ -130,8 +130,8 @@ def _parts(
     ]
 
 
-def moved(
-    values: Mapping[str, torch.Tensor], device: torch.device | None
-) -> dict[str, torch.Tensor]:
-    """The values on a device, None for where they are."""
-    return dict(values) if device is None else {n: v.to(device) for n, v in values.items()}
+def moved(values: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """The values on a device, None for where they are; sizes are numbers, and nowhere."""
+    if device is None:
+        return dict(values)
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}

@@ -123,7 +123,7 @@ def test_sizes_may_change():
         batch = one.batch(rows)
         parts = list(zip(*(x.chunk(2) for x in batch), strict=True))
         assert torch.equal(step(*batch), eager_accumulation(one.step, one.model, parts).loss)
-    assert len(step.backend.compiled) == 3
+    assert len(step.backend.compiled) == 2, "the second is for any number of rows"
 
 
 def test_what_cannot_be_is_said_before_anything_runs():

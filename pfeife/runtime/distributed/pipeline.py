@@ -22,7 +22,7 @@ from pfeife.ir.evaluate import (
 )
 from pfeife.ir.program import Port, Program, Role
 from pfeife.lowering.announced import envelope_of
-from pfeife.lowering.envelope import Envelope, Layout, Tensors
+from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
 from pfeife.runtime.distributed.connection import Connection
@@ -349,4 +349,4 @@ def _dense(
     """The message of contiguous values of such shapes and dtypes, of which data decide the sizes
     of those `told`; every step asks for the same."""
     values = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
-    return envelope_of([Layout.of(value) for value in values], told)
+    return envelope_of(values, told)
