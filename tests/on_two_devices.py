@@ -17,7 +17,6 @@ import pfeife
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
 from pfeife.frontend.living import living
-from pfeife.frontend.waiting import forsake
 from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.distributed.foreign import Foreign
 from pfeife.runtime.distributed.owned import Owned
@@ -221,7 +220,6 @@ def what_others_train_takes_no_memory():
             foreign = Foreign()
             if later:
                 pfeife.materialize(nn.Sequential(*layers[:4]))
-                forsake([layer.weight for layer in layers[4:]])
             for at, layer in enumerate(layers[4:]):
                 foreign.add(layer.weight, Owned(at, f"{at}.weight", (1 + at // 4,), mesh))
             give_back()

@@ -264,6 +264,11 @@ def _made(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, An
     return found
 
 
+def _emptied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Without dimensions that is how torch begins a deep copy, which is absent, too."""
+    return (_made if args[1] else _shaped)(own, operation, args, kwargs)
+
+
 def _norm(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
     if dims or kwargs.get("dim"):
@@ -310,6 +315,7 @@ _RULES: Mapping[Any, Rule] = {
     aten._foreach_norm.Scalar: _norms,
     **{operation.default: _made for operation in _LIKE},
     **dict.fromkeys(_ALONG, _along),
+    aten.new_empty.default: _emptied,
     aten.copy_.default: _copied,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
 }
