@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from share import random_cases, some
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.utils.flop_counter import FlopCounterMode
 
 import pfeife
 from pfeife.frontend.waiting import deferred_tensors, is_waiting
@@ -278,6 +279,11 @@ def test_parameters_stay_the_same_objects():
     assert not torch.equal(weight, held) and type(weight) is nn.Parameter
 
 
+def counted(model):
+    with FlopCounterMode(display=False):
+        model[0].weight.view(-1).sum()
+
+
 USES = {
     "a sum": lambda model: model[0].weight.sum(),
     "a number": lambda model: float(model[1].running_mean[0]),
@@ -293,6 +299,8 @@ USES = {
     "DLPack": lambda model: torch.from_dlpack(model[1].running_mean),
     "printing": lambda model: repr(model[0].weight),
     "loading": lambda model: model.load_state_dict(nn.Sequential(*model).state_dict()),
+    "a mode": counted,
+    "AOTAutograd": lambda model: torch.compile(model, backend="aot_eager")(torch.ones(2, 4)),
     "torch.compile": lambda model: torch.compile(model, backend="pfeife")(torch.ones(2, 4)),
 }
 
