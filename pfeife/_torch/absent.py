@@ -164,7 +164,7 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if _looks(operation):
         with _native():
             return operation(*args, **kwargs)
-    if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_traces():
+    if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_looks():
         return 0  # a hint for a symbol, which nobody guards unless the step asks for the number
     if operation is _DEEP_COPY:
         with _native():
@@ -180,10 +180,13 @@ def first_record(args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     return next(record_of(leaf) for leaf in leaves if is_absent(leaf))
 
 
-def _dynamo_traces() -> bool:
-    """Whether Dynamo is tracing: it looks at all tensors without dimensions. If the context moves,
-    such a step goes through the other door: no public question is about what Dynamo itself does."""
-    return torch._guards.TracingContext.try_get() is not None
+def _dynamo_looks() -> bool:
+    """Whether Dynamo looks at an input of what it traces, as it does at all tensors without
+    dimensions; it does so where no mode sees it, unlike functions that the step has run while it is
+    traced (`assume_constant_result`). If the context moves, such a step goes through the other
+    door: no public question is about what Dynamo itself does."""
+    unseen = torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.Python)
+    return unseen and torch._guards.TracingContext.try_get() is not None
 
 
 @functools.cache

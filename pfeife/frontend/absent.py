@@ -16,7 +16,7 @@ What may be asked of one, and who answers:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -67,6 +67,19 @@ class Absence:
         return (rule or (_written if _writes(operation) else _computed))(
             self, operation, args, kwargs
         )
+
+
+class LayoutAlone(Absence):
+    """Why a tensor may be asked for its layout and for views: all else is refused."""
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        raise self.refusal(str(operation))
+
+    def derived(self) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
+
+    def written(self, tensor: torch.Tensor) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
 
 
 class RankZeroBatch(Absence):

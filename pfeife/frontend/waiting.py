@@ -10,14 +10,14 @@ tensors; whoever asks for their values is told what to do.
 import gc
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 import torch
 
 from pfeife import _torch
-from pfeife._torch import OpOverload, is_absent, record_of
-from pfeife.frontend.absent import Absence
+from pfeife._torch import is_absent, record_of
+from pfeife.frontend.absent import LayoutAlone
 from pfeife.frontend.living import living
 from pfeife.frontend.places import Places
 from pfeife.frontend.tape import Source, View
@@ -26,7 +26,7 @@ _ENDS = (type, types.ModuleType, types.FrameType, types.CodeType)
 
 
 @attrs.define(eq=False)
-class Recipe(Absence):
+class Recipe(LayoutAlone):
     """Why some tensors have no values yet: they lie in one storage of a `source`, which makes it.
     `shape` is that of one of them, `line` where it was made."""
 
@@ -42,15 +42,6 @@ class Recipe(Absence):
             "pfeife.materialize(model) before, or a step of pfeife.compile, which does so; what "
             "initialises the model goes inside of deferred_init()"
         )
-
-    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
-        raise self.refusal(str(operation))
-
-    def derived(self) -> NoReturn:
-        raise self.refusal("an operation on several tensors")
-
-    def written(self, tensor: torch.Tensor) -> NoReturn:
-        raise self.refusal("an operation on several tensors")
 
 
 def is_waiting(value: Any) -> bool:

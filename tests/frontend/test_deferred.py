@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.flop_counter import FlopCounterMode
 
 import pfeife
+from pfeife.frontend.absent import RankZeroBatch, become_absent
 from pfeife.frontend.waiting import deferred_tensors, is_waiting
 
 
@@ -467,6 +468,30 @@ def test_a_capture_takes_a_model_without_values(door):
     found = pfeife.capture(step, batch, door=door)
     assert str(found) == str(known) and found.inputs == known.inputs
     assert is_waiting(model[0].weight)
+
+
+@torch._dynamo.assume_constant_result
+def number_of(tensor):
+    return float(tensor.detach().flatten()[0])
+
+
+def test_what_dynamo_runs_while_it_traces_reads_no_values():
+    """It looks itself at tensors without dimensions, and may have any number for these."""
+
+    def step(x):
+        return (model(x) * scale).mean()
+
+    def reading(read):
+        return lambda x: (model(x) * number_of(read)).mean()
+
+    with pfeife.deferred_init():
+        model = nn.Linear(4, 4)
+    scale = nn.Parameter(torch.tensor(2.0))
+    become_absent(scale, RankZeroBatch())
+    assert "scale" in {port.name for port in pfeife.capture(step, torch.ones(2, 4)).inputs}
+    for read in (scale, model.weight):
+        with pytest.raises(ValueError, match=r"reads values|asks for the values"):
+            pfeife.capture(reading(read), torch.ones(2, 4), door="dynamo")
 
 
 def test_an_explanation_takes_a_model_without_values():
