@@ -212,7 +212,7 @@ def what_others_train_takes_no_memory():
     """A rank of four keeps its own quarter of a model, on any device; also of one that was not made
     yet, whose other three quarters never take any."""
     mesh = Mesh(4, 1)
-    become_absent(torch.ones(1), Absence())  # once, for kernels of all operations: 9 MB
+    become_absent(torch.ones(1), Absence())  # once, for kernels of all operations: 5 MB
     for width, device in ((8, HERE), (8, THERE), (1024, HERE), (1024, THERE)):  # first what is lazy
         for later in (False, True) if device == HERE else (False,):  # it has no `set_`
             give_back()

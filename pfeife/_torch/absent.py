@@ -12,7 +12,7 @@ so to all views of it.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -138,23 +138,25 @@ def _native() -> contextlib.AbstractContextManager[None]:
 def _kernel() -> Sequence[torch.library.Library]:
     """The key's kernel, for as long as the process lives: no other tensor has the key.
 
-    aten's operations have it each: torch does not find a fallback in Python while a
-    TorchDispatchMode is active, such as FlopCounterMode, or one of AOTAutograd's."""
+    aten's operations have it each, by name: torch does not find a fallback in Python while a
+    TorchDispatchMode is active, such as FlopCounterMode, or one of AOTAutograd's. If the list of
+    names moves: those of `dir(torch.ops.aten)`, which have been used so far."""
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_answered, _NAME)
-    for operation in _operations_of_aten():
-        native = operation._overloadpacket.__name__ in _NATIVE
-        own = functools.partial(_answered, operation)
-        aten.impl(operation, torch.library.fallthrough_kernel if native else own, _NAME)
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace == "aten":
+            native = name.partition(".")[0] in _NATIVE
+            own = functools.partial(_answered_by_name, name)
+            aten.impl(name, torch.library.fallthrough_kernel if native else own, _NAME)
     return every, aten
 
 
-def _operations_of_aten() -> Iterator[OpOverload]:
-    """If the list moves: those of `dir(torch.ops.aten)`, which are the ones that were used."""
-    for full in torch._C._dispatch_get_all_op_names():
-        name, _, overload = full.removeprefix("aten::").partition(".")
-        if full.startswith("aten::"):
-            yield getattr(getattr(torch.ops.aten, name), overload or "default")
+def _answered_by_name(full: str, *args: Any, **kwargs: Any) -> Any:
+    """torch makes the objects of operations when they are first asked for; most never are."""
+    name, _, overload = full.partition(".")
+    operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+    return _answered(operation, *args, **kwargs)
 
 
 def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
