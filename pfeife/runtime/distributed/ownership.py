@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
+from pfeife.frontend.waiting import is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
@@ -246,6 +246,5 @@ def _check_alike(state: Mapping[str, Any], world: "World") -> None:
 
 def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
     """Makes the values of those that are deferred, but for what other ranks train."""
-    others = {id(one): one for one in foreign if is_waiting(one)}
+    others = {id(one) for one in foreign}
     make([one for one in tensors if is_waiting(one) and id(one) not in others])
-    forsake(list(others.values()))
