@@ -33,15 +33,20 @@ def forgetting_symbols(mode: FakeTensorMode) -> contextlib.AbstractContextManage
 
 
 class Symbols:
-    """The symbols of a capture for sizes of its arguments, by those that Dynamo has for them; each
-    begins with the size that Dynamo has seen, and is taken to be 2 or more."""
+    """The symbols of a capture for sizes of its arguments, by those of another one (Dynamo's); each
+    begins with the size that is in `values`, or that the other one has seen, and is taken to be 2
+    or more. If they are `fixed`, there are numbers in their place."""
 
-    def __init__(self, mode: FakeTensorMode):
-        self.mode, self.environment = mode, mode.shape_env
-        self.own: dict[Any, Any] = {}  # by Dynamo's
+    def __init__(
+        self, mode: FakeTensorMode, values: Mapping[Any, int] | None = None, fixed: bool = False
+    ):
+        self.environment: Any = mode.shape_env
+        self.values, self.fixed = values or {}, fixed
+        self.own: dict[Any, Any] = {}  # by those of the other one
 
     def __call__(self, size: Any) -> Any:
-        """What a size is here: a number as it is, Dynamo's symbols as those of this capture."""
+        """What a size is here: a number as it is, the other one's symbols as those of this
+        capture."""
         if not isinstance(size, torch.SymInt):
             return size
         expression = size.node.shape_env.replace(size.node.expr)
@@ -49,19 +54,20 @@ class Symbols:
             return int(expression)
         if any(is_unbacked(one) for one in expression.free_symbols):
             return size
-        hints = _hints(size.node.shape_env)
-        for symbol in sorted(expression.free_symbols, key=str):
+        values = {**_hints(size.node.shape_env), **self.values}
+        numbers = {one: values[one] for one in expression.free_symbols}
+        found = int(expression.xreplace(numbers))
+        if self.fixed:
+            return found
+        for symbol in sorted(numbers, key=str):
             if symbol not in self.own:
-                self.own[symbol] = self._new(int(hints[symbol]))
-        environment: Any = self.environment
-        return environment.create_symintnode(
-            expression.xreplace(self.own), hint=size.node.hint, source=None
-        )
+                self.own[symbol] = self._new(int(numbers[symbol]))
+        own = expression.xreplace(self.own)
+        return self.environment.create_symintnode(own, hint=found, source=None)
 
     def _new(self, hint: int) -> Any:
-        environment: Any = self.environment
         source = ConstantSource(f"size_{len(self.own)}")
-        return environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
 
 
 def symbol_named(value: Any) -> Any:

@@ -75,10 +75,12 @@ class Call:
         later = trains and not self.inside
         captured = self.compiled.captured
         given = [slots[name] if name else None for name in captured.arguments]
-        self.sizes = captured.sizes(given, self.count)
+        pipeline = self.compiled.pipeline
+        count = len(pipeline.given) if isinstance(pipeline, DistributedPipeline) else self.count
+        self.sizes = captured.sizes(given, count)
         tangents = _later(self.program, self.count, self.sizes) if later else None
         state = {p.fqn: slots[p.name].detach() for p in self.program.ports(*STATE_ROLES)}
-        microbatches, pipeline = self._microbatches(slots), self.compiled.pipeline
+        microbatches = self._microbatches(slots)
         self.sent = None  # which has the whole batch
         scaled = {"scale": self.scale} if self.compiled.loss_scale else {}
         if self.kept:

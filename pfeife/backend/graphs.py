@@ -1,6 +1,7 @@
 """Dynamo's graph of a step, where the batch is in it, and its program of one microbatch."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,16 +12,18 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.backend.options import Options
-from pfeife.frontend.arguments import Argument, Inputs, describe, fake_like
+from pfeife.frontend.arguments import Argument, Inputs, at_sizes, describe, fake_like
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.capture_cache import Folder
-from pfeife.frontend.captured import Captured, Door
+from pfeife.frontend.captured import Captured, Door, part_shape
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
 from pfeife.frontend.results import Key, Loss, label
 from pfeife.ir.program import Role, returned, source_line
+
+log = logging.getLogger("pfeife")
 
 
 class Graph(Protocol):
@@ -99,7 +102,27 @@ class MicrobatchGraph:
         return ()
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
-        """The program. Raises ValueError for results that cannot be joined."""
+        """The program, for all sizes of its arguments that Dynamo has left open; where there is
+        none, for those of the call. Raises ValueError for results that cannot be joined."""
+        inputs = self.inputs
+        if any(argument.role == Role.SIZE or _is_open(argument) for argument in inputs.arguments):
+            shapes = self._shapes(args, options.cut)
+            try:
+                return self._captured(at_sizes(inputs, shapes), args, options)
+            except ValueError as error:
+                log.debug("a program for each size, since there is none for all: %s", error)
+            inputs = at_sizes(inputs, shapes, fixed=True)
+            return attrs.evolve(self._captured(inputs, args, options), at=shapes)
+        return self._captured(inputs, args, options)
+
+    def _shapes(self, args: Sequence[Any], count: int) -> tuple[Any, ...]:
+        """The shapes of the first microbatch of a call, and its numbers."""
+        return tuple(
+            part_shape(value.shape, dim, count) if isinstance(value, torch.Tensor) else value
+            for value, dim in zip(args, self.dims, strict=True)
+        )
+
+    def _captured(self, inputs: Inputs, args: Sequence[Any], options: Options) -> Captured:
         if options.microbatches > 1 and all(dim is None for dim in self.dims):
             raise ValueError(
                 f"microbatches={options.microbatches}, but the step is given no tensor that could "
@@ -110,14 +133,14 @@ class MicrobatchGraph:
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger(2)[1].numbers)
         captured = with_reductions(
-            trace(self.step, self.inputs, loss, cache=options.cache),
+            trace(self.step, inputs, loss, cache=options.cache),
             options.loss_reduction,
             lambda gradients, times: (
                 trace(*larger(times), loss, gradients=gradients, cache=options.cache).program
             ),
             args if options.cut > 1 and options.check else None,
         )
-        captured = with_flags(captured, self.inputs.flags)
+        captured = with_flags(captured, inputs.flags)
         captured = attrs.evolve(captured, door=self.door)
         self.losses.note(captured)
         if any(port.shape and port.name in captured.unknown for port in captured.program.outputs):
@@ -151,6 +174,12 @@ class MicrobatchGraph:
         return attrs.evolve(
             captured, program=attrs.evolve(captured.program, outputs=tuple(outputs))
         )
+
+
+def _is_open(argument: Argument) -> bool:
+    """Whether a tensor has symbolic sizes."""
+    example = argument.example
+    return isinstance(example, torch.Tensor) and any(type(n) is not int for n in example.shape)
 
 
 def grown_dims(step: Forward, other: Forward) -> list[int | None]:

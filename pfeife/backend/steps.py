@@ -23,7 +23,6 @@ from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
 from pfeife.ir.program import Role
-from pfeife.ir.sizes import broken_limit
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.rank_zero import Sent
@@ -71,7 +70,7 @@ class Steps:
         if options is not self.backend.options:
             builder = attrs.evolve(builder, options=options)
         key = (options.microbatches, *self.graph.key(args), self._trained(args) if world else ())
-        key, compiled = self._fitting(key, args)
+        key, compiled = self._fitting(key, args, options.cut)
         if world and compiled:
             compiled = _unless_outdated(compiled, builder, args, world)
         seed = _seed(compiled)
@@ -116,22 +115,19 @@ class Steps:
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
 
-    def _fitting(self, key: tuple, args: Sequence[Any]) -> tuple[tuple, Compiled | None]:
+    def _fitting(
+        self, key: tuple, args: Sequence[Any], count: int
+    ) -> tuple[tuple, Compiled | None]:
         """What was built for such a call, under the key that it is kept by; or a key for another
         build, as what there is has assumed something else of the sizes of its arguments."""
         for place in range(MOST_BUILDS):
             compiled = self.known.get((*key, place))
-            if compiled is None or not self._breaks(compiled, args):
+            if compiled is None or not compiled.captured.breaks(args, count):
                 return (*key, place), compiled
         raise ValueError(
             f"{self.name} has been built for {MOST_BUILDS} kinds of sizes, each with a program of "
             "its own: pad what has many lengths"
         )
-
-    def _breaks(self, compiled: Compiled, args: Sequence[Any]) -> str:
-        """What a program assumes of the sizes of its arguments and is otherwise in a call."""
-        sizes = compiled.captured.sizes(args, compiled.microbatches)
-        return broken_limit(compiled.captured.program, sizes)
 
     def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
         """Has the caller's own state, by its names, brought where the program wants it."""

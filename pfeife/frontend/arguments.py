@@ -150,6 +150,46 @@ def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list
     return found
 
 
+def at_sizes(inputs: Inputs, shapes: Sequence[Any], fixed: bool = False) -> Inputs:
+    """The same inputs for arguments of such shapes (a number for one that is none), which decide
+    what a trace assumes of symbolic sizes; or, `fixed`, for nothing but these."""
+    values: dict[Any, int] = {}
+    for argument, shape in zip(inputs.arguments, shapes, strict=True):
+        if argument.role == Role.SIZE:
+            values[_torch.symbol_named(argument.example)] = int(shape)
+        elif isinstance(argument.example, torch.Tensor):
+            named = map(_torch.symbol_named, argument.example.shape)
+            values |= {one: n for one, n in zip(named, shape, strict=True) if one is not None}
+    mode = _torch.symbolic_mode()
+    symbols = _torch.Symbols(mode, values, fixed)
+    arguments = [_at_sizes(argument, mode, symbols) for argument in inputs.arguments]
+    return attrs.evolve(inputs, arguments=arguments)
+
+
+def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argument:
+    example = argument.example
+    if argument.role == Role.SIZE:
+        size = symbols(example)
+        return attrs.evolve(argument, role=None if type(size) is int else Role.SIZE, example=size)
+    if not isinstance(example, torch.Tensor):
+        return argument
+    shape, strides = (list(map(symbols, numbers)) for numbers in (example.shape, example.stride()))
+    return attrs.evolve(argument, example=_fake(mode, shape, strides, example, example.device))
+
+
+def _fake(
+    mode: Any,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    like: torch.Tensor,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor without storage, of perhaps symbolic sizes."""
+    with mode:
+        fake = torch.empty_strided(shape, strides, dtype=like.dtype, device=device)
+    return fake.requires_grad_(like.requires_grad)
+
+
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     """What tells Dynamo's graph from others of the same step: its operations, what it is called
     with, and what of torch its program depends on (where that can be told)."""
@@ -246,9 +286,7 @@ class _Describer:
             [self.symbols(n) for n in numbers] for numbers in (like.shape, like.stride())
         )
         place = self.device if self.device and example.is_meta else example.device
-        with self.mode:
-            fake = torch.empty_strided(shape, strides, dtype=example.dtype, device=place)
-        return fake.requires_grad_(example.requires_grad)
+        return _fake(self.mode, shape, strides, example, place)
 
     def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
         if handed:

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import torch
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
 from pfeife.ir.program import Port, Program, Role
-from pfeife.ir.sizes import sizes_in
+from pfeife.ir.sizes import broken_limit, sizes_of_shapes
 
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
@@ -35,11 +36,9 @@ def taken(name: str, door: Door, refused: Exception | None = None) -> str:
     return f"{name} is traced as it runs{why}"
 
 
-class Shaped:
-    """What stands for a microbatch of an argument: its shape, of one of `count`."""
-
-    def __init__(self, shape: Sequence[int], dim: int | None, count: int):
-        self.shape = tuple(n // count if at == dim else n for at, n in enumerate(shape))
+def part_shape(shape: Sequence[int], dim: int | None, count: int) -> tuple[int, ...]:
+    """The shape of one of `count` parts of a tensor that is cut along a dimension, if at all."""
+    return tuple(n // count if at == dim else n for at, n in enumerate(shape))
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +55,8 @@ class Captured:
     ports that are what the step makes of batch inputs which it changes in place, by the names of
     these. `moved` are input ports that the step assigns to attributes, and of the values of those
     that are `assumed` something is assumed. `door` is how the step was captured, `flags` are the
-    results that are not 0 in microbatches for which a trace is wrong (`answers`).
+    results that are not 0 in microbatches for which a trace is wrong (`answers`). `at` are the
+    shapes and numbers of the arguments of a microbatch, where the program is for nothing else.
     """
 
     program: Program
@@ -75,6 +75,7 @@ class Captured:
     assumed: tuple[str, ...] = ()
     door: Door = "dynamo"
     flags: tuple[str, ...] = ()
+    at: tuple[Any, ...] | None = None
 
     @property
     def ports(self) -> list[Port | None]:
@@ -108,8 +109,21 @@ class Captured:
             if port is not None and port.role == Role.SIZE:
                 shapes[port.name] = value
             elif port is not None and port.sizes is not None:
-                shapes[port.name] = Shaped(value.shape, port.batch_dim, count)
-        return sizes_in(self.program, shapes)
+                shapes[port.name] = part_shape(value.shape, port.batch_dim, count)
+        return sizes_of_shapes(self.program, shapes)
+
+    def breaks(self, args: Sequence[Any], count: int) -> str:
+        """What the program assumes of the sizes of its arguments and is otherwise in a call of so
+        many microbatches, "" if nothing."""
+        if self.at is None:
+            return broken_limit(self.program, self.sizes(args, count))
+        ports = zip(self.ports, args, self.at, strict=True)
+        for port, value, known in ports:
+            dim = port.batch_dim if port else None
+            tensor = isinstance(value, torch.Tensor)
+            if (part_shape(value.shape, dim, count) if tensor else value) != known:
+                return f"{port.fqn if port else 'a number'} is {known}"
+        return ""
 
     def slots(self, values: Sequence[Any]) -> dict[str, Any]:
         """Arguments of a microbatch by the names of the program's inputs."""

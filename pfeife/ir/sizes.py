@@ -19,14 +19,21 @@ def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
     """The values of a program's size ports, by their names: as given among `values`, which are by
     the names of the ports, or as the shapes of the tensors among these tell. Raises ValueError for
     one that nothing tells, or that two tensors have otherwise."""
-    ports = program.ports(Role.SIZE)
-    if not ports:
+    if not program.ports(Role.SIZE):
         return {}
+    open_ports = {p.name for p in program.inputs if p.role == Role.SIZE or p.sizes}
+    known = {n: v for n, v in values.items() if n in open_ports and v is not None}
+    shapes = {n: v if isinstance(v, int) else tuple(v.shape) for n, v in known.items()}
+    return sizes_of_shapes(program, shapes)
+
+
+def sizes_of_shapes(program: Program, shapes: Mapping[str, Any]) -> dict[str, int]:
+    """The same from the shapes of tensors, and the numbers that are known."""
+    ports = program.ports(Role.SIZE)
     wanted = {_torch.name_of_size(port.name): port.name for port in ports}
-    found = {name: int(values[name]) for name in wanted.values() if values.get(name) is not None}
+    found = {name: int(shapes[name]) for name in wanted.values() if name in shapes}
     for port in program.inputs:
-        value = values.get(port.name)
-        shape = () if value is None or port.sizes is None else tuple(value.shape)
+        shape = shapes.get(port.name, ()) if port.sizes else ()
         for size, number in zip(port.sizes or (), shape, strict=False):
             name = wanted.get(size)
             if name is not None and found.setdefault(name, number) != number:
