@@ -147,6 +147,8 @@ def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool
         return like, True, None
     if not symbols:
         return like, False, None
+    if not symbols <= names.keys():
+        raise ValueError(f"a tensor's memory is laid out by {symbols - names.keys()}")
     named = tuple(one if isinstance(one, int) else one.xreplace(names) for one in written)
     return like, False, (named[: value.dim()], named[value.dim() :])
 

@@ -163,12 +163,15 @@ def marked_dims(tensor: torch.Tensor) -> set[int]:
     return set(getattr(tensor, "_dynamo_dynamic_indices", ()))
 
 
+_MARKS = ("_dynamo_", "_has_dynamo_dim_marking", "_specialize_on")
+
+
 def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic`,
     `mark_unbacked` and `mark_static`, which leave attributes; if these have other names, the marks
     are not seen."""
-    marks = {name: one for name, one in vars(tensor).items() if name.startswith("_dynamo_")}
-    vars(other).update(marks)
+    found = vars(tensor).items()
+    vars(other).update({name: one for name, one in found if name.startswith(_MARKS)})
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:

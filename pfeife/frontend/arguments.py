@@ -140,11 +140,12 @@ def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list
         shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
         for dim, size in enumerate(shape):
             places.setdefault(_torch.symbol_named(size), f"{argument.names[0]}.size.{dim}")
-    found = []
+    found, names = [], dict[Any, str]()  # Dynamo may have a size twice
     for argument in arguments:
         if argument.role == Role.SIZE:
-            place = places.get(_torch.symbol_named(argument.example), argument.names[0])
-            name = port_name(place, taken)
+            symbol = _torch.symbol_named(argument.example)
+            place = places.get(symbol, argument.names[0])
+            name = names[symbol] = names.get(symbol) or port_name(place, taken)
             argument = attrs.evolve(argument, name=name, names=(place,))
         found.append(argument)
     return found
@@ -250,7 +251,9 @@ class _Describer:
         spelled = ".".join(_torch.source_words(source))
         known = placeholder.meta.get("example_value")
         if isinstance(known, torch.SymInt):
-            size = self.symbols(known)
+            # Each microbatch begins at another place of the batch's memory.
+            is_place = spelled.endswith(".storage_offset")
+            size = int(known.node.hint) if is_place else self.symbols(known)
             role = None if isinstance(size, int) else Role.SIZE
             return Argument(placeholder.name, role, (spelled,), size)
         if not isinstance(example, torch.Tensor):

@@ -140,6 +140,8 @@ class Porter:
 
     def _size(self, symbol: Any, names: tuple[str, ...] = ()) -> fx.Node:
         """The placeholder of a size of the arguments, by its symbol."""
+        if symbol in self.sizes:
+            return self.sizes[symbol]
         name = str(self.names[symbol])
         node = self.sizes[symbol] = self._more(name, _hint(self.given[symbol]))
         kind = torch.int64, torch.device("cpu")

@@ -23,9 +23,10 @@ TOPICS = (
     "recurrent",
     "reductions",
     "saved",
+    "sizes",
     "state",
     "steering",
     "values",
     "words",
 )
-ABOUT_RANKS = ("absent", "checkpoints", "hang", "ranks", "saved", "state")
+ABOUT_RANKS = ("absent", "checkpoints", "hang", "ranks", "saved", "sizes", "state")

@@ -1,0 +1,233 @@
+"""Steps that are called with arguments of many sizes: one program, the numbers of one device."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pfeife
+from pfeife.ir.program import Role
+from pfeife.testing import eager_accumulation
+
+MICROBATCHES = 2
+
+
+def compared(step, model, batches, **options):
+    """How many programs there are after calls with each of the batches, all of them as on one
+    device."""
+    torch._dynamo.reset()
+    compiled = pfeife.compile(step, microbatches=MICROBATCHES, progress=False, **options)
+    for batch in batches:
+        parts = list(zip(*(one.chunk(MICROBATCHES) for one in batch), strict=True))
+        expected = eager_accumulation(step, model, parts)
+        model.zero_grad()
+        loss = compiled(*batch)
+        loss.backward()
+        assert torch.equal(loss.detach(), expected.loss)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None or name in expected.gradients:
+                assert torch.equal(parameter.grad, expected.gradients[name]), name
+    return compiled.backend.compiled
+
+
+class Words(nn.Module):
+    """A transformer over sequences of any length, with places and a causal mask."""
+
+    def __init__(self, blocks=2, width=16):
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, width), nn.Embedding(600, width)
+        layers = [
+            nn.TransformerEncoderLayer(width, 2, 32, 0.0, batch_first=True) for _ in range(blocks)
+        ]
+        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(width, 50)
+
+    def forward(self, words):
+        size = words.shape[1]
+        hidden = self.words(words) + self.places(torch.arange(size))
+        mask = torch.ones(size, size).triu(1).bool()
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask)
+        return self.head(hidden)
+
+
+def words(model):
+    return lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def padded(rows, length):
+    x, y = (torch.randint(0, 50, (rows, length)) for _ in range(2))
+    y[:, length - 2 :] = -100
+    return x, y
+
+
+def test_one_program_for_all_lengths():
+    torch.manual_seed(0)
+    model = Words()
+    lengths = random.Random(0).sample(range(8, 200), 12)
+    built = compared(words(model), model, [padded(4, n) for n in (16, *lengths, 16)], stages=2)
+    assert len(built) == 2, "one for the first length, one for all others"
+    program = built[1].captured.program
+    assert [port.fqn for port in program.ports(Role.SIZE)], program.inputs
+    assert program.ports(Role.BATCH)[0].sizes is not None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_schedules_and_rows(schedule):
+    torch.manual_seed(0)
+    model = Words(4)
+    stages = 4 if schedule == "interleaved" else 2
+    sizes = [(4, 8), (4, 9), (8, 9), (12, 30), (4, 8)]
+    built = compared(
+        words(model), model, [padded(*n) for n in sizes], stages=stages, schedule=schedule
+    )
+    assert len(built) <= 3
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_dynamic_is_that_of_torch_compile(dynamic):
+    torch.manual_seed(0)
+    model = Words()
+    batches = [padded(4, n) for n in (8, 9, 10)]
+    built = compared(words(model), model, batches, stages=2, dynamic=dynamic)
+    assert len(built) == (1 if dynamic else 3)
+
+
+def test_marks_on_arguments():
+    torch.manual_seed(0)
+    model = Words()
+    batches = [padded(4, n) for n in (8, 9)]
+    for one in batches[0]:
+        torch._dynamo.mark_dynamic(one, 1)
+    assert len(compared(words(model), model, batches, stages=2)) == 1
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, stride=2), nn.Linear(8, 5)
+
+    def forward(self, x):
+        hidden = F.max_pool2d(self.norm(self.first(x)).relu(), 2)
+        hidden = F.interpolate(self.second(hidden), scale_factor=2)
+        return self.head(F.adaptive_avg_pool2d(hidden, 1).flatten(1))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_pictures_of_several_sizes(deferred):
+    """Running statistics are over as many elements as the pictures have."""
+    torch.manual_seed(0)
+    models = [Pictures(), Pictures()]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = [lambda x, y, m=m: F.cross_entropy(m(x), y) for m in models]
+    compiled = [
+        pfeife.compile(
+            step, microbatches=2, stages=2, deferred_batch_norm=deferred, dynamic=dynamic
+        )
+        for step, dynamic in zip(steps, (None, False), strict=True)
+    ]
+    for height, width in [(16, 16), (16, 20), (24, 20), (18, 30), (16, 16)]:
+        x, y = torch.randn(4, 3, height, width), torch.randint(0, 5, (4,))
+        for one in compiled:
+            one(x, y).backward()
+    pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+    for (name, one), other in pairs:
+        assert torch.equal(one.grad, other.grad), name
+    for (name, one), other in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_speech_of_several_lengths():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, stride=2), nn.ReLU(), nn.Conv1d(8, 6, 3, padding=1))
+
+    def step(sounds, lengths, targets, sizes):
+        scores = model(sounds).permute(2, 0, 1).log_softmax(-1)
+        return F.ctc_loss(scores, targets, (lengths - 3) // 2 + 1, sizes)
+
+    def batch(length):
+        lengths = torch.tensor([length, length - 4, length - 2, length])
+        return torch.randn(4, 4, length), lengths, torch.randint(1, 6, (4, 3)), torch.full((4,), 3)
+
+    batches = [batch(n) for n in (40, 50, 64, 41, 40)]
+    compared(step, model, batches, stages=2, loss_reduction="mean")  # traced: one for each length
+
+
+def test_packed_documents():
+    """Rows of one length, in which documents end where the numbers say."""
+    torch.manual_seed(0)
+    model = Words()
+
+    def step(x, y, ends):
+        places = torch.arange(x.shape[1])
+        document = (places[None, :, None] >= ends[:, None, :]).sum(-1)
+        hidden = model.words(x)
+        mask = (document[:, :, None] == document[:, None, :]).float()
+        hidden = mask @ hidden / mask.sum(-1, keepdim=True)
+        return F.cross_entropy(model.head(hidden).flatten(0, 1), y.flatten())
+
+    batches = []
+    for length, documents in ((16, 3), (20, 3), (24, 5), (31, 4)):
+        x, y = padded(4, length)
+        batches.append((x, y.clamp(min=0), torch.randint(1, length, (4, documents)).sort().values))
+    assert len(compared(step, model, batches, stages=2)) <= 3
+
+
+def test_a_choice_by_size_has_a_program_for_each_way():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def step(x):
+        hidden = model(x)
+        return (hidden.relu() if x.shape[1] > 20 else hidden.tanh()).sum(1).square().mean()
+
+    sizes = (8, 9, 30, 31, 10, 40)
+    built = compared(step, model, [(torch.randn(4, n, 8),) for n in sizes], stages=2)
+    assert len(built) == 3
+
+
+def test_a_program_for_each_size_where_none_is_for_all():
+    """A kernel that takes no symbols: torch.cdist's, say."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+
+    def step(x):
+        hidden = model(x).flatten(1)
+        return hidden.view(x.shape[0], -1, 8 if x.shape[1] % 2 else 4).sum(1).square().mean()
+
+    sizes = (4, 6, 8, 5, 7, 4)
+    compared(step, model, [(torch.randn(4, n, 8),) for n in sizes], stages=1)
+
+
+def test_loss_outside():
+    torch.manual_seed(0)
+    model = Words()
+    compiled = pfeife.compile(model, microbatches=2, stages=2, loss="outside")
+    for length in (8, 9, 12, 30):
+        x, y = padded(4, length)
+        model.zero_grad()
+        F.cross_entropy(compiled(x).flatten(0, 1), y.flatten()).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        outputs = [model(part) for part in x.chunk(2)]
+        F.cross_entropy(torch.cat(outputs).flatten(0, 1), y.flatten()).backward()
+        for one, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(one, p.grad)
+    assert len(compiled.backend.compiled) == 2
+
+
+def test_replicas():
+    torch.manual_seed(0)
+    model = Words()
+    compiled = pfeife.compile(words(model), microbatches=4, stages=2, replicas=2)
+    fixed = pfeife.compile(words(model), microbatches=4, stages=2, replicas=2, dynamic=False)
+    for length in (8, 9, 12):
+        batch, found = padded(8, length), []
+        for one in (compiled, fixed):
+            model.zero_grad()
+            one(*batch).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert len(compiled.backend.compiled) == 2

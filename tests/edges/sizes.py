@@ -1,0 +1,162 @@
+"""Batches of many sizes, on ranks too: one program for all, and the numbers of one device."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rows import row
+from torch import nn
+
+import pfeife
+from pfeife.testing import own_gradients
+
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+STAGES = {} if RANKS > 1 else {"stages": 2}
+SIZES = ((8, 6), (8, 7), (8, 19), (16, 12), (8, 6))  # rows and lengths
+
+
+class Words(nn.Module):
+    """Layers over sequences of any length, whose rows are padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(20, 8), nn.Embedding(64, 8)
+        layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(8, 20)
+
+    def forward(self, words):
+        hidden = self.words(words) + self.places(torch.arange(words.shape[1]))
+        for layer in self.layers:
+            hidden = hidden + layer(hidden) @ torch.ones(8, 8) / words.shape[1]
+        return self.head(hidden)
+
+
+def model():
+    torch.manual_seed(0)
+    return Words()
+
+
+def batch(rows, length):
+    torch.manual_seed(rows * length)
+    x, y = (torch.randint(0, 20, (rows, length)) for _ in range(2))
+    return x, y.masked_fill(torch.arange(length) >= length - 2, -100)
+
+
+def loss_of(scores, y):
+    return F.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def plain(model, x, y, count):
+    """What one device accumulates: the targets that count are as many in each row."""
+    total = torch.zeros(())
+    for part, targets in zip(x.chunk(count), y.chunk(count), strict=True):
+        loss = loss_of(model(part), targets) / count
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def trained(compiled, ours, whole=lambda *values: values, count=2):
+    """Trains with batches of many sizes beside one device; how many programs there are."""
+    other = copy.deepcopy(ours)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (ours, other)]
+    for rows, length in SIZES:
+        x, y = batch(rows, length)
+        loss = compiled(*whole(x, y))
+        loss.backward()
+        expected = plain(other, x, y, count)
+        assert torch.equal(loss.detach(), expected), (rows, length)
+        wanted = {name: one.grad for name, one in other.named_parameters()}
+        for name, gradient in own_gradients(ours).items():
+            assert torch.equal(gradient, wanted[name]), (name, rows, length)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(compiled.backend.compiled)
+
+
+@row(ranks=(1, 2, 3))
+def one_program_for_all():
+    ours = model()
+    compiled = pfeife.compile(lambda x, y: loss_of(ours(x), y), microbatches=2, **STAGES)
+    assert trained(compiled, ours) <= 3
+
+
+@row(ranks=(1, 2))
+def with_backwards_that_are_split():
+    ours = model()
+    compiled = pfeife.compile(
+        lambda x, y: loss_of(ours(x), y), microbatches=4, schedule="zb-h1", **STAGES
+    )
+    assert trained(compiled, ours, count=4) <= 3
+
+
+@row(ranks=(2,))
+def what_rank_zero_alone_was_given():
+    ours = model()
+    compiled = pfeife.compile(
+        lambda x, y: loss_of(ours(x), y), microbatches=2, batch="rank0", dynamic=True
+    )
+
+    def given(x, y):
+        return (x, y) if RANK == 0 else (torch.zeros_like(x), torch.zeros_like(y))
+
+    built = trained(compiled, ours, given)
+    assert built <= 2, built
+
+
+@row(ranks=(2,))
+def replicas_with_batches_of_their_own():
+    ours, other = model(), model()
+    compiled = pfeife.compile(
+        lambda x, y: loss_of(ours(x), y), microbatches=4, replicas=2, batch="replica", dynamic=True
+    )
+    for rows, length in SIZES:
+        x, y = batch(rows, length)
+        compiled(x.chunk(2)[RANK], y.chunk(2)[RANK]).backward()
+        plain(other, x, y, 4)
+        for one, two in zip(ours.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)  # replicas add what they have added
+            one.grad = two.grad = None
+    assert len(compiled.backend.compiled) <= 2
+
+
+@row(ranks=(1, 2))
+def with_the_loss_outside():
+    ours, other = model(), model()
+    compiled = pfeife.compile(ours, microbatches=2, loss="outside", dynamic=True, **STAGES)
+    for rows, length in SIZES:
+        x, y = batch(rows, length)
+        loss_of(compiled(x), y).backward()
+        loss_of(torch.cat([other(part) for part in x.chunk(2)]), y).backward()
+        wanted = {name: one.grad for name, one in other.named_parameters()}
+        for name, gradient in own_gradients(ours).items():
+            assert torch.equal(gradient, wanted[name]), name
+        ours.zero_grad()
+        other.zero_grad()
+    assert len(compiled.backend.compiled) <= 2
+
+
+@row(ranks=(1, 2))
+def evaluated_in_between():
+    """Outputs of many sizes come to all ranks."""
+    ours, other = model(), model()
+    compiled = pfeife.compile(ours, microbatches=2, dynamic=True, **STAGES)
+    with torch.no_grad():
+        for rows, length in SIZES:
+            x, _ = batch(rows, length)
+            assert torch.equal(compiled(x), torch.cat([other(part) for part in x.chunk(2)]))
+    assert len(compiled.backend.compiled) <= 2
+
+
+@row("the arguments of this call", ranks=(2,))
+def lengths_that_ranks_do_not_share():
+    """Each rank must be given the same shapes."""
+    ours = model()
+    compiled = pfeife.compile(lambda x, y: loss_of(ours(x), y), microbatches=2, dynamic=True)
+    compiled(*batch(8, 6))
+    dist.barrier()
+    compiled(*batch(8, 7 + RANK))
