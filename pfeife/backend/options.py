@@ -251,7 +251,8 @@ class Options:
         does not find one graph.
     dynamic: for which sizes of its arguments a program of `pfeife.compile` is, as in torch.compile:
         True for all, where the step does not depend on them; False for one each; None for one, and
-        once a size has changed from call to call, for all that it may be.
+        once a size has changed from call to call, for all that it may be (but with `passes` of your
+        own, which may look at shapes: say True if they do not).
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch; and a
         backward where the step was traced); and looked at where no rule tells what becomes of rows;

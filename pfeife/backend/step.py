@@ -105,7 +105,9 @@ class Step:
 
     def _whole_graph(self) -> Callable[..., Any]:
         """The step for Dynamo, which knows nothing of it yet."""
-        return _torch.whole_graph(self.step, self.graph, self.backend.options.dynamic)
+        options = self.backend.options
+        dynamic = False if options.dynamic is None and options.passes else options.dynamic
+        return _torch.whole_graph(self.step, self.graph, dynamic)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:

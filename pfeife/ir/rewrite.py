@@ -41,7 +41,7 @@ class Operation:
         return made
 
 
-_TOLD = ("val", "tensor_meta")  # of a value: told anew
+_TOLD = ("val", "sizes", "tensor_meta")  # of a value: told anew
 Rewrite = Callable[[Operation], fx.Node | None]
 
 
