@@ -109,6 +109,7 @@ from pfeife._torch.sizes import (
     order_of_facts,
     sizes_at,
     symbol_named,
+    symbolic_examples,
     with_numbers,
     written_shape,
 )
@@ -256,6 +257,7 @@ __all__ = [
     "surroundings",
     "symbol_named",
     "symbol_of",
+    "symbolic_examples",
     "symbolic_mode",
     "telling",
     "together",

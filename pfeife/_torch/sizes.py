@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from pfeife._torch.tensors import FakeTensor, FakeTensorMode
@@ -70,6 +70,71 @@ class Symbols:
         return self.environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
 
 
+class SymbolicExamples:
+    """Examples of inputs whose sizes are expressions of names: symbols of torch's for these, which
+    are now what the numbers and shapes of the inputs are."""
+
+    def __init__(self, inputs: Sequence[tuple[str, Any, Any]]):
+        """`inputs` have a name, a value (a number or a tensor), and the sizes of a tensor."""
+        self.environment: Any = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.environment)
+        self.places: dict[str, tuple[int, int | None]] = {}  # by names: of an input, a dimension
+        self.hints: dict[str, int] = {}
+        for at, (name, value, sizes) in enumerate(inputs):
+            if sizes is None:
+                self.places[name], self.hints[name] = (at, None), value
+            for dim, size in enumerate(sizes or ()):
+                if isinstance(size, sympy.Symbol):
+                    self.places.setdefault(str(size), (at, dim))
+                    self.hints[str(size)] = int(value.shape[dim])
+        self.own: dict[Any, Any] = {}  # symbols, by the names
+        self.values = [self._value(*one) for one in inputs]
+
+    def _value(self, name: str, value: Any, sizes: Any) -> Any:
+        if sizes is None:
+            return self._size(name_of_size(name), value)
+        if all(type(size) is int for size in sizes):
+            with self.mode:
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+        shape = [self._size(*pair) for pair in zip(sizes, value.shape, strict=True)]
+        with self.mode:
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    def _size(self, size: Size, hint: int) -> Any:
+        if isinstance(size, int):
+            return size
+        names = size.free_symbols
+        if any(str(name) not in self.hints for name in names):
+            names = {size}  # an expression of sizes that no input tells is a size by itself
+            self.hints.setdefault(str(size), hint)
+        for name in sorted(names, key=str):
+            if name not in self.own:
+                source = ConstantSource(f"size_{len(self.own)}")
+                self.own[name] = self.environment.create_symbol(
+                    self.hints[str(name)], source, dynamic_dim=DimDynamic.DYNAMIC
+                )
+        own = size.xreplace(self.own)
+        return self.environment.create_symintnode(own, hint=hint, source=None)
+
+    def assumed(self) -> tuple[Any, ...]:
+        """What was assumed of the sizes so far, as expressions of their names."""
+        return _assumed(self.environment, {own: name for name, own in self.own.items()})
+
+    def named(self, values: Sequence[Any]) -> dict[str, int]:
+        """The sizes by their names in a call with such values."""
+        return {
+            name: int(values[at]) if dim is None else values[at].shape[dim]
+            for name, (at, dim) in self.places.items()
+        }
+
+
+def symbolic_examples(inputs: Sequence[tuple[str, Any, Any]]) -> SymbolicExamples:
+    """See `SymbolicExamples`."""
+    return SymbolicExamples(inputs)
+
+
 def symbol_named(value: Any) -> Any:
     """The symbol that a symbolic number is, also where a trace takes it for a certain number; None
     for an expression or a plain number."""
@@ -107,7 +172,10 @@ def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
 @functools.lru_cache(maxsize=2**16)
 def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
-    return bool(limit.subs(numbers) == True)  # noqa: E712  sympy's own
+    found = limit.subs(numbers)
+    if found.free_symbols:
+        raise ValueError(f"nothing is known of {found.free_symbols} in {limit}")
+    return bool(found)
 
 
 def with_numbers(
@@ -189,9 +257,10 @@ def assumed_of_sizes(
 ) -> tuple[sympy.Basic, ...]:
     """What a trace has assumed of the arguments' symbolic sizes, as expressions of their `names`
     that are to be true."""
-    if not sizes:
-        return ()
-    environment: Any = sizes[0].node.shape_env
+    return _assumed(sizes[0].node.shape_env, names) if sizes else ()
+
+
+def _assumed(environment: Any, names: Mapping[Any, Any]) -> tuple[sympy.Basic, ...]:
     found = [guard.expr for guard in environment.guards]
     for symbol in names:
         limits = environment.var_to_range[symbol]

@@ -10,6 +10,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.compilers.cuda_graphs import as_cuda_graph, check_devices
 from pfeife.compilers.draws import around_draws, draws
+from pfeife.compilers.open_sizes import is_open
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
@@ -24,6 +25,7 @@ from pfeife.ir.program import (
     is_sized_by_data,
     returned,
     source_line,
+    value_of,
 )
 
 log = logging.getLogger("pfeife")
@@ -128,16 +130,21 @@ def _compiled(
         key = fingerprint(piece)
         if key not in known:
             known[key] = compile_piece(piece, compiler)
-        if not cuda_graphs:
+        if not cuda_graphs or any(map(is_open, piece.graph.nodes)):
             return known[key]
         slots = [example(node.meta["val"]) for node in inputs_of(piece)]
         return as_cuda_graph(known[key], slots) if slots else known[key]
 
     nodes = list(body.graph.nodes)
-    effects = any(has_effects(n) or is_number(n) for n in nodes if n.op == "call_function")
-    if effects or any(is_sized_by_data(node) or "sizes" in node.meta for node in nodes):
+    effects = any(has_effects(n) or _is_of_data(n) for n in nodes if n.op == "call_function")
+    if effects or any(map(is_sized_by_data, nodes)):
         return body.forward
     return around_draws(body, compiled)
+
+
+def _is_of_data(node: fx.Node) -> bool:
+    """Whether a node computes a number that data tell, not sizes."""
+    return is_number(node) and any(value_of(source) is not None for source in node.all_input_nodes)
 
 
 def _exported(program: Program, call: Call) -> tuple[int, ...]:

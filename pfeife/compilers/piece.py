@@ -3,11 +3,13 @@
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.compilers.open_sizes import compile_open, is_open
 from pfeife.ir.program import returned
 from pfeife.ir.seeding import seeded
 
@@ -26,6 +28,9 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     """
     if compiler == "aot_eager":
         return _torch.function_of(piece)
+    if any(map(is_open, piece.graph.nodes)):
+        with torch.no_grad(), _torch.no_autocast():
+            return compile_open(piece, inputs(piece), _open_maker(compiler))
     values = [node.meta["val"] for node in inputs(piece)]
     with torch.no_grad(), _torch.no_autocast():
         if callable(compiler):
@@ -37,6 +42,21 @@ def compile_piece(piece: fx.GraphModule, compiler: str | Compiler) -> Run:
     if not callable(made):
         raise TypeError(f"the compiler returned {type(made).__name__}, not a function")
     return _laid_out(_unboxed(made), [strides(value) for value in values], len(returned(piece)))
+
+
+def _open_maker(compiler: str | Compiler) -> Compiler:
+    """The compiler for examples of symbolic sizes."""
+
+    def make(piece: fx.GraphModule, examples: list[Any]) -> Run:
+        copied = _copied(piece)
+        made = (
+            compiler(copied, examples) if callable(compiler) else _torch.inductor(copied, examples)
+        )
+        if not callable(made):
+            raise TypeError(f"the compiler returned {type(made).__name__}, not a function")
+        return _unboxed(made)
+
+    return make
 
 
 def _copied(piece: fx.GraphModule) -> fx.GraphModule:
@@ -118,7 +138,8 @@ def fingerprint(body: fx.GraphModule) -> str:
         arguments = fx.node.map_arg((args, node.kwargs), names.__getitem__)
         value = node.meta.get("val")
         kind = (
-            f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+            f"{value.dtype} {node.meta.get('sizes', (tuple(value.shape), value.stride()))} "
+            f"{tuple(value.shape)} {value.device}"
             if isinstance(value, torch.Tensor)
             else ""
         )

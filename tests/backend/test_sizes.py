@@ -231,3 +231,39 @@ def test_replicas():
             found.append([p.grad.clone() for p in model.parameters()])
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert len(compiled.backend.compiled) == 2
+
+
+def test_compilers_are_given_symbolic_sizes():
+    """What a compiler assumes of them is looked at in each call; else the graph runs."""
+    torch.manual_seed(0)
+    model, calls = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), []
+
+    def compiler(graph, examples):
+        numbers = [one for one in examples if isinstance(one, int | torch.SymInt)]
+        tensors = [one for one in examples if isinstance(one, torch.Tensor)]
+        numbers += [size for one in tensors for size in one.shape]
+        symbols = [size for size in numbers if isinstance(size, torch.SymInt)]
+        assert not symbols or symbols[0] > 10 or symbols[0] <= 10  # one of both is assumed
+
+        def run(*values):
+            calls.append(bool(symbols))
+            return graph(*values)
+
+        return run
+
+    def step(x):
+        return model(x).sum(1).square().mean()
+
+    seen = []
+    compiled = pfeife.compile(step, microbatches=2, stages=2, compiler=compiler)
+    for size in (12, 14, 20, 9):
+        x = torch.randn(4, size, 8)
+        calls.clear()
+        model.zero_grad()
+        compiled(x).backward()
+        expected = eager_accumulation(step, model, [(part,) for part in x.chunk(2)])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, expected.gradients[name])
+        seen.append(any(calls))
+    assert len(compiled.backend.compiled) == 2
+    assert seen == [False, True, True, False], seen

@@ -1,0 +1,48 @@
+"""Pieces whose sizes those of the batch decide: compiled once, for all sizes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+
+Make = Callable[[fx.GraphModule, list[Any]], Callable]
+
+
+def is_open(node: fx.Node) -> bool:
+    """Whether sizes of the batch decide that of a node's value, or are it."""
+    return "sizes" in node.meta or isinstance(node.meta.get("val"), int)
+
+
+def compile_open(piece: fx.GraphModule, inputs: Sequence[fx.Node], make: Make) -> Callable:
+    """What a compiler makes of a piece, given examples of symbolic sizes. Where it has assumed of
+    them what does not hold in a call, the piece runs as its graph. Its inputs are dense."""
+    given = [_given(node) for node in inputs]
+    examples = _torch.symbolic_examples(given)
+    made = make(piece, examples.values)
+    limits, graph = examples.assumed(), _torch.function_of(piece)
+
+    def run(*values: Any) -> Any:
+        if limits and not _hold(limits, examples.named(values)):
+            return graph(*values)
+        dense = (one.contiguous() if isinstance(one, torch.Tensor) else one for one in values)
+        return made(*dense)
+
+    return run
+
+
+def _given(node: fx.Node) -> tuple[str, Any, Any]:
+    """The name of an input, its value, and its sizes, as expressions where they are open."""
+    value = node.meta["val"]
+    if isinstance(value, int):
+        return node.name, value, None
+    return node.name, value, node.meta["sizes"][0] if "sizes" in node.meta else tuple(value.shape)
+
+
+def _hold(limits: Sequence[Any], named: Mapping[str, int]) -> bool:
+    try:
+        return all(_torch.holds(limit, named) for limit in limits)
+    except ValueError:  # of a size that no input tells
+        return False
