@@ -374,6 +374,7 @@ def what_is_written_by_data():
         change(pair.model)
         change(pair.twin)
         if rank == 0 and change is all_by_data:
+            alike(pair.mine.state_dict(), pair.theirs.state_dict())  # which nobody has written to
             alike(pair.model.state_dict(), pair.twin.state_dict())
         elif rank == 0:
             refused(
@@ -381,6 +382,27 @@ def what_is_written_by_data():
             )
         pair.train()
     pair.check()
+
+
+@row(ranks=(2,))
+def a_critic_of_one_rank_is_clamped_by_data():
+    """Of its module the rank that trains it has all: nothing shows that it has not written."""
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(6, 6), nn.Linear(6, 6)
+    twins = copy.deepcopy((maker, critic))
+    cut = {"split_at": {"critic": "begin"}}
+    step = pfeife.compile(lambda x: critic(maker(x)).square().mean(), microbatches=2, **cut)
+    for seed in range(3):
+        step(rows(seed)).backward()
+        accumulated(lambda x: twins[1](twins[0](x)).square().mean(), rows(seed))
+        for models in ((maker, critic), twins):
+            optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            each(lambda p: p.data.clamp_(-0.1, 0.1), models[1])
+        if dist.get_rank() == seed % 2:
+            alike(critic.state_dict(), twins[1].state_dict())
+            alike(maker.state_dict(), twins[0].state_dict())
 
 
 @row(ranks=(2,))

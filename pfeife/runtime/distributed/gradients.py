@@ -65,8 +65,7 @@ class Gradients:
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what an optimizer is about to step with, and refuses what cannot be right."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self._check_whole(parameters)
+        self.check_whole(optimizer)
         self._check_state(optimizer, parameters)
         self._check_apart(optimizer, parameters)
         for group in optimizer.param_groups:
@@ -76,7 +75,12 @@ class Gradients:
             if shared is not None and any(p.grad is not None for p in group["params"]):
                 self.settings.setdefault(shared.number, []).append(text)
 
-    def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
+    def check_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for an optimizer that needs all gradients at once, if some are not
+        here."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for owned in (self.owned[p] for p in parameters if p in self.owned):
             if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
                 raise ValueError(

@@ -72,6 +72,7 @@ class StepHooks:
 
             def run() -> Any:
                 found = closure()
+                self.gradients.check_whole(optimizer)  # the first call of a step may be in there
                 self.hidden[optimizer] = _hidden(parameters)
                 return found
 
