@@ -50,6 +50,10 @@ class Absence:
         if is_whole(tensor):
             take_values(tensor, values.detach())
 
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of it is written into the memory of some tensors of this rank, which
+        are absent from now on."""
+
     def norm(self, tensor: torch.Tensor, order: float) -> float:
         """The norm of its values."""
         raise self.refusal("a norm")
@@ -150,9 +154,8 @@ def _lose(target: torch.Tensor, absence: Absence) -> None:
             "memory something else looks at: write into a tensor with memory of its own"
         )
     become_absent(target, absence)
-    for one in users:
-        if is_absent(one):
-            torch.autograd.graph.increment_version(one)
+    absence.spread([one for one in users if is_absent(one)])
+    torch.autograd.graph.increment_version(target)
 
 
 def _check_leaf(target: torch.Tensor) -> None:

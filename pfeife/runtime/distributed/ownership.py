@@ -63,9 +63,9 @@ class Ownership:
         self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
         self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
-        self.foreign = Foreign()
+        self.foreign = Foreign(self._spread)
         self.asking = Asking(self.known, self.foreign)
-        self.deep_copies = DeepCopies(self.known, self.asking.numbered, self.foreign)
+        self.deep_copies = DeepCopies(self.known, self.asking)
         self.saving = Saving(self.asking, self.deep_copies)
         self.optimizers = Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
@@ -161,9 +161,18 @@ class Ownership:
             self.watched[one] = None
             self.foreign.guard(one)
 
+    def _spread(self, owned: Owned, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of a tensor of other ranks was written into some of this rank's: a
+        module that has these may be a moving average, which is where its model is."""
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and tensor not in self.known:
+                self.deep_copies.find(owned, tensor, self.saving.watched)
+
     def number_copies(self, told: Sequence[str], ranks: int) -> None:
         """Takes deep copies that all ranks have made for state that they train together."""
         self.owned |= self.deep_copies.agree(told, ranks, len(self.owned))
+        self.saving.watch(self.deep_copies.found)
+        self.deep_copies.found.clear()
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""
