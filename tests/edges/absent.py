@@ -149,7 +149,7 @@ def whatever_reads_a_parameter():
             try:
                 found = read(parameter)
             except (ValueError, RuntimeError, NotImplementedError) as error:
-                assert str(error), name
+                assert IN_TORCHS_WORDS.get(name, HERE[0]) in str(error), (name, error)
             else:
                 assert all(map(is_absent, tree_leaves(found))), name
         for parameter in read_here if name not in NOT_HERE else ():
@@ -159,6 +159,7 @@ def whatever_reads_a_parameter():
     same(model, twin)
 
 
+IN_TORCHS_WORDS = {"address": HERE[2]}
 # Others do not do it at that moment, or it moves memory.
 NOT_HERE = {"collective", "share", "layer", "product", "TorchScript", "numpy", "index"}
 
@@ -174,7 +175,7 @@ def whatever_reads_a_buffer():
     assert {one.dtype for one in buffers} == {torch.float32, torch.int64}
     for buffer in buffers:
         for read in (lambda b: b.sum().item(), lambda b: b.tolist(), lambda b: b.numpy(), bool):
-            refused(lambda r=read, b=buffer: r(b), (*HERE, "tolist()", "Boolean value of"))
+            refused(lambda r=read, b=buffer: r(b), (HERE[0], "Boolean value of"))
     copied = copy.deepcopy(model)
     assert [is_absent(one) for one in copied.buffers()] == [is_absent(o) for o in model.buffers()]
 
