@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import pfeife
 from pfeife import report
+from pfeife._torch import is_absent
 from pfeife.cost import memory_curves
 
 WIDTH = 4096
@@ -71,7 +72,7 @@ def train(layers: int, steps: int, adapted: bool) -> None:
     rank = dist.get_rank()
     curve = memory_curves(compiled.program, compiled.schedule, optimizer="adamw")[rank]
     mine = sum(state["exp_avg"].nbytes for state in optimizer.state.values())
-    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad and p[0, 0] == p[0, 0])
+    frozen = sum(p.nbytes for p in model.parameters() if not (p.requires_grad or is_absent(p)))
     found = {"rank": rank, "losses": losses, "started": started, "made": made, "peak": peak()}
     line = json.dumps(found | {"share": 4 * mine + frozen, "said": curve.peak})
     os.write(1, f"{line}\n".encode())  # ranks share the pipe

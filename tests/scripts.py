@@ -1084,8 +1084,9 @@ class Doubled(nn.Module):
         return 2 * weight.tanh()
 
 
-@script()
+@script(tied=True)
 def parametrized(run):
+    """A spectral norm reads its weight twice, perhaps in two stages."""
     model = run.model()
     parametrizations.weight_norm(model.blocks[0].inner)
     parametrizations.spectral_norm(model.blocks[1].inner)

@@ -70,7 +70,6 @@ from pfeife._torch.hollow import (
     hollow,
     is_hollow,
     makes_view,
-    plainly,
     without_memory,
     written,
 )
@@ -126,6 +125,7 @@ from pfeife._torch.tensors import (
     marked_dims,
     no_dispatch,
     overlap,
+    plainly,
     storage_of,
     views_of_memory,
 )

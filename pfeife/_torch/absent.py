@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from pfeife._torch.tensors import OpOverload
+from pfeife._torch.tensors import OpOverload, plainly
 
 # A key for tests of torch's dispatcher, which no tensor of torch's has. There is no public key to
 # choose; if it goes: any other one without kernels.
@@ -28,8 +28,9 @@ _KEY = torch._C._dispatch_key_parse(_NAME)
 # What C++ has no Python function for, or must make a new tensor by.
 _NATIVE = ("set_data", "_has_compatible_shallow_copy_type", "detach", "detach_", "alias")
 
-# By which torch copies a tensor deeply: `t.new_empty([]).set_(copy of its storage, ...)`.
-_DEEP_COPY = (torch.ops.aten.new_empty.default, torch.ops.aten.set_.source_Storage_storage_offset)
+# By which torch copies a tensor deeply: `t.new_empty([]).set_(copy of its storage, ...)`. The
+# record answers the former.
+_DEEP_COPY = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class Record(Protocol):
@@ -50,7 +51,8 @@ def is_absent(value: Any) -> bool:
 
 def record_of(tensor: torch.Tensor) -> Any:
     """The record of a tensor without values."""
-    return tensor.untyped_storage().record  # type: ignore[attr-defined]
+    with plainly():
+        return tensor.untyped_storage().record  # type: ignore[attr-defined]
 
 
 def without_values(like: torch.Tensor, device: torch.device, record: Record) -> torch.Tensor:
@@ -78,13 +80,14 @@ def let_go(tensor: torch.Tensor, record: Record) -> None:
 
 def let_go_all(tensors: Sequence[torch.Tensor], record: Record) -> None:
     """Makes absent tensors of some that share memory, which go on to do so."""
-    size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size()
-    flat = torch.empty(size, dtype=tensors[0].dtype, device="meta")
-    whole = without_values(flat, tensors[0].device, record)
+    size = tensors[0].untyped_storage().nbytes()
+    room = torch.empty(size, dtype=torch.uint8, device="meta")
+    whole = without_values(room, tensors[0].device, record)
     for tensor in tensors:
-        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         with _native(), torch.no_grad():
-            tensor.data = whole.as_strided(*layout)
+            numbers = whole[: size - size % tensor.itemsize].view(tensor.dtype)
+            tensor.data = numbers.as_strided(*layout)
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,12 +136,27 @@ def _native() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _kernel() -> Sequence[torch.library.Library]:
-    """The key's kernel, for as long as the process lives: no other tensor has the key."""
+    """The key's kernel, for as long as the process lives: no other tensor has the key.
+
+    aten's operations have it each, by name: torch does not find a fallback in Python while a
+    TorchDispatchMode is active, such as FlopCounterMode, or one of AOTAutograd's. If the list of
+    names moves: those of `dir(torch.ops.aten)`, which have been used so far."""
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_answered, _NAME)
-    for name in _NATIVE:
-        aten.impl(name, torch.library.fallthrough_kernel, _NAME)
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace == "aten":
+            native = name.partition(".")[0] in _NATIVE
+            own = functools.partial(_answered_by_name, name)
+            aten.impl(name, torch.library.fallthrough_kernel if native else own, _NAME)
     return every, aten
+
+
+def _answered_by_name(full: str, *args: Any, **kwargs: Any) -> Any:
+    """torch makes the objects of operations when they are first asked for; most never are."""
+    name, _, overload = full.partition(".")
+    operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+    return _answered(operation, *args, **kwargs)
 
 
 def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +169,9 @@ def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if _looks(operation):
         with _native():
             return operation(*args, **kwargs)
-    if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_traces():
+    if operation is torch.ops.aten._local_scalar_dense.default and _dynamo_looks():
         return 0  # a hint for a symbol, which nobody guards unless the step asks for the number
-    if operation is _DEEP_COPY[0] and not args[1]:
-        return without_values(as_meta(args[0]).new_empty(()), args[0].device, record_of(args[0]))
-    if operation is _DEEP_COPY[1]:
+    if operation is _DEEP_COPY:
         with _native():
             found = operation(*args, **kwargs)
         found.untyped_storage().__class__ = _Storage
@@ -169,10 +185,13 @@ def first_record(args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     return next(record_of(leaf) for leaf in leaves if is_absent(leaf))
 
 
-def _dynamo_traces() -> bool:
-    """Whether Dynamo is tracing: it looks at all tensors without dimensions. If the context moves,
-    such a step goes through the other door: no public question is about what Dynamo itself does."""
-    return torch._guards.TracingContext.try_get() is not None
+def _dynamo_looks() -> bool:
+    """Whether Dynamo looks at an input of what it traces, as it does at all tensors without
+    dimensions; it does so where no mode sees it, unlike functions that the step has run while it is
+    traced (`assume_constant_result`). If the context moves, such a step goes through the other
+    door: no public question is about what Dynamo itself does."""
+    unseen = torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.Python)
+    return unseen and torch._guards.TracingContext.try_get() is not None
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """Tensors whose memory is not there: what a constructor makes while it is only recorded."""
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from pfeife._torch.absent import is_absent
-from pfeife._torch.tensors import FakeTensor, FakeTensorMode, OpOverload, fake_tensor
+from pfeife._torch.tensors import FakeTensor, FakeTensorMode, OpOverload, fake_tensor, plainly
 
 FIRST = 1 << 60  # no process has memory from here on
 
@@ -89,10 +88,3 @@ def written(operation: OpOverload, args: Any, kwargs: Any) -> Iterator[Any]:
                 yield args[at]
             elif one.name in kwargs:
                 yield kwargs[one.name]
-
-
-def plainly() -> contextlib.AbstractContextManager[None]:
-    """While classes of tensors do not look at what is done with them. If it moves:
-    `torch._C.DisableTorchFunction`."""
-    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return found

@@ -45,6 +45,7 @@ __all__ = [
     "marked_dims",
     "no_dispatch",
     "overlap",
+    "plainly",
     "storage_of",
     "views_of_memory",
 ]
@@ -132,12 +133,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.itemsize, (start + size) * tensor.itemsize
 
 
+def plainly() -> contextlib.AbstractContextManager[None]:
+    """While classes of tensors do not look at what is done with them. If it moves:
+    `torch._C.DisableTorchFunction`."""
+    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """What tells a tensor's storage from others that are there now, None without one."""
     if isinstance(tensor, FakeTensor) or not torch._C._has_storage(tensor):
         return None
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # of functionalization, of wrappers
         return None

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from pfeife.data import plain
 from pfeife.frontend.checkpoint_folder import Folder
-from pfeife.runtime.distributed.questions import Value, heard, told
+from pfeife.runtime.distributed.questions import decoded, encoded
 from pfeife.runtime.failure import Refusal
 
 BESIDE = "beside"
@@ -51,7 +50,7 @@ def load_beside(folder: Folder, others: Mapping[str, Any]) -> None:
 def _written(name: str, state: Any) -> dict[str, Any]:
     tensors: list[torch.Tensor] = []
     try:
-        text = plain.to_json(told(state, tensors))
+        text = encoded(state, tensors)
     except Refusal as error:
         raise ValueError(f"the state of {name} cannot be saved: {error}") from None
     return {"text": text, "tensors": {str(at): one.clone() for at, one in enumerate(tensors)}}
@@ -63,7 +62,7 @@ def _read(name: str, folder: Folder) -> Any:
         key.removeprefix(prefix): one for key, one in folder.read(folder.under(prefix)).items()
     }
     text = found.pop("text")
-    return heard(plain.from_json(Value, text), [found[f"tensors.{at}"] for at in range(len(found))])
+    return decoded(text, [found[f"tensors.{at}"] for at in range(len(found))])
 
 
 class _Python:

@@ -5,10 +5,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pfeife import report
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.places import Places
-from pfeife.frontend.waiting import bare, deferred_tensors, is_waiting, make
+from pfeife.frontend.waiting import deferred_tensors, is_waiting, make, prepare
 
 log = logging.getLogger("pfeife")
 
@@ -26,14 +28,14 @@ def with_values(
         return
     roots = () if at_once else Places(step, arguments).roots.values()
     state = {number for root in roots for number in aliases(root)}
-    _make([one for one in found if id(one) not in state], found)
-    with bare([one for one in found if is_waiting(one)]):
-        yield not at_once
+    _make([one for one in found if id(one) not in state])
+    prepare(one for one in found if is_waiting(one))
+    yield not at_once
     _make([one for one in found if is_waiting(one)])
 
 
-def _make(tensors: Sequence[Any], known: Sequence[Any] = ()) -> None:
+def _make(tensors: Sequence[torch.Tensor]) -> None:
     if tensors:
         size = report.size(sum(one.nbytes for one in tensors))
         log.info("making the values of %d deferred tensors: %s", len(tensors), size)
-        make(tensors, known)
+        make(tensors)

@@ -38,19 +38,25 @@ def from_json(cls: type[T], text: str, *, need_checksum: bool = False) -> T:
     Raises ValueError for anything that does not fit, for a text over 64 MiB or one of more than
     4 million items, and, where the text `need_checksum`, if it has none.
     """
-    if len(text) > LARGEST_FILE:
-        raise ValueError(f"{cls.__name__}: a text of more than {LARGEST_FILE} characters")
-    if sum(map(text.count, ",[{")) > MOST_ITEMS:
-        raise ValueError(f"{cls.__name__}: a text of more than {MOST_ITEMS} items")
-    try:
-        data = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{cls.__name__}: this is not JSON: {error}") from None
+    data = parsed(text, cls.__name__)
     given = data.pop(_CHECKSUM, _ABSENT) if isinstance(data, dict) else _ABSENT
     value = _typed(data, cls, cls.__name__)
     if given is not _ABSENT or need_checksum:
         _check(data, given, cls.__name__)
     return typing.cast(T, value)
+
+
+def parsed(text: str, name: str) -> Any:
+    """What JSON has there, under the bounds of `from_json`, where no object has a field twice.
+    Raises ValueError with a name."""
+    if len(text) > LARGEST_FILE:
+        raise ValueError(f"{name}: a text of more than {LARGEST_FILE} characters")
+    if sum(map(text.count, ",[{")) > MOST_ITEMS:
+        raise ValueError(f"{name}: a text of more than {MOST_ITEMS} items")
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: this is not JSON: {error}") from None
 
 
 def save(value: Any, path: Path | str) -> None:

@@ -16,7 +16,7 @@ What may be asked of one, and who answers:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -71,6 +71,19 @@ class Absence:
         return (rule or (_written if _writes(operation) else _computed))(
             self, operation, args, kwargs
         )
+
+
+class LayoutAlone(Absence):
+    """Why a tensor may be asked for its layout and for views: all else is refused."""
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        raise self.refusal(str(operation))
+
+    def derived(self) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
+
+    def written(self, tensor: torch.Tensor) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
 
 
 class RankZeroBatch(Absence):
@@ -267,6 +280,11 @@ def _made(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, An
     return found
 
 
+def _emptied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Without dimensions that is how torch begins a deep copy, which is absent, too."""
+    return (_made if args[1] else _shaped)(own, operation, args, kwargs)
+
+
 def _norm(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
     if dims or kwargs.get("dim"):
@@ -313,6 +331,7 @@ _RULES: Mapping[Any, Rule] = {
     aten._foreach_norm.Scalar: _norms,
     **{operation.default: _made for operation in _LIKE},
     **dict.fromkeys(_ALONG, _along),
+    aten.new_empty.default: _emptied,
     aten.copy_.default: _copied,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
 }

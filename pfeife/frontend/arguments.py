@@ -67,7 +67,7 @@ class Inputs:
 
     arguments: list[Argument]
     roots: dict[str, str]
-    modules: weakref.WeakSet[nn.Module]
+    modules: weakref.WeakSet[nn.Module] = attrs.field(repr=False)
     kept: Mapping[int, Kept]
     moved: Mapping[int, str]
     numbers: Mapping[str, Any]
@@ -142,20 +142,16 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
         for name, value in (*vars(graph).items(), *graph.named_buffers(recurse=False))
         if isinstance(value, torch.Tensor)
     ]
-    arguments = [
-        (a.name, a.role, a.names, a.batch_dim, a.position, a.given) for a in inputs.arguments
-    ]
-    layouts = [_layout(one.example) for one in inputs.arguments]
+    arguments = [attrs.evolve(a, example=_layout(a.example)) for a in inputs.arguments]
     tensors = (one.example for one in inputs.arguments if isinstance(one.example, torch.Tensor))
     devices = {tensor.device for tensor in tensors}
     try:
         around = _torch.surroundings(sorted(devices, key=str))
     except ValueError as error:
         around = [str(error)]
-    assigned = (inputs.kept, inputs.moved, inputs.numbers, inputs.settled, inputs.assumed)
     modes = (inputs.mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), around)
-    texts = (*(graph.graph for graph in graphs), constants, arguments, layouts, assigned)
-    return "\n".join(map(str, (*texts, inputs.flags, modes)))
+    rest = attrs.evolve(inputs, arguments=arguments)
+    return "\n".join(map(str, (*(graph.graph for graph in graphs), constants, rest, modes)))
 
 
 def _layout(example: Any) -> Any:

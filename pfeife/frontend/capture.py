@@ -22,7 +22,7 @@ from pfeife.frontend.reductions import Larger, LossReduction, derive_reductions
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.tracing import traced
-from pfeife.frontend.waiting import bare, deferred_tensors
+from pfeife.frontend.waiting import deferred_tensors, prepare
 from pfeife.ir.program import Port, Program, Role
 
 log = logging.getLogger("pfeife")
@@ -78,13 +78,13 @@ def capture(
     def larger(gradients: bool, times: int) -> Program:
         return trace(*grown(times), loss, gradients=gradients, cache=cache).program
 
-    with bare(deferred_tensors(step, call.others)):
-        through, refused, found = steps.first(door)
-        log.info("%s", taken(cutter.name, through, refused))
-        told(1, 3)
-        flat = trace(*found, loss, cache=cache)
-        told(2, 3)
-        captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
+    prepare(deferred_tensors(step, call.others))
+    through, refused, found = steps.first(door)
+    log.info("%s", taken(cutter.name, through, refused))
+    told(1, 3)
+    flat = trace(*found, loss, cache=cache)
+    told(2, 3)
+    captured = with_flags(with_reductions(flat, loss_reduction, larger), found[1].flags)
     told(3, 3)
     if captured.warning():
         log.warning(captured.warning())

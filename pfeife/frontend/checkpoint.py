@@ -10,8 +10,10 @@ import attrs
 import torch
 from torch import nn
 
+from pfeife._torch import record_of
 from pfeife.frontend.checkpoint_files import Stored, check_shapes, stored
 from pfeife.frontend.tape import Source, Storages, View
+from pfeife.frontend.waiting import Recipe, sharing, view_of
 
 Names = Mapping[int, Sequence[str]]
 
@@ -29,7 +31,8 @@ class Shelf:
     @functools.cached_property
     def digest(self) -> str:
         """A text that others share which read the same names of a file of the same name."""
-        told = f"{self.path.name} {self.tape.digest} {sorted(self.tensors.items())}"
+        named = [(name, str(view)) for pairs in self.tensors.values() for view, name in pairs]
+        told = f"{self.path.name} {self.tape.digest} {sorted(pair for pair in named if pair[0])}"
         return hashlib.sha256(told.encode()).hexdigest()
 
     def values(self, wanted: Collection[int]) -> Storages:
@@ -47,29 +50,31 @@ class Shelf:
         return found
 
 
-def shelve(wanted: Sequence[Any], names: Names, path: Path, others: Collection[str] = ()) -> None:
+def shelve(
+    wanted: Sequence[torch.Tensor], names: Names, path: Path, others: Collection[str] = ()
+) -> None:
     """From now on the values of deferred tensors are read from a checkpoint, by any of their names;
     buffers that are not there are made, and so are tensors that have no names. The checkpoint may
     have `others`, which nobody reads here. Raises ValueError for names that only one of the two
     has, and for other shapes, before anything is changed."""
+    wanted = sharing(wanted)
     known = {name for several in names.values() for name in several}
     with stored(path, known) as file:
         there = {id(one): _name(one, names, file) for one in wanted}
         shapes = {
-            there[id(one)] or names[id(one)][0]: one.recipe.view.shape
+            there[id(one)] or names[id(one)][0]: view_of(one).shape
             for one in wanted
             if there[id(one)] or (isinstance(one, nn.Parameter) and id(one) in names)
         }
         check_shapes(shapes, file.shapes, path, {*known, *others})
-    for source in {id(one.recipe.tape): one.recipe.tape for one in wanted}.values():
-        theirs = [one for one in wanted if one.recipe.tape is source]
-        tensors: dict[int, list[tuple[View, str]]] = {}
-        for one in theirs:
-            view = one.recipe.view
-            tensors.setdefault(view.storage, []).append((view, there[id(one)]))
-        shelf = Shelf(path, source, tensors, known)
-        for one in theirs:
-            one.recipe = attrs.evolve(one.recipe, tape=shelf)
+    tensors: dict[Recipe, list[tuple[View, str]]] = {}
+    for one in wanted:
+        tensors.setdefault(record_of(one), []).append((view_of(one), there[id(one)]))
+    for source in {id(recipe.source): recipe.source for recipe in tensors}.values():
+        theirs = [recipe for recipe in tensors if recipe.source is source]
+        shelf = Shelf(path, source, {recipe.storage: tensors[recipe] for recipe in theirs}, known)
+        for recipe in theirs:
+            recipe.source = shelf
 
 
 def _name(one: Any, names: Names, file: Stored) -> str:

@@ -17,7 +17,7 @@ from pfeife.frontend.arguments import aliases
 from pfeife.frontend.checkpoint import shelve
 from pfeife.frontend.living import living
 from pfeife.frontend.recording import Reading, Recording
-from pfeife.frontend.waiting import Deferred, Recipe, become, deferred_tensors, make
+from pfeife.frontend.waiting import Recipe, deferred_tensors, make
 
 
 @contextlib.contextmanager
@@ -86,8 +86,7 @@ def materialize(
     def is_kept(one: Any) -> bool:
         return keep is None or id(one) not in names or any(map(keep, names[id(one)]))
 
-    kept = {one.recipe.place for one in found if is_kept(one)}
-    wanted = [one for one in found if one.recipe.place in kept]
+    wanted = [one for one in found if is_kept(one)]
     if later and checkpoint is None:
         raise ValueError("later=True says when a checkpoint is read, and none was given")
     if checkpoint is not None:
@@ -104,16 +103,20 @@ def _defer(recording: Recording) -> None:
         for view in operation.made
         if view is not None
     }
+    users: dict[int, list[torch.Tensor]] = {}
     trained = []
     with _torch.plainly():
-        for one in living(torch.Tensor):
-            view = None if isinstance(one, Deferred) else recording.view(one)
+        for tensor in living(torch.Tensor):
+            view = recording.view(tensor)
             if view is None:
                 continue
-            if one.is_leaf and one.grad is not None:
+            users.setdefault(view.storage, []).append(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
                 trained.append(list(view.shape))
-                one.grad = None
-            become(one, Recipe(recording.tape, view, type(one), lines.get(view.storage, "")))
+                tensor.grad = None
+        for storage, tensors in users.items():
+            shape, line = tuple(tensors[0].size()), lines.get(storage, "")
+            _torch.let_go_all(tensors, Recipe(recording.tape, storage, shape, line))
     if trained:
         raise ValueError(
             f"a backward has run inside of pfeife.deferred_init(): a parameter {trained[0]} has a "

@@ -21,6 +21,8 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife.frontend.user_lines import place
+
 Globals = dict[str, Any]
 STANDARD = frozenset(sys.stdlib_module_names)
 EVERY = "="  # among the names of environment variables: all of them (none is called so)
@@ -119,7 +121,7 @@ class Executed:
             for code, _ in self.codes.values():
                 for one in dis.get_instructions(code):
                     if one.argval == word and one.positions and one.positions.lineno:
-                        return _said(code, one.positions.lineno)
+                        return place(code, one.positions.lineno)
         return ""
 
     def has_run(self, other: "Executed") -> bool:
@@ -186,7 +188,8 @@ def _hearing(executed: Executed) -> Callable[[FrameType, str, Any], None]:
                 what = _what_is_asked(called, by_user)
                 asking = _users_frame(frame) if what else None
                 if asking is not None:
-                    executed.asked.append(f"{place(asking)} {what}")
+                    line = place(asking.f_code, asking.f_lineno)
+                    executed.asked.append(f"{line} {what}")
 
     return hear
 
@@ -237,16 +240,6 @@ def _is_standard(path: str) -> bool:
 
 def _is_library(path: str) -> bool:
     return path.startswith(_LIBRARY_FILES)
-
-
-def place(frame: FrameType) -> str:
-    """The line of a frame."""
-    return _said(frame.f_code, frame.f_lineno)
-
-
-def _said(code: CodeType, line: int) -> str:
-    """A line as Python's tracebacks say it."""
-    return f'File "{code.co_filename}", line {line}, in {code.co_name}'
 
 
 def global_names(code: CodeType) -> Iterator[str]:

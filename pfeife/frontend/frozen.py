@@ -5,16 +5,17 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.living import living
+from pfeife.frontend.user_lines import OURS, line_of
 from pfeife.ir.program import source_line
+
+_NOT_THE_USERS = (*OURS, random.__file__, "<")
 
 
 def refusal(where: str, generator: str = "a generator of Python's or numpy's") -> ValueError:
@@ -86,7 +87,7 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     def looked(frame: FrameType, event: str, argument: Any) -> Any:
         if not found and _states(moved) != before:
             found.append(last[0])
-        last[0] = _place(frame.f_back if event == "return" else frame)
+        last[0] = line_of(frame.f_back if event == "return" else frame, _NOT_THE_USERS)
         return looked
 
     def called(frame: FrameType, event: str, argument: Any) -> Any:
@@ -102,23 +103,6 @@ def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
     if not found and _states(moved) != before:
         found.append(last[0])
     return "".join(found)
-
-
-def _place(frame: FrameType | None) -> str:
-    """The user's line that a frame belongs to."""
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-
-
-_NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    random.__file__,
-    "<",
-)
 
 
 def _generators() -> list[Any]:

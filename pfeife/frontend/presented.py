@@ -1,7 +1,7 @@
 """State as a step sees it while it is captured: in another dtype, or on another device.
 
     the caller's   weight, float32            an optimizer steps it, checkpoints have it
-    captured       weight, bfloat16           no memory: only its dtype and layout are looked at
+    captured       weight, bfloat16           absent: only its dtype and layout are looked at
     computed with  a copy in bfloat16         made once a step (`passes.master_weights`)
 
 Captured so, the step is the one that it would be after `model.to(torch.bfloat16)`, buffers aside:
@@ -21,12 +21,21 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife import _torch
+from pfeife.frontend.absent import LayoutAlone, absent
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.places import Places
 from pfeife.ir.program import Role
 
-_FIRST = 2 * _torch.FIRST  # where what has no memory is said to be; deferred models are before it
+
+class _Shown(LayoutAlone):
+    """Why state has no values while it is seen in another dtype, or on another device."""
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what} reads state while the step is captured, where it is shown without values in "
+            "another dtype (option param_dtype) or on another device (option devices): do that "
+            "outside of the step, or leave out the option"
+        )
 
 
 class Presented:
@@ -46,7 +55,6 @@ class Presented:
         self.found: list[torch.Tensor] | None = None
         self.stand_ins = WeakIdKeyDictionary()
         self.shown: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        self.next = _FIRST
 
     def look(
         self, step: Callable[..., Any], arguments: Mapping[str, Any], batch: torch.device
@@ -138,12 +146,8 @@ class Presented:
         known = self.stand_ins.get(one)
         same = known is not None and (known.dtype, known.device) == (dtype, device)
         if not same or (tuple(known.shape), known.stride()) != layout:
-            last = sum((n - 1) * step for n, step in zip(*layout, strict=True))
-            size = (last + 1) * dtype.itemsize if one.numel() else 0
-            storage = _torch.hollow(self.next, device, size)
-            self.next += (size // 64 + 1) * 64
-            empty = torch.empty(0, dtype=dtype, device=device)
-            known = self.stand_ins[one] = empty.set_(storage, 0, *layout)
+            like = torch.empty_strided(*layout, dtype=dtype, device="meta")
+            known = self.stand_ins[one] = absent(like, device, _Shown())
         return known
 
     def check(self, inputs: Inputs) -> None:

@@ -1,10 +1,6 @@
 """What an operation of a graph is given, as JSON, and back: exactly, or not at all.
 
-JSON                            value
-null, true, 3, "mean"           None, a bool, an int, a str
-[...]                           a list
-{"tuple": [...]}                a tuple; so {"dict": {...}}, {"slice": [...]}, {"ellipsis": []}
-{"float": "0x1.8p+1"}           a float, bit for bit; {"complex": [..., ...]}
+JSON                            value, beside those of `values`
 {"node": "add_1"}               what a node of the graph computes
 {"torch": "float32"}            a dtype, layout or memory format of torch's
 {"device": "cpu"}               a device
@@ -12,7 +8,6 @@ null, true, 3, "mean"           None, a bool, an int, a str
 {"value": [dtype, device, shape, stride, offset, asks for gradients]}    a fake tensor
 """
 
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +18,10 @@ from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from pfeife import _torch
+from pfeife.data import plain, values
 from pfeife.ir.program import size_tensor
 from pfeife.ir.seeding import seeded
 
-_LISTS, _DICTS = (list, immutable_list), (dict, immutable_dict)
 _ENUMS = (torch.dtype, torch.layout, torch.memory_format)
 _OPERATION = re.compile(r"(aten|prims|pfeife)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 _NUMBERS = (
@@ -45,7 +40,7 @@ _NAMES = {function: name for name, function in FUNCTIONS.items()}
 
 def spelled(value: Any) -> str:
     """A value as text. Raises ValueError for what has no spelling."""
-    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+    return values.to_text(value, _leaf)
 
 
 def target_name(target: Any) -> str:
@@ -91,41 +86,28 @@ def dtype_of(text: str) -> torch.dtype:
 def device_of(text: str) -> torch.device:
     """The device of a name. Raises ValueError if there is none."""
     try:
-        return torch.device(text)
+        return torch.device(values.expect(str, text))
     except RuntimeError:
         raise ValueError(f"there is no device {text[:80]}") from None
 
 
-def _plain(value: Any) -> Any:
-    """A value as what JSON has."""
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind in _LISTS:
-        return [_plain(one) for one in value]
-    if kind is tuple:
-        return {"tuple": [_plain(one) for one in value]}
-    if kind in _DICTS and all(type(key) is str for key in value):
-        return {"dict": {key: _plain(one) for key, one in value.items()}}
-    if kind is slice:
-        return {"slice": [_plain(one) for one in (value.start, value.stop, value.step)]}
-    if kind is float:
-        return {"float": value.hex()}
-    if kind is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if value is Ellipsis:
-        return {"ellipsis": []}
+def _leaf(value: Any) -> Any:
+    """What only graphs have, as what JSON has."""
+    if type(value) is immutable_list:
+        return values.to_data([*value], _leaf)
+    if type(value) is immutable_dict:
+        return values.to_data({**value}, _leaf)
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, _ENUMS):
         return {"torch": name_of(value)}
-    if kind is torch.device:
+    if type(value) is torch.device:
         return {"device": str(value)}
     if isinstance(value, _torch.OpOverload):
         return {"operation": target_name(value)}
     if isinstance(value, torch.Tensor):
         return {"value": _tensor(value)}
-    raise ValueError(f"it has {_short(value)}")
+    raise ValueError(f"it has a {type(value).__name__}")
 
 
 def _tensor(value: torch.Tensor) -> list[Any]:
@@ -149,102 +131,45 @@ def _tensor(value: torch.Tensor) -> list[Any]:
 
 class Reader:
     """Reads texts, by their numbers: `nodes` are those that they may name, and fake tensors are
-    made in `mode`. What cannot be changed is read once."""
+    made in `mode`. Raises ValueError for texts that spell no value."""
 
     def __init__(
         self, texts: Sequence[str], nodes: Mapping[str, fx.Node], mode: _torch.FakeTensorMode
     ):
-        self.texts, self.nodes, self.mode = texts, nodes, mode
-        self.known: dict[int, Any] = {}
-        self.once = True
+        self.data = [plain.parsed(text, "a text") for text in texts]
+        self.leaves = {
+            "node": nodes.__getitem__,
+            "torch": _of_torch,
+            "device": device_of,
+            "operation": operation,
+            "value": lambda parts: _fake(mode, *parts),
+        }
 
     def __call__(self, at: int) -> Any:
         """The value that a text spells. Raises ValueError for any other text."""
-        if at in self.known:
-            return self.known[at]
-        if not 0 <= at < len(self.texts):
+        if not 0 <= at < len(self.data):
             raise ValueError(f"there is no text {at}")
-        self.once = True
-        try:
-            found = self.value(json.loads(self.texts[at]))
-        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{self.texts[at][:80]} spells no value: {error!r}") from None
-        if self.once:
-            self.known[at] = found
-        return found
-
-    def value(self, data: Any) -> Any:
-        if data is None or type(data) in (bool, int, str):
-            return data
-        if type(data) is list:
-            self.once = False
-            return [self.value(one) for one in data]
-        if type(data) is not dict or len(data) != 1:
-            raise ValueError(f"{_short(data)} spells no value")
-        ((kind, inside),) = data.items()
-        self.once = self.once and kind not in ("dict", "node", "value")
-        reader = getattr(self, f"of_{kind}", None)
-        if kind not in _KINDS or reader is None:
-            raise ValueError(f"{_short(kind)} is no kind of value")
-        return reader(inside)
-
-    def of_tuple(self, inside: list) -> tuple:
-        return tuple([self.value(one) for one in _of(list, inside)])
-
-    def of_dict(self, inside: dict) -> dict:
-        return {key: self.value(one) for key, one in _of(dict, inside).items()}
-
-    def of_slice(self, inside: list) -> slice:
-        start, stop, step = (self.value(one) for one in inside)
-        return slice(start, stop, step)
-
-    def of_float(self, inside: str) -> float:
-        return float.fromhex(inside)
-
-    def of_complex(self, inside: list) -> complex:
-        real, imag = map(float.fromhex, inside)
-        return complex(real, imag)
-
-    def of_ellipsis(self, inside: list) -> Any:
-        return ...
-
-    def of_node(self, inside: str) -> fx.Node:
-        return self.nodes[inside]
-
-    def of_torch(self, inside: str) -> Any:
-        found = getattr(torch, _of(str, inside))
-        if not isinstance(found, _ENUMS):
-            raise ValueError(f"torch.{inside[:80]} is no dtype, layout or memory format")
-        return found
-
-    def of_device(self, inside: str) -> torch.device:
-        return device_of(_of(str, inside))
-
-    def of_operation(self, inside: str) -> _torch.OpOverload:
-        return operation(_of(str, inside))
-
-    def of_value(self, inside: list) -> torch.Tensor:
-        dtype, device, shape, stride, offset, asks = inside
-        numbers = [*_of(list, shape), *_of(list, stride), offset]
-        if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{_short(inside)} is no tensor")
-        kind, where = dtype_of(_of(str, dtype)), self.of_device(device)
-        found = _torch.fake_tensor(self.mode, kind, where, shape, stride, offset)
-        return found.requires_grad_(_of(bool, asks))
+        return values.from_data(self.data[at], self.leaves)
 
 
-_KINDS = (
-    *("tuple", "dict", "slice", "ellipsis", "float", "complex"),
-    *("node", "torch", "device", "operation", "value"),
-)
+def _of_torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _ENUMS):
+        raise ValueError(f"torch.{name[:80]} is no dtype, layout or memory format")
+    return found
 
 
-def _of(kind: type, data: Any) -> Any:
-    if type(data) is not kind:
-        raise ValueError(f"expected a {kind.__name__}, got {_short(data)}")
-    return data
-
-
-def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
-    return text[:80]
+def _fake(
+    mode: _torch.FakeTensorMode,
+    dtype: str,
+    device: str,
+    shape: list[int],
+    stride: list[int],
+    offset: int,
+    asks: bool,
+) -> torch.Tensor:
+    numbers = [*values.expect(list, shape), *values.expect(list, stride), offset]
+    if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"{numbers} is no tensor"[:80])
+    found = _torch.fake_tensor(mode, dtype_of(dtype), device_of(device), shape, stride, offset)
+    return found.requires_grad_(values.expect(bool, asks))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-_OURS = tuple(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent))
+OURS = tuple(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent))
 
 
 def user_line(trace: TracebackType | None) -> str:
@@ -20,28 +20,33 @@ def user_line(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_OURS):
-            found = _place(code, trace.tb_lineno)
+        if not code.co_filename.startswith(OURS):
+            found = place(code, trace.tb_lineno)
         trace = trace.tb_next
     return found
 
 
-def _place(code: CodeType, line: int) -> str:
+def place(code: CodeType, line: int) -> str:
+    """A line as Python's tracebacks say it."""
     return f'File "{code.co_filename}", line {line}, in {code.co_name}'
 
 
-def _calling() -> FrameType | None:
-    """The innermost frame that is neither torch's nor Pfeife's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+def _users(frame: FrameType | None, others: tuple[str, ...] = OURS) -> FrameType | None:
+    """The innermost frame from one on that is not in the files of others."""
+    while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     return frame
 
 
+def line_of(frame: FrameType | None, others: tuple[str, ...] = OURS) -> str:
+    """The user's line that a frame belongs to, which is not in the files of `others`."""
+    frame = _users(frame, others)
+    return "" if frame is None else place(frame.f_code, frame.f_lineno)
+
+
 def calling_line() -> str:
     """The user's line that is running."""
-    frame = _calling()
-    return "" if frame is None else _place(frame.f_code, frame.f_lineno)
+    return line_of(sys._getframe(1))
 
 
 class _Lines(torch.overrides.TorchFunctionMode):
@@ -50,12 +55,12 @@ class _Lines(torch.overrides.TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        frame = _calling()
+        frame = _users(sys._getframe(1))
         if frame is not None:
             code = frame.f_code
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             fx.traceback.get_current_meta()["stack_trace"] = (
-                f"  {_place(code, frame.f_lineno)}\n    {text}\n"
+                f"  {place(code, frame.f_lineno)}\n    {text}\n"
             )
         return func(*args, **(kwargs or {}))
 

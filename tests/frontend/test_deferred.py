@@ -1,6 +1,7 @@
 """Models made without memory: the same values, the same random numbers, or an error in words."""
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from share import random_cases, some
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.utils.flop_counter import FlopCounterMode
 
 import pfeife
-from pfeife.frontend.waiting import Deferred, deferred_tensors
+from pfeife.frontend.absent import RankZeroBatch, become_absent
+from pfeife.frontend.waiting import deferred_tensors, is_waiting
 
 
 def state_of(model):
@@ -54,7 +57,7 @@ def both(make, seed=0):
         if deferred:
             with pfeife.deferred_init():
                 model = make()
-            assert not [one for one in state_of(model).values() if type(one) in (nn.Parameter,)]
+            assert all(map(is_waiting, state_of(model).values()))
         else:
             model = make()
         made.append(model)
@@ -79,6 +82,7 @@ class Numbers(nn.Module):
         super().__init__()
         self.listed = nn.ParameterList([nn.Parameter(torch.rand(2)) for _ in range(3)])
         self.phases = nn.Buffer(torch.polar(torch.ones(3), torch.rand(3)))
+        self.parts = nn.Buffer(torch.view_as_real(self.phases)[1:])  # in memory of another dtype
         self.turned = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.counts, self.chosen = nn.Buffer(torch.randint(5, (3,))), nn.Buffer(torch.rand(3) > 0.5)
         self.empty = nn.Parameter(torch.empty(0))
@@ -250,8 +254,8 @@ def test_any_constructor(operations, seed, kept):
     names = {f"{kind}{at}" for at in kept for kind in "pt"}
     pfeife.materialize(partly, keep=names.__contains__)
     for name, one in state_of(partly).items():
-        assert name not in names or not isinstance(one, Deferred)
-        if not isinstance(one, Deferred):
+        assert name not in names or not is_waiting(one)
+        if not is_waiting(one):
             assert torch.equal(one, state_of(eager)[name])
 
 
@@ -276,11 +280,15 @@ def test_parameters_stay_the_same_objects():
     assert not torch.equal(weight, held) and type(weight) is nn.Parameter
 
 
+def counted(model):
+    with FlopCounterMode(display=False):
+        model[0].weight.view(-1).sum()
+
+
 USES = {
     "a sum": lambda model: model[0].weight.sum(),
     "a number": lambda model: float(model[1].running_mean[0]),
-    "a list": lambda model: model[0].weight.tolist(),
-    "numpy": lambda model: model[1].running_mean.numpy(),
+    "several": lambda model: torch._foreach_mul([*model[1].buffers()][:2], 2),
     "a forward": lambda model: model(torch.ones(2, 4)),
     "a copy": copy.deepcopy,
     "a copy of a buffer": lambda model: copy.deepcopy(model[1].running_mean),
@@ -288,9 +296,12 @@ USES = {
     "the state": lambda model: torch.save(model.state_dict(), io.BytesIO()),
     "another dtype": lambda model: model.half(),
     "initialisation": lambda model: nn.init.ones_(model[0].weight),
-    "data": lambda model: setattr(model[0].weight, "data", torch.ones(4, 4)),
-    "memory": lambda model: model[0].weight.data_ptr(),
+    "bytes": lambda model: model[0].weight.untyped_storage().tolist(),
+    "DLPack": lambda model: torch.from_dlpack(model[1].running_mean),
+    "printing": lambda model: repr(model[0].weight),
     "loading": lambda model: model.load_state_dict(nn.Sequential(*model).state_dict()),
+    "a mode": counted,
+    "AOTAutograd": lambda model: torch.compile(model, backend="aot_eager")(torch.ones(2, 4)),
     "torch.compile": lambda model: torch.compile(model, backend="pfeife")(torch.ones(2, 4)),
 }
 
@@ -298,11 +309,63 @@ USES = {
 @pytest.mark.parametrize("name", some(USES, 3))
 def test_values_that_are_not_there(name):
     model = deferred()
-    kinds = (ValueError, torch._dynamo.exc.InternalTorchDynamoError)
+    kinds = (ValueError, RuntimeError)  # `load_state_dict` gathers what it is told
     with pytest.raises(kinds, match=r"none yet \(File .*in deferred\): call pfeife.materialize"):
         USES[name](model)
-    assert "Deferred([4, 4], torch.float32, made in" in repr(model[0].weight)
     pfeife.materialize(model)
+
+
+MEMORY_USES = {
+    "a list": lambda model: model[0].weight.tolist(),
+    "numpy": lambda model: model[1].running_mean.numpy(),
+    "the address": lambda model: model[0].weight.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_USES)
+def test_memory_that_is_not_there(name):
+    """What looks for it without an operation is refused in torch's words."""
+    with pytest.raises(RuntimeError, match=r"data pointer|unallocated storage"):
+        MEMORY_USES[name](deferred())
+
+
+def test_values_that_are_given():
+    """As in eager, what shares memory with that tensor keeps its own."""
+    eager, later = both(lambda: nn.Linear(3, 3))
+    with pfeife.deferred_init():
+        torch.manual_seed(0)
+        torch.randn(3)
+        later = nn.Linear(3, 3)
+        later.part = later.weight.data[1:]
+    later.weight.data = torch.ones(3, 3)
+    pfeife.materialize(later)
+    assert torch.equal(later.weight, torch.ones(3, 3))
+    assert torch.equal(later.part, eager.weight[1:]) and torch.equal(later.bias, eager.bias)
+
+
+def test_all_that_share_memory_are_made_together():
+    """Also views from before they were made, and what other models have."""
+    with pfeife.deferred_init():
+        one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        other.weight = nn.Parameter(one.weight.data[:2])
+    flat, counted = one.weight.data.view(-1), one.weight.view(-1)
+    pfeife.materialize(one)
+    assert not is_waiting(other.weight) and is_waiting(other.bias)
+    with torch.no_grad():
+        one.weight.fill_(2)
+    assert torch.equal(flat, torch.full((9,), 2.0))
+    assert torch.equal(other.weight, torch.full((2, 3), 2.0))
+    with pytest.raises(ValueError, match="none yet"):
+        counted.sum()  # of a graph that cannot be made later
+
+
+def test_what_the_collector_has_frozen_is_found():
+    model = deferred()
+    gc.freeze()
+    try:
+        assert len(deferred_tensors(model)) == 9
+    finally:
+        gc.unfreeze()
 
 
 THERE = torch.ones(3)
@@ -384,7 +447,7 @@ def test_some_parameters():
     with pfeife.deferred_init():
         model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(3, 3))
     pfeife.materialize(model, keep=lambda name: name.startswith("1."))
-    assert [isinstance(one, Deferred) for one in model.parameters()] == [True] * 2 + [
+    assert [is_waiting(one) for one in model.parameters()] == [True] * 2 + [
         *(False, False, True, True)
     ]
     assert torch.equal(model[1].weight, eager[0][1].weight)
@@ -404,7 +467,31 @@ def test_a_capture_takes_a_model_without_values(door):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     found = pfeife.capture(step, batch, door=door)
     assert str(found) == str(known) and found.inputs == known.inputs
-    assert isinstance(model[0].weight, Deferred)
+    assert is_waiting(model[0].weight)
+
+
+@torch._dynamo.assume_constant_result
+def number_of(tensor):
+    return float(tensor.detach().flatten()[0])
+
+
+def test_what_dynamo_runs_while_it_traces_reads_no_values():
+    """It looks itself at tensors without dimensions, and may have any number for these."""
+
+    def step(x):
+        return (model(x) * scale).mean()
+
+    def reading(read):
+        return lambda x: (model(x) * number_of(read)).mean()
+
+    with pfeife.deferred_init():
+        model = nn.Linear(4, 4)
+    scale = nn.Parameter(torch.tensor(2.0))
+    become_absent(scale, RankZeroBatch())
+    assert "scale" in {port.name for port in pfeife.capture(step, torch.ones(2, 4)).inputs}
+    for read in (scale, model.weight):
+        with pytest.raises(ValueError, match=r"reads values|asks for the values"):
+            pfeife.capture(reading(read), torch.ones(2, 4), door="dynamo")
 
 
 def test_an_explanation_takes_a_model_without_values():
@@ -505,9 +592,9 @@ def test_values_from_a_checkpoint(tmp_path, kind):
         model = Stored()
     pfeife.materialize(model, keep=lambda name: name in ("b.weight", "table"), checkpoint=path)
     assert torch.equal(model.a.weight, trained.a.weight.float())
-    assert isinstance(model.a.bias, Deferred)
+    assert is_waiting(model.a.bias)
     pfeife.materialize(model, checkpoint=path, later=True)
-    assert isinstance(model.a.bias, Deferred)
+    assert is_waiting(model.a.bias)
     pfeife.materialize(model)
     expected.load_state_dict(state)
     assert_same(state_of(expected), state_of(model))

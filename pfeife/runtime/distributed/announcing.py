@@ -14,7 +14,7 @@ import torch
 from pfeife.data import plain
 from pfeife.frontend.absent import RankZeroBatch, absent
 from pfeife.runtime.distributed.packing import empty, pack, unpack
-from pfeife.runtime.distributed.questions import Shaped, Value, heard, shaped, told
+from pfeife.runtime.distributed.questions import Shaped, decoded, encoded, shaped
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 
@@ -24,10 +24,10 @@ _END = -1
 
 @attrs.frozen
 class Structure:
-    """A value without its tensors' bytes. `places` has for each tensor in it, in order, which of
-    `tensors` that is; the type of its device is in `devices`."""
+    """A value without its tensors' bytes, `encoded`. `places` has for each tensor in it, in order,
+    which of `tensors` that is; the type of its device is in `devices`."""
 
-    value: Value
+    value: str
     places: tuple[int, ...]
     tensors: tuple[Shaped, ...]
     devices: tuple[str, ...]
@@ -42,7 +42,7 @@ class Structure:
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The value with these tensors."""
-        return heard(self.value, [tensors[place] for place in self.places])
+        return decoded(self.value, [tensors[place] for place in self.places])
 
 
 def _room(one: Shaped, device: torch.device, values: bool) -> torch.Tensor:
@@ -57,7 +57,7 @@ def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:
     """The structure of a value, and its tensors, each once. Raises Refusal for what has none that
     other ranks could be told: with tensors that want gradients, or whose elements share memory."""
     found: list[torch.Tensor] = []
-    spelled = told(_with_dicts(value), found)
+    text = encoded(_with_dicts(value), found)
     tensors = list({id(one): one for one in found}.values())
     at = {id(one): index for index, one in enumerate(tensors)}
     for one in tensors:
@@ -68,7 +68,7 @@ def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:
         if any(n > 1 and not step for n, step in zip(one.shape, one.stride(), strict=True)):
             raise Refusal(f"an expanded tensor ({list(one.shape)}) is not sent: pass a copy of it")
     return Structure(
-        spelled,
+        text,
         tuple(at[id(one)] for one in found),
         tuple(map(shaped, tensors)),
         tuple(one.device.type for one in tensors),

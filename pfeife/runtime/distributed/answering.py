@@ -87,7 +87,7 @@ class Answering:
                 self.world.stop(failure_of(error, self.world.rank, "an answer to state_dict()"))
 
     def _receive(self) -> None:
-        inbox = Inbox(self.world.letters, lambda: self.over)
+        inbox = Inbox(self.world.letters)
         while (text := self._next(inbox)) is not None:
             question = plain.from_json(Question, text)
             with self.script.lock:

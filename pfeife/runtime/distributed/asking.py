@@ -1,6 +1,5 @@
 """What of some state is missing on a rank, and which ranks have it."""
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,7 @@ class Asking:
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
         values: dict[int, torch.Tensor] = {}
-        with self._asking():
+        with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():
                 names = [self.known[tensor].name for tensor in wanted.values()]
                 values |= self.service.tensors(rank, wanted, names)
@@ -63,7 +62,7 @@ class Asking:
         Raises as `Service.states`."""
         self.service.late.watch(STATE_BY_HAND, self._parts(here, "the state of "))
         states: dict[int, Any] = {}
-        with self._asking():
+        with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():
                 states |= self.service.states(rank, named, tuple(wanted))
         return states
@@ -91,11 +90,6 @@ class Asking:
         references = [weakref.ref(value) for value in self.kept]
         self.kept.clear()
         self.kept += [value for one in references if (value := one()) is not None]
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        with self.service.script.asking():
-            yield
 
     def _by_rank(self, tensors: Iterable[torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:
         by_rank: dict[int, dict[int, torch.Tensor]] = {}  # a tied tensor once

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import attrs
 import torch
 
 from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.frontend.absent import take_values
-from pfeife.runtime.distributed.foreign import Foreign, version_of
+from pfeife.runtime.distributed.foreign import Arrival, Foreign, version_of
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 
@@ -46,11 +45,8 @@ class Copies:
         """A tensor that another replica trains."""
         self.foreign.copies[tensor] = None
         if tensor.requires_grad:
-            tensor.register_hook(_Arrival(self.known[tensor]))
-
-    def news(self) -> list[str]:
-        """A line if an exchange has failed."""
-        return ["behind copies"] * self.behind
+            owned = self.known[tensor]
+            tensor.register_hook(Arrival(f"{owned.name} is trained by rank {owned.first}"))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Every rank has stepped (collective, if there are such parameters). Raises Refusal
@@ -117,18 +113,3 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         open_.append(one)
     if open_:
         yield open_
-
-
-@attrs.frozen
-class _Arrival:
-    """A hook of a copy, whose gradient its owner has."""
-
-    owned: "Owned"
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            raise ValueError(
-                f"{self.owned.name} is trained by rank {self.owned.first}, and something outside "
-                "of the compiled step has used it, such as a penalty added to the loss: its "
-                "gradient arrived here. Compute that inside of the step"
-            )

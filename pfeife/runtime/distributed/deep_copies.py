@@ -26,7 +26,6 @@ from pfeife._torch import is_absent
 from pfeife.frontend.absent import become_absent
 from pfeife.frontend.living import living
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.foreign import digest
 from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.distributed.script import Place
 
@@ -99,16 +98,12 @@ class DeepCopies:
         if is_absent(copied):
             self.foreign.add(copied, owned)
 
-    def news(self) -> list[str]:
-        """A line for what was copied."""
-        return [f"copied {digest(sorted(self.new))}"] if self.new else []
-
-    def agree(self, told: Sequence[str], ranks: int, first: int) -> dict[int, Owned]:
-        """Numbers the copies from `first` on, if all ranks have made the same ones by what they
-        have told; those of some ranks alone have no owners any more. Returns these by number."""
+    def agree(self, digests: Sequence[str], first: int) -> dict[int, Owned]:
+        """Numbers the copies from `first` on, if all ranks have made the same ones by the digests
+        of each; those of some ranks alone have no owners any more. Returns these by number."""
         new, self.new = self.new, {}
         numbered: dict[int, Owned] = {}
-        alike = len(told) == ranks and len(set(told)) == 1
+        alike = len(set(digests)) == 1
         for number, (before, copied) in enumerate(sorted(new.items()), first):
             owned = self.known.pop(copied)
             self.asking.numbered.pop(before, None)

@@ -83,7 +83,7 @@ class Foreign:
     def guard(self, tensor: torch.Tensor) -> None:
         """Refuses the gradient of an absent parameter, of whatever has read it before it was."""
         if tensor in self.found:
-            tensor.register_hook(_Arrival(self.found[tensor].owned))
+            tensor.register_hook(Arrival(where_trained(self.found[tensor].owned)))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Lets go of the values of some tensors again."""
@@ -120,17 +120,18 @@ def version_of(tensor: Any) -> int:
 
 
 @attrs.frozen
-class _Arrival:
-    """A hook of an absent parameter: autograd calls it with None after a step of ours."""
+class Arrival:
+    """A hook of a parameter that is trained elsewhere, as it `says`: autograd calls it with None
+    after a step of ours."""
 
-    owned: Owned
+    says: str
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             raise ValueError(
-                f"{where_trained(self.owned)}, and something outside of the compiled step has used "
-                "it, such as a penalty added to the loss: its gradient arrived here. Compute that "
-                "inside of the step"
+                f"{self.says}, and something outside of the compiled step has used it, such as a "
+                "penalty added to the loss: its gradient arrived here. Compute that inside of the "
+                "step"
             )
 
 
@@ -147,28 +148,25 @@ class Borrowed:
     parameters that is kept up to date outside of the step, such as a moving average, becomes absent
     where these are."""
 
-    names: tuple[str, ...]
-    at: tuple[int, ...]
-    read: tuple[bool, ...]
-    versions: list[int]
-    absent: tuple[bool, ...]  # which have been so from the beginning
+    names: tuple[str, ...] = ()
+    at: tuple[int, ...] = ()
+    read: tuple[bool, ...] = ()
+    versions: Sequence[int] = ()
+    absent: tuple[bool, ...] = ()  # which have been so from the beginning
 
-    def news(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> list[str]:
-        """What has been written to since the ranks have last agreed, and what of it has become
-        absent: a line each. What is `trained` by now is left out."""
-        if self._versions(args) == self.versions and not self._lost(args):
-            return []
+    def among(self, args: Sequence[Any]) -> list[tuple[str, Any]]:
+        """It with its names."""
+        return [(name, args[place]) for name, place in zip(self.names, self.at, strict=True)]
+
+    def news(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> tuple[list[str], str]:
+        """The names of what this rank reads and has no more, and a digest of how often all has been
+        written to since the ranks have last agreed, "" if that is all as it was. What is `trained`
+        by now is left out."""
         self.forget(args, trained)
-        lost, versions = self._lost(args), self._versions(args)
-        if versions == self.versions and not lost:
-            return []
-        writes = [new - old for new, old in zip(versions, self.versions, strict=True)]
-        return [*(f"absent {name}" for name in lost), f"borrowed {digest(writes)}"]
-
-    def _lost(self, args: Sequence[Any]) -> list[str]:
-        """The names of what this rank reads and has no more."""
-        mine = zip(self.names, self.at, self.read, self.absent, strict=True)
-        return [n for n, at, read, before in mine if read and not before and is_absent(args[at])]
+        state = zip(self.names, self.at, self.read, self.absent, strict=True)
+        lost = [n for n, at, read, before in state if read and not before and is_absent(args[at])]
+        writes = [new - old for new, old in zip(self._versions(args), self.versions, strict=True)]
+        return lost, digest(writes) if lost or any(writes) else ""
 
     def forget(self, args: Sequence[Any], trained: Container[torch.Tensor]) -> None:
         """Leaves out what is `trained` by now: another program has been the first to do so."""
@@ -187,6 +185,7 @@ class Borrowed:
         return [version_of(args[place]) for place in self.at]
 
 
-def digest(writes: Sequence[int]) -> str:
-    """A short text for how often each of some tensors has been written to."""
-    return hashlib.sha256(",".join(map(str, writes)).encode()).hexdigest()[:16]
+def digest(values: Iterable[object]) -> str:
+    """A short text for some numbers or texts, "" for none."""
+    text = "\n".join(map(str, values))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""

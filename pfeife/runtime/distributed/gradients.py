@@ -1,6 +1,5 @@
 """What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
 
-import hashlib
 import logging
 import weakref
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
@@ -26,21 +25,15 @@ class Gradients:
         self.warned: set[str] = set()
         self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def news(self) -> list[str]:
-        """The optimizers that have stepped since the ranks have last compared, a line each."""
-        lines = [f"set {number} {_digest(texts)}" for number, texts in self.settings.items()]
-        return [f"stepped {_digest(sorted(self.stepped))}", *lines] if self.stepped else lines
-
     def forget(self) -> None:
         """After the ranks have compared."""
         self.stepped, self.settings = set(), {}
 
-    def compare_steps(self, told: Mapping[int, str], rank: int, ranks: int) -> None:
-        """Warns where ranks have stepped other optimizers, by the digests that they have told.
+    def compare_steps(self, digests: Sequence[str], rank: int) -> None:
+        """Warns where ranks have stepped other optimizers than this `rank`, by the digests of each.
         That is no error: an optimizer of each parameter, stepped when its gradient is there, is
         stepped where the parameter is."""
-        mine = told.get(rank)
-        others = [other for other in range(ranks) if told.get(other) != mine]
+        others = [other for other, digest in enumerate(digests) if digest != digests[rank]]
         if others:
             self._warn(
                 "steps",
@@ -49,18 +42,18 @@ class Gradients:
                 "trains a part of the model, so that all make the same steps",
             )
 
-    def check_settings(self, told: Mapping[int, Sequence[Sequence[str]]]) -> None:
+    def check_settings(self, told: Sequence[Iterable[tuple[int, str]]]) -> None:
         """Raises Refusal where a group whose parameters several ranks step is set otherwise on
-        some of them, by the digests that they have told."""
-        found: dict[str, dict[int, str]] = {}
-        for rank, lines in sorted(told.items()):
-            for number, one in lines:
-                found.setdefault(number, {})[rank] = one
-        for number, digests in found.items():
+        some of them, by the numbers and digests that each has told."""
+        by_number: dict[int, dict[int, str]] = {}
+        for rank, settings in enumerate(told):
+            for number, digest in settings:
+                by_number.setdefault(number, {})[rank] = digest
+        for number, digests in by_number.items():
             first, *rest = digests
             others = [rank for rank in rest if digests[rank] != digests[first]]
             if others:
-                made = self.settings.get(int(number), ())
+                made = self.settings.get(number, ())
                 mine = " and ".join(f"{one} {made.count(one)} times" for one in dict.fromkeys(made))
                 raise Refusal(
                     f"an optimizer has stepped on ranks {others} with other settings than on rank "
@@ -151,7 +144,3 @@ def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
     plain = int | float | str | tuple | None
     given = [f"{key}={value}" for key, value in group.items() if isinstance(value, plain)]
     return f"{type(optimizer).__name__}({', '.join(given)})"
-
-
-def _digest(texts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]

@@ -1,7 +1,7 @@
 """`state_dict()` of an optimizer on one rank: with the state that others keep."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.living import living
 from pfeife.runtime.distributed.asking import Asking
-from pfeife.runtime.distributed.questions import Found, Named, Question, Value, copied, told
+from pfeife.runtime.distributed.questions import Found, Named, Question, copied, encoded
 from pfeife.runtime.failure import Refusal
 
 
@@ -24,18 +24,15 @@ class Optimizers:
         self.known: list[weakref.ref[torch.optim.Optimizer]] = []
         self.loaded = False  # whether one was given state since the ranks have last compared
 
-    def news(self) -> list[str]:
-        """How many steps there have been since the last call, in a line, if any, and whether an
-        optimizer has been given state."""
-        count = self.asking.service.script.place.times("steps of optimizers")
-        return [f"steps {count}"] * (count > 0) + ["loaded state"] * self.loaded
+    def steps(self) -> int:
+        """How many there have been since the last call."""
+        return self.asking.service.script.place.times("steps of optimizers")
 
-    def compare(self, steps: Mapping[int, int], loaded: Collection[int], ranks: int) -> None:
-        """Notes it where ranks have not stepped equally often, by what they have told: then their
-        counts do not tell whether they are at one point of the script. Raises Refusal where some
-        have loaded an optimizer's state, and others none."""
-        counts = [steps.get(rank, 0) for rank in range(ranks)]
-        other = next((rank for rank in range(ranks) if counts[rank] != counts[0]), None)
+    def compare(self, counts: Sequence[int], loaded: Collection[int]) -> None:
+        """Notes it where ranks have not stepped equally often, by the `counts` of each: then these
+        do not tell whether they are at one point of the script. Raises Refusal where some ranks
+        have `loaded` an optimizer's state, and others none."""
+        other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         self.loaded = False
         if other is not None:
             self.asking.service.uneven = (
@@ -43,7 +40,7 @@ class Optimizers:
                 f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
                 "point"
             )
-        if 0 < len(loaded) < ranks:
+        if 0 < len(loaded) < len(counts):
             raise Refusal(
                 f"an optimizer has been given state on ranks {sorted(loaded)}, and on the others "
                 "none: call optimizer.load_state_dict on every rank, or on none, and begin again "
@@ -173,9 +170,9 @@ class Optimizers:
         if optimizer is None:
             raise Refusal(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
-        parts, of, states = list[torch.Tensor](), list[str](), list[Value | None]()
+        parts, of, states = list[torch.Tensor](), list[str](), list[str | None]()
         for owned, parameter in wanted:
-            states.append(told(state[parameter], parts) if parameter in state else None)
+            states.append(encoded(state[parameter], parts) if parameter in state else None)
             of += [f"the state of {owned.name}"] * (len(parts) - len(of))
         return Found(tuple(parts), tuple(of), tuple(states))
 

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.waiting import forsake, is_waiting, make, standing_for
+from pfeife.frontend.waiting import is_waiting, make, standing_for
 from pfeife.ir.program import Program, Role
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
@@ -34,7 +34,6 @@ from pfeife.runtime.distributed.owned import (
 )
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.step_hooks import StepHooks
-from pfeife.runtime.distributed.stepping import Stepping
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.peak import give_back
 
@@ -71,7 +70,7 @@ class Ownership:
         self.gradients = Gradients(self.known, self.foreign)
         self.norms = Norms(self.known, self.owned)
         self.copies = Copies(self.known, self.foreign, self.shared)
-        self.hooks = StepHooks(Stepping(), self.gradients, self.optimizers, self.copies)
+        self.hooks = StepHooks(self.gradients, self.optimizers, self.copies)
 
     def end(self) -> None:
         """No optimizer's step is seen any more."""
@@ -168,9 +167,10 @@ class Ownership:
             if isinstance(tensor, nn.Parameter) and tensor not in self.known:
                 self.deep_copies.find(owned, tensor, self.saving.watched)
 
-    def number_copies(self, told: Sequence[str], ranks: int) -> None:
-        """Takes deep copies that all ranks have made for state that they train together."""
-        self.owned |= self.deep_copies.agree(told, ranks, len(self.owned))
+    def number_copies(self, digests: Sequence[str]) -> None:
+        """Takes deep copies that all ranks have made, by the digests of each, for state that they
+        train together."""
+        self.owned |= self.deep_copies.agree(digests, len(self.owned))
         self.saving.watch(self.deep_copies.found)
         self.deep_copies.found.clear()
 
@@ -254,6 +254,5 @@ def _check_alike(state: Mapping[str, Any], world: "World") -> None:
 
 def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
     """Makes the values of those that are deferred, but for what other ranks train."""
-    others = {id(one): one for one in foreign if is_waiting(one)}
+    others = {id(one) for one in foreign}
     make([one for one in tensors if is_waiting(one) and id(one) not in others])
-    forsake(list(others.values()))

@@ -1,8 +1,7 @@
 """Texts and tensors between two ranks, one after another."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 from torch import distributed as dist
@@ -12,30 +11,25 @@ from pfeife.runtime.distributed.connection import FOREVER, Connection
 from pfeife.runtime.distributed.questions import Shaped, as_bytes
 
 NEVER = 1  # the tag of a text that nobody sends; answers have those that the questions say
-_SLICE = timedelta(seconds=0.5)
+OVER = ""  # the last text that a rank leaves, for itself
 
 
 class Inbox:
     """Texts that any rank leaves in a store, which nobody else uses from this thread. (Gloo has a
-    receive from any rank, but no way to end it when nobody sends any more.)"""
+    receive from any rank, but no way to end it when nobody sends any more. A wait of the store's
+    that comes to its end without a text warns of that on standard error, so it is ended by one.)"""
 
-    def __init__(self, store: dist.Store, over: Callable[[], bool]):
-        self.store, self.over, self.count = store, over, 0
+    def __init__(self, store: dist.Store):
+        self.store, self.count = store, 0
 
     def next(self, rank: int) -> str | None:
-        """The next text for a rank, None when it is over. Raises RuntimeError if the store is
-        gone."""
-        key = f"text {rank} {self.count + 1}"
-        while not self.over():
-            try:
-                self.store.wait([key], _SLICE)
-            except dist.DistStoreError:  # nothing yet
-                continue
-            self.count += 1
-            text = self.store.get(key).decode()
-            self.store.delete_key(key)
-            return text
-        return None
+        """The next text for a rank, None for `OVER`. Raises RuntimeError if the store is gone."""
+        self.count += 1
+        key = f"text {rank} {self.count}"
+        self.store.wait([key], FOREVER)
+        text = self.store.get(key).decode()
+        self.store.delete_key(key)
+        return None if text == OVER else text
 
 
 def leave(store: dist.Store, rank: int, text: str) -> int:

@@ -1,13 +1,12 @@
 """What ranks ask one another for, and what they answer: JSON, and the tensors behind it."""
 
-import enum
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from pfeife.data import values
 from pfeife.runtime.distributed.script import Point
 from pfeife.runtime.failure import Refusal
 
@@ -41,34 +40,6 @@ class Question:
     passing: bool = False
 
 
-class Kind(enum.Enum):
-    """The types of what is sent, such as states; pairs are those of a dict that has other keys than
-    texts."""
-
-    NONE = "None"
-    BOOL = "bool"
-    INT = "int"
-    FLOAT = "float"
-    STR = "str"
-    TENSOR = "Tensor"
-    LIST = "list"
-    TUPLE = "tuple"
-    DICT = "dict"
-    PAIRS = "pairs"
-    COUNTER = "Counter"
-
-
-@attrs.frozen
-class Value:
-    """A value that is sent: as text, a tensor by its place in the answer, or what it
-    is made of."""
-
-    kind: Kind
-    text: str = ""
-    keys: tuple[str, ...] = ()
-    items: tuple["Value", ...] = ()
-
-
 @attrs.frozen
 class Shaped:
     """A tensor that follows the answer, as dense bytes."""
@@ -92,11 +63,11 @@ class Shaped:
 @attrs.frozen
 class Answer:
     """Why there is none, or how many tensors follow; `states` are those of the tensors that were
-    asked for, None where the optimizer has none."""
+    asked for, `encoded`, None where the optimizer has none."""
 
     refused: str = ""
     tensors: tuple[Shaped, ...] = ()
-    states: tuple[Value | None, ...] = ()
+    states: tuple[str | None, ...] = ()
 
 
 @attrs.frozen
@@ -106,7 +77,7 @@ class Found:
 
     tensors: tuple[torch.Tensor, ...] = ()
     names: tuple[str, ...] = ()
-    states: tuple[Value | None, ...] = ()
+    states: tuple[str | None, ...] = ()
 
     def copied(self) -> "Found":
         """With copies on the CPU."""
@@ -131,62 +102,24 @@ def as_bytes(dense: torch.Tensor) -> torch.Tensor:
     return dense.reshape(-1).view(torch.uint8)
 
 
-def told(value: Any, tensors: list[torch.Tensor]) -> Value:
-    """A value, such as an optimizer's state; its tensors are added to a list. Raises Refusal for
-    types other than those of `Kind`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return Value(Kind.TENSOR, str(len(tensors) - 1))
-    if isinstance(value, dict) and type(value) is not Counter and _by_name(value):
-        return Value(Kind.DICT, "", tuple(value), _all_told(list(value.values()), tensors))
-    if type(value) in (dict, Counter):
-        pairs = [part for pair in value.items() for part in pair]
-        kind = Kind.PAIRS if type(value) is dict else Kind.COUNTER
-        return Value(kind, "", (), _all_told(pairs, tensors))
-    if type(value) in (list, tuple):
-        return Value(Kind(type(value).__name__), "", (), _all_told(value, tensors))
-    if value is None or type(value) in (bool, int, str):
-        return Value(Kind("None" if value is None else type(value).__name__), str(value))
-    if type(value) is float:
-        return Value(Kind.FLOAT, value.hex())
-    raise Refusal(
-        f"it has a {type(value).__name__}: only tensors, numbers, texts, and lists, tuples "
-        "and dicts of these are sent to other ranks and saved"
-    )
+def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
+    """A value, such as an optimizer's state, as text; its tensors are added to a list. Raises
+    Refusal for what is not sent."""
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+            return {"Tensor": len(tensors) - 1}
+        if isinstance(part, dict) and all(isinstance(key, str) for key in part):
+            return values.to_data({**part}, leaf)
+        raise Refusal(
+            f"it has a {type(part).__name__}: only tensors, numbers, texts, and lists, tuples "
+            "and dicts of these are sent to other ranks and saved"
+        )
+
+    return values.to_text(value, leaf)
 
 
-def _by_name(value: Mapping[Any, Any]) -> bool:
-    return all(isinstance(key, str) for key in value)
-
-
-def _all_told(values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Value, ...]:
-    return (*(told(value, tensors) for value in values),)
-
-
-def heard(value: Value, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that was `told`."""
-    match value.kind:
-        case Kind.TENSOR:
-            return tensors[int(value.text)]
-        case Kind.DICT:
-            return dict(zip(value.keys, _all_heard(value, tensors), strict=True))
-        case Kind.PAIRS | Kind.COUNTER:
-            parts = _all_heard(value, tensors)
-            pairs = dict(zip(parts[::2], parts[1::2], strict=True))
-            return pairs if value.kind is Kind.PAIRS else Counter(pairs)
-        case Kind.LIST:
-            return list(_all_heard(value, tensors))
-        case Kind.TUPLE:
-            return tuple(_all_heard(value, tensors))
-    read: dict[Kind, Callable[[str], Any]] = {
-        Kind.NONE: lambda text: None,
-        Kind.BOOL: lambda text: text == "True",
-        Kind.INT: int,
-        Kind.FLOAT: float.fromhex,
-        Kind.STR: str,
-    }
-    return read[value.kind](value.text)
-
-
-def _all_heard(value: Value, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return [heard(item, tensors) for item in value.items]
+def decoded(text: str, tensors: Sequence[torch.Tensor]) -> Any:
+    """The value that was `encoded`. Raises ValueError for another text."""
+    return values.from_text(text, {"Tensor": tensors.__getitem__})

@@ -21,7 +21,7 @@ from pfeife.runtime.distributed.answering import Answering
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.posting import NEVER, Post, leave
-from pfeife.runtime.distributed.questions import Answer, Found, Named, Question, heard
+from pfeife.runtime.distributed.questions import Answer, Found, Named, Question, decoded
 from pfeife.runtime.distributed.script import Change, Rest
 from pfeife.runtime.distributed.writes import BY_DATA, LateWrites, Writes
 from pfeife.runtime.failure import Refusal
@@ -93,7 +93,7 @@ class Service:
         question = self._question(tensors=tuple(numbers), optimizer=named)
         answer, tensors = self._ask(rank, question)
         pairs = zip(numbers, answer.states, strict=True)
-        return {number: heard(state, tensors) for number, state in pairs if state is not None}
+        return {number: decoded(state, tensors) for number, state in pairs if state is not None}
 
     def begin(self, change: Change) -> None:
         """Before state changes. If this rank has asked for what was before, the others may be

@@ -41,6 +41,7 @@ from pfeife.runtime.distributed.heartbeat import (
 from pfeife.runtime.distributed.lifelines import SILENCE, Lifelines
 from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.patience import Patience
+from pfeife.runtime.distributed.posting import OVER, leave
 from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.script import Rest, Script
@@ -52,7 +53,7 @@ log = logging.getLogger("pfeife")
 
 GRACE = 7.0  # seconds that a rank has to come out of its step when another one has failed
 _ASKED = "asked"  # what the connection of the service is for
-_SHORT = 96  # bytes of a note from which on it has a message of its own
+_SHORT = 128  # bytes of a note from which on it has a message of its own
 # What a rank adds to an agreement: the digest of its text (zeros: it cannot go on), a number, the
 # bytes of its note (_SHORT: it goes apart), the note, the digest of its own text.
 _ADDED = struct.Struct(f"<32sqB{_SHORT}s16s")
@@ -449,6 +450,7 @@ class World:
         self.ownership.end()
 
     def _end_threads(self) -> None:
+        self.monitor.ask(lambda: leave(self.monitor.store, self.rank, OVER))
         self.watch.end()
         self.monitor.end()
         self.script.seen = None
