@@ -51,8 +51,8 @@ class Absence:
             take_values(tensor, values.detach())
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What was computed of it is written into the memory of some tensors of this rank, which
-        are absent from now on."""
+        """What was computed of it is about to be written into the memory of some tensors of this
+        rank, which are absent from then on."""
 
     def norm(self, tensor: torch.Tensor, order: float) -> float:
         """The norm of its values."""
@@ -166,8 +166,9 @@ def _lose(target: torch.Tensor, absence: Absence) -> None:
             f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
             "memory something else looks at: write into a tensor with memory of its own"
         )
-    become_absent(target, absence)
-    absence.spread([one for one in users if is_absent(one)])
+    absence.spread([one for one in users if _torch.overlap(one, target)])
+    if not is_absent(target):
+        become_absent(target, absence)
     torch.autograd.graph.increment_version(target)
 
 

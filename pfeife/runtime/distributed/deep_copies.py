@@ -55,7 +55,7 @@ class DeepCopies:
 
     def find(self, owned: Owned, copied: nn.Parameter, watched: Collection[nn.Module]) -> None:
         """Notes the module to which a parameter belongs that has values of an `owned` one by now,
-        if it has the layout of a module that is `watched`."""
+        if it has the layout of a module that is `watched`, or of another average."""
         place = self.asking.service.script.place
         if place != self.searched:
             self.searched, self.modules = place, weakref.WeakSet(living(nn.Module))
@@ -63,7 +63,7 @@ class DeepCopies:
         others = [module for module in self.modules if module not in watched]
         if original is None or not any(_has(module, copied) for module in others):
             return
-        for module, state in _with(original, watched):
+        for module, state in _with(original, [*watched, *self.found]):
             for other in others:
                 copies = _state(other) if type(other) is type(module) else {}
                 if _shapes(copies) == _shapes(state) and _same(state, original, copies, copied):

@@ -28,8 +28,8 @@ class RemoteState(Absence):
     """Why a tensor that other ranks own, or what was computed of it, has no values.
 
     `tensor` is the one that they own, None for what was computed; `spreads` is called with the
-    tensors that this is written to. `writes` counts what the script has done to it in place since
-    it has no values, through `tensor.data` too.
+    tensors that this is about to be written to. `writes` counts what the script has done to it in
+    place since it has no values, through `tensor.data` too.
     """
 
     owned: Owned
@@ -58,7 +58,7 @@ class RemoteState(Absence):
 
 class Foreign:
     """The tensors that this rank does not train, by themselves: those that have no values here, and
-    `copies` of what another replica trains. `spreads` is called where what was computed of one is
+    `copies` of what another replica trains. `spreads` is called before what was computed of one is
     written into tensors of this rank."""
 
     def __init__(self, spreads: Spreads = lambda owned, tensors: None) -> None:

@@ -21,6 +21,7 @@ from pfeife.runtime.distributed.foreign import (
     Borrowed,
     Foreign,
     version_of,
+    where_trained,
 )
 from pfeife.runtime.distributed.gradients import Gradients
 from pfeife.runtime.distributed.optimizers import Optimizers
@@ -161,11 +162,23 @@ class Ownership:
             self.foreign.guard(one)
 
     def _spread(self, owned: Owned, tensors: Sequence[torch.Tensor]) -> None:
-        """What was computed of a tensor of other ranks was written into some of this rank's: a
-        module that has these may be a moving average, which is where its model is."""
+        """What was computed of a tensor of other ranks is about to be written into some of this
+        rank's: a module that has these may be a moving average, which is where its model is. Raises
+        ValueError for what this rank trains, which nobody would have then."""
         for tensor in tensors:
-            if isinstance(tensor, nn.Parameter) and tensor not in self.known:
+            if tensor in self.known:
+                self._check_written(self.known[tensor], tensor, owned)
+            elif isinstance(tensor, nn.Parameter):
                 self.deep_copies.find(owned, tensor, self.saving.watched)
+
+    def _check_written(self, mine: Owned, tensor: torch.Tensor, written: Owned) -> None:
+        """What is frozen is refused at the next step, on all ranks."""
+        if tensor not in self.foreign and mine.number not in self.frozen:
+            raise ValueError(
+                f"{where_trained(written)}, and is written to {mine.name}, of which this rank has "
+                "the values: then nobody has them. Compute that of pfeife.full_state_dict(model), "
+                "which every rank must call, and load what comes out on every rank"
+            )
 
     def number_copies(self, digests: Sequence[str]) -> None:
         """Takes deep copies that all ranks have made, by the digests of each, for state that they
