@@ -192,6 +192,7 @@ class Answering:
             raise Refusal("it has made no such copy of a model")
         if found is None or not self._has_written_alike(pending, found, beyond):
             return None
+        found.check_here()
         if not self._has_assigned_alike(pending, found, beyond):
             return None
         if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, found):

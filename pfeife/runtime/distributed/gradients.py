@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.failure import Refusal
 
@@ -60,6 +61,16 @@ class Gradients:
                     f"{first}, or not as often (here as {mine or 'nothing'}): what changes its "
                     "param_groups, as a scheduler's step(), is called on every rank, and begin "
                     "again from the last checkpoint, for the optimizer has made that step"
+                )
+
+    def check_here(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises ValueError for a parameter that this rank trains, and whose gradient is absent."""
+        for parameter in filter(self.owned.__contains__, parameters):
+            if parameter not in self.absent and is_absent(parameter.grad):
+                raise ValueError(
+                    f"the gradient of {self.owned[parameter].name}, which this rank trains, has no "
+                    "values here: the script has written to it what other ranks have, their "
+                    "gradients or parameters. Compute that in the step, as a term of the loss"
                 )
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
