@@ -18,6 +18,7 @@ import pfeife
 from pfeife.testing import own_gradients
 
 MICROBATCHES = 4
+PATIENCE = 30.0  # seconds of a rank with one that has ended
 ROWS = 16
 
 
@@ -61,6 +62,7 @@ class Cell:
             "schedule": self.schedule,
             "replicas": self.replicas,
             "progress": False,
+            "timeout": PATIENCE,
         }
 
 
@@ -239,8 +241,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 @attrs.frozen
 class Verdict:
     """What became of a script in a cell, on one rank: "right" (with the largest `error`, 0.0 where
-    all bits are the same), "refused" or "WRONG". `gradients` are the names of those that
-    were seen here, `wanted` of those on one device."""
+    all bits are the same), "refused", "WRONG", or "ended" by another rank. `gradients` are the
+    names of those that were seen here, `wanted` of those on one device."""
 
     kind: str
     error: float = 0.0
@@ -259,6 +261,8 @@ def judged(script: Script, cell: Cell, rank: int, steps: int = 20) -> Verdict:
         said = script.refused and script.refused in str(error) and cell.refuses(script.refused)
         said = said or (script.small and TOO_SMALL in str(error) and cell.stages > 2)
         return Verdict("refused" if said else "WRONG", text=f"{type(error).__name__}: {error}")
+    except pfeife.PipelineError as error:
+        return Verdict("ended", text=f"{type(error).__name__}: {error}")
     return compared(ours, plain)
 
 
@@ -298,8 +302,10 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def summed(verdicts: Sequence[Verdict]) -> Verdict:
     """That of all ranks: the worst one. A gradient that no rank has seen is wrong."""
-    order = ("WRONG", "refused", "right")
+    order = ("WRONG", "refused", "ended", "right")
     worst = min(verdicts, key=lambda one: order.index(one.kind))
+    if worst.kind == "ended":
+        return attrs.evolve(worst, kind="WRONG")
     if worst.kind != "right":
         return worst
     seen = {name for one in verdicts for name in one.gradients}

@@ -436,7 +436,7 @@ def a_schedule_on_rank_zero(run):
     train(run, model, optimizer, after=lambda at, loss: run.rank or schedule.step())
 
 
-@script("torch.optim.LBFGS needs all gradients in one process", limit=1e-3)
+@script("gradient", limit=1e-3)  # of them all, or of those of another rank
 def lbfgs(run):
     model = run.model()
     step, optimizer = (

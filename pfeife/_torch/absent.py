@@ -161,6 +161,9 @@ def _answered_by_name(full: str, *args: Any, **kwargs: Any) -> Any:
 
 def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Called by the dispatcher for every operation with such a tensor among its arguments."""
+    if operation is torch.ops.aten.resolve_conj.default and not args[0].is_conj():
+        # Asked by `numpy()` and `tolist()` before they look for memory.
+        raise record_of(args[0]).refusal("what makes an array or a list of it")
     if _is_composite(operation):
         return operation.decompose(*args, **kwargs)
     if _looks(operation):

@@ -45,6 +45,7 @@ class Environment(ShapeEnv):
                 raise
             self.told[orig_expr] = value
             if orig_expr.is_Symbol and orig_expr.is_integer:
+                self.size_like.discard(orig_expr)  # of which torch takes none for 0 or 1
                 self._set_replacement(orig_expr, value, "told")  # for sizes of what is made of it
             return value
 

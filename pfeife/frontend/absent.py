@@ -50,6 +50,10 @@ class Absence:
         if is_whole(tensor):
             take_values(tensor, values.detach())
 
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of it is about to be written into the memory of some tensors of this
+        rank, which are absent from then on."""
+
     def norm(self, tensor: torch.Tensor, order: float) -> float:
         """The norm of its values."""
         raise self.refusal("a norm")
@@ -162,10 +166,10 @@ def _lose(target: torch.Tensor, absence: Absence) -> None:
             f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
             "memory something else looks at: write into a tensor with memory of its own"
         )
-    become_absent(target, absence)
-    for one in users:
-        if is_absent(one):
-            torch.autograd.graph.increment_version(one)
+    absence.spread([one for one in users if _torch.overlap(one, target)])
+    if not is_absent(target):
+        become_absent(target, absence)
+    torch.autograd.graph.increment_version(target)
 
 
 def _check_leaf(target: torch.Tensor) -> None:

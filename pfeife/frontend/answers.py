@@ -57,8 +57,9 @@ class WrongAnswer(ValueError):
 def fails_elsewhere(lines: Sequence[str], error: Exception) -> ValueError:
     """What to say of a trace that fails on a microbatch which data send another way."""
     where, reason = ", ".join(dict.fromkeys(lines)), str(error).strip().partition("\n")[0]
+    said = "" if reason.startswith("Runtime assertion failed") else f" ({reason})"
     return ValueError(
-        f"{where}: what was traced there on the first microbatch fails on another one ({reason}): "
+        f"{where}: what was traced there on the first microbatch fails on another one{said}: "
         "data decide a number or a size, which the step has asked for, and it is not the same in "
         "each microbatch; compute it with tensors (torch.where), or loop over all there may be"
     )

@@ -120,7 +120,8 @@ def check_steady(before: Sequence[Guard], run: Run) -> None:
     if run.executed.asked:
         raise ValueError(
             f"{run.executed.asked[0]} whenever the step runs: the answer would be frozen; ask "
-            "outside of the step, and pass the answer as an argument"
+            "outside of the step, around its call to log that, and pass the answer as an argument "
+            "to compute with it"
         )
     for guard in before:
         changed = guard.broken()

@@ -404,6 +404,23 @@ def the_time():
     run(scaled(lambda model, x: time.time() % 10))
 
 
+@row()
+def the_time_of_a_log():
+    """Nobody knows where a number of Python's goes to: it is said what to do instead."""
+
+    def timed(model, x):
+        start = time.perf_counter()
+        print(f"{time.perf_counter() - start:.1f} s")
+        return 1.0
+
+    try:
+        run(scaled(timed))
+    except ValueError as error:
+        assert str(error).startswith(HERE) and "around its call to log that" in str(error), error
+    else:
+        raise AssertionError("was not refused")
+
+
 @row(HERE)
 def a_file():
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from rows import row
 from share import WHOLE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim import swa_utils
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
@@ -374,6 +375,7 @@ def what_is_written_by_data():
         change(pair.model)
         change(pair.twin)
         if rank == 0 and change is all_by_data:
+            alike(pair.mine.state_dict(), pair.theirs.state_dict())  # which nobody has written to
             alike(pair.model.state_dict(), pair.twin.state_dict())
         elif rank == 0:
             refused(
@@ -381,6 +383,27 @@ def what_is_written_by_data():
             )
         pair.train()
     pair.check()
+
+
+@row(ranks=(2,))
+def a_critic_of_one_rank_is_clamped_by_data():
+    """Of its module the rank that trains it has all: nothing shows that it has not written."""
+    torch.manual_seed(0)
+    maker, critic = nn.Linear(6, 6), nn.Linear(6, 6)
+    twins = copy.deepcopy((maker, critic))
+    cut = {"split_at": {"critic": "begin"}}
+    step = pfeife.compile(lambda x: critic(maker(x)).square().mean(), microbatches=2, **cut)
+    for seed in range(3):
+        step(rows(seed)).backward()
+        accumulated(lambda x: twins[1](twins[0](x)).square().mean(), rows(seed))
+        for models in ((maker, critic), twins):
+            optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            each(lambda p: p.data.clamp_(-0.1, 0.1), models[1])
+        if dist.get_rank() == seed % 2:
+            alike(critic.state_dict(), twins[1].state_dict())
+            alike(maker.state_dict(), twins[0].state_dict())
 
 
 @row(ranks=(2,))
@@ -622,3 +645,106 @@ def what_is_loaded_before_the_first_step():
     again.train(2)
     assert len(again.mine.state) < len(again.theirs.state)
     again.check()
+
+
+AVERAGES = {
+    "moving": lambda net: swa_utils.AveragedModel(
+        net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)
+    ),
+    "slower": lambda net: swa_utils.AveragedModel(
+        net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99)
+    ),
+    "mean": lambda net: swa_utils.AveragedModel(net, use_buffers=True),
+    "by hand": lambda net: copy.deepcopy(net).requires_grad_(False),
+}
+
+
+def averaged(average, net):
+    """Takes in what a model is now."""
+    if isinstance(average, swa_utils.AveragedModel):
+        average.update_parameters(net)
+        return
+    with torch.no_grad():
+        for mine, p in zip(average.parameters(), net.parameters(), strict=True):
+            mine.mul_(0.9).add_(p, alpha=0.1)
+
+
+@row(ranks=(2,))
+def averages_that_are_older_than_the_first_step():
+    """No step evaluates them: each is whole in its `state_dict()` on any one rank, from the call on
+    that comes after its first update, though two have the same layout and one is begun later. So is
+    a module that was made by itself and loaded. Before that call it is refused."""
+    pair = Pair(norms)
+    nets = pair.model, pair.twin
+    averages = {name: [make(net) for net in nets] for name, make in AVERAGES.items()}
+    begun = dict.fromkeys(averages, 0) | {"slower": 2, "loaded": 1}
+    for at in range(5):
+        pair.train()
+        if at == 1:
+            averages["loaded"] = [norms() for _ in nets]
+            for average, net in zip(averages["loaded"], nets, strict=True):
+                average.load_state_dict(net.state_dict())
+        updated = [name for name in averages if at >= begun[name]]
+        for name in updated:
+            for average, net in zip(averages[name], nets, strict=True):
+                averaged(average, net)
+        if dist.get_rank() == at % 2:
+            for name in updated:
+                average, wanted = averages[name]
+                file = io.BytesIO()
+                if at == begun[name]:
+                    refused(
+                        lambda one=average, into=file: torch.save(one.state_dict(), into),
+                        "state of other ranks: ",
+                    )
+                    continue
+                torch.save(average.state_dict(), file)
+                file.seek(0)
+                alike(torch.load(file), wanted.state_dict(), f"{name} {at}")
+        dist.barrier()
+    for average, wanted in averages.values():
+        alike(pfeife.full_state_dict(average), dict(wanted.state_dict()))
+
+
+@row(ranks=(2,))
+def a_copy_that_is_written_to_where_it_is():
+    """Not yet on the rank that has a part of it, which waits in a barrier before that: it has no
+    answer there."""
+    pair = Pair()
+    pair.train()
+    best, expected = copy.deepcopy(pair.model), copy.deepcopy(pair.twin)
+
+    def halve():
+        with torch.no_grad():
+            for p in (*best.parameters(), *expected.parameters()):
+                p.mul_(0.5)
+
+    if dist.get_rank() == 0:
+        halve()
+        refused(best.state_dict, "rank 1 trains a part of the state, and has none of this point")
+        dist.barrier()
+    else:
+        dist.barrier()
+        halve()
+    if dist.get_rank() == 0:
+        alike(best.state_dict(), expected.state_dict())
+    dist.barrier()
+
+
+@row(ranks=(2,))
+def an_average_of_one_rank_alone():
+    """Another one, which all ranks have, is not taken for it: both are refused."""
+    pair = Pair(norms)
+    mine, all_have = copy.deepcopy(pair.model), copy.deepcopy(pair.model)
+    for _ in range(2):
+        pair.train()
+        if dist.get_rank() == 0:
+            averaged(mine, pair.model)
+        averaged(all_have, pair.model)
+    if dist.get_rank() == 0:
+        for average in (mine, all_have):
+            refused(
+                lambda one=average: torch.save(one.state_dict(), io.BytesIO()),
+                "state of other ranks: ",
+            )
+    dist.barrier()

@@ -232,6 +232,54 @@ def a_mixture_of_experts():
     same(Experts(), close=shared)
 
 
+class Hit(Experts):
+    """As transformers' models do it: a loop over the experts to which rows are sent, found by their
+    names."""
+
+    def __init__(self, bias):
+        super().__init__()
+        with torch.no_grad():
+            self.router.bias.copy_(torch.tensor(bias))
+
+    def between(self, x):
+        weights = self.router(x).softmax(1)
+        mask = torch.nn.functional.one_hot(weights.argmax(1), 2).t()
+        found = torch.zeros_like(x)
+        for index in (mask.sum(1) > 0).nonzero():
+            (chosen,) = torch.where(mask[index].squeeze(0))
+            expert = {"expert_0": self.first, "expert_1": self.middle}[f"expert_{index[0]}"]
+            found = found.index_add(0, chosen, expert(x[chosen]) * weights[chosen].amax(1)[:, None])
+        return found
+
+
+@row(ranks=(1, 2))
+def the_only_expert_that_is_hit():
+    """A loop over one row: torch takes no size that data decide for 1."""
+    same(Hit([9.0, -9.0]), close=["first.weight", "first.bias"])
+
+
+@row(ranks=(1, 2))
+def experts_that_are_hit_in_some_microbatches():
+    """It is said where and what to do, whichever microbatch hits more of them."""
+    model = Hit([0.0, 0.0])
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(WIDTH))
+        model.router.weight.copy_(torch.eye(2, WIDTH))
+    x = torch.full((4, WIDTH), 0.1)
+    x[:2, 0] = 1.0
+    x[2, 0], x[3, 1] = 2.0, 3.0
+    for batch in (x, x.flip(0)):
+        torch._dynamo.reset()
+        try:
+            pfeife.compile(model, microbatches=2, **STAGES)(batch)
+        except ValueError as error:
+            text = str(error)
+            assert "values.py" in text and "compute it with tensors (torch.where)" in text, text
+            assert "Runtime assertion" not in text and "FakeTensor" not in text, text
+        else:
+            raise AssertionError("was not refused")
+
+
 @row()
 def a_size_that_nobody_bounds():
     def repeated(x):

@@ -192,7 +192,8 @@ class Answering:
             raise Refusal("it has made no such copy of a model")
         if found is None or not self._has_written_alike(pending, found, beyond):
             return None
-        if not self._has_assigned_alike(pending, beyond):
+        found.check_here()
+        if not self._has_assigned_alike(pending, found, beyond):
             return None
         if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, found):
             return None
@@ -229,19 +230,24 @@ class Answering:
         alike = self._has_written_alike(pending, found, beyond)
         return inside.continues(collective_of(self.script.thread)) and alike
 
-    def _has_assigned_alike(self, pending: "_Pending", beyond: bool) -> bool:
+    def _has_assigned_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
         """Whether the script has written by `.data` as that of the rank which asks, and has come at
         least as far; False if it may yet. Raises Refusal if it will not. What ranks write to their
-        own tensors so nobody sees: each tells what it has done to those of the others."""
-        point, here = pending.question.point, self.writes.by_data()
-        if here != point.by_data and beyond:
+        own tensors so nobody sees: it shows in what they do to those of others in the same module,
+        if there are any."""
+        if pending.question.optimizer is not None:
+            return True
+        others = self.world.ownership.saving.absent_beside(found.tensors)
+        point, here = pending.question.point, self.writes.by_data(others)
+        alike = here == point.by_data or not others
+        if not alike and beyond:
             raise Refusal(
                 f"the script has written to parameters by their .data on rank {pending.reader}, "
                 "which asks, and not so here, or the other way round: nobody counts that where the "
                 "values are; write to the parameters themselves under torch.no_grad()"
             )
         asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
-        return here == point.by_data and (not here or beyond or asks)
+        return alike and (not point.by_data or beyond or asks)
 
     def _has_written_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
         """Whether the script has written to tensors as often as that of the rank which asks; False

@@ -2,7 +2,7 @@
 
 import hashlib
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -20,16 +20,21 @@ NOT_PICKLED = (
 )
 
 
+Spreads = Callable[[Owned, Sequence[torch.Tensor]], None]
+
+
 @attrs.define(eq=False)
 class RemoteState(Absence):
     """Why a tensor that other ranks own, or what was computed of it, has no values.
 
-    `tensor` is the one that they own, None for what was computed; `writes` counts what the script
-    has done to it in place since it has no values, through `tensor.data` too.
+    `tensor` is the one that they own, None for what was computed; `spreads` is called with the
+    tensors that this is about to be written to. `writes` counts what the script has done to it in
+    place since it has no values, through `tensor.data` too.
     """
 
     owned: Owned
     tensor: weakref.ref[torch.Tensor] | None
+    spreads: Spreads
     writes: int = 0
 
     def refusal(self, what: str) -> ValueError:
@@ -42,7 +47,10 @@ class RemoteState(Absence):
         )
 
     def derived(self) -> "RemoteState":
-        return RemoteState(self.owned, None)
+        return RemoteState(self.owned, None, self.spreads)
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.spreads(self.owned, tensors)
 
     def written(self, tensor: torch.Tensor) -> None:
         self.writes += 1
@@ -50,9 +58,11 @@ class RemoteState(Absence):
 
 class Foreign:
     """The tensors that this rank does not train, by themselves: those that have no values here, and
-    `copies` of what another replica trains."""
+    `copies` of what another replica trains. `spreads` is called before what was computed of one is
+    written into tensors of this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, spreads: Spreads = lambda owned, tensors: None) -> None:
+        self.spreads = spreads
         self.found, self.copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self.versions: dict[int, int] = {}  # when they became absent, by number
         self.reading = False  # whether pfeife itself looks for the names of all state
@@ -62,7 +72,7 @@ class Foreign:
 
     def add(self, tensor: torch.Tensor, owned: Owned) -> None:
         """Lets go of a tensor's values."""
-        self.found[tensor] = RemoteState(owned, weakref.ref(tensor))
+        self.found[tensor] = RemoteState(owned, weakref.ref(tensor), self.spreads)
         self._let_go(tensor)
 
     def _let_go(self, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.runtime.distributed.apart import why_not_apart
 from pfeife.runtime.failure import Refusal
 
@@ -62,11 +63,20 @@ class Gradients:
                     "again from the last checkpoint, for the optimizer has made that step"
                 )
 
+    def check_here(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises ValueError for a parameter that this rank trains, and whose gradient is absent."""
+        for parameter in filter(self.owned.__contains__, parameters):
+            if parameter not in self.absent and is_absent(parameter.grad):
+                raise ValueError(
+                    f"the gradient of {self.owned[parameter].name}, which this rank trains, has no "
+                    "values here: the script has written to it what other ranks have, their "
+                    "gradients or parameters. Compute that in the step, as a term of the loss"
+                )
+
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what an optimizer is about to step with, and refuses what cannot be right."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self._check_whole(parameters)
+        self.check_whole(optimizer)
         self._check_state(optimizer, parameters)
         self._check_apart(optimizer, parameters)
         for group in optimizer.param_groups:
@@ -76,7 +86,12 @@ class Gradients:
             if shared is not None and any(p.grad is not None for p in group["params"]):
                 self.settings.setdefault(shared.number, []).append(text)
 
-    def _check_whole(self, parameters: Iterable[torch.Tensor]) -> None:
+    def check_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for an optimizer that needs all gradients at once, if some are not
+        here."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for owned in (self.owned[p] for p in parameters if p in self.owned):
             if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
                 raise ValueError(

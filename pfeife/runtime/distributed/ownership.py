@@ -21,6 +21,7 @@ from pfeife.runtime.distributed.foreign import (
     Borrowed,
     Foreign,
     version_of,
+    where_trained,
 )
 from pfeife.runtime.distributed.gradients import Gradients
 from pfeife.runtime.distributed.optimizers import Optimizers
@@ -62,9 +63,9 @@ class Ownership:
         self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
         self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
         self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
-        self.foreign = Foreign()
+        self.foreign = Foreign(self._spread)
         self.asking = Asking(self.known, self.foreign)
-        self.deep_copies = DeepCopies(self.known, self.asking.numbered, self.foreign)
+        self.deep_copies = DeepCopies(self.known, self.asking)
         self.saving = Saving(self.asking, self.deep_copies)
         self.optimizers = Optimizers(self.asking)
         self.gradients = Gradients(self.known, self.foreign)
@@ -161,10 +162,31 @@ class Ownership:
             self.watched[one] = None
             self.foreign.guard(one)
 
+    def _spread(self, owned: Owned, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of a tensor of other ranks is about to be written into some of this
+        rank's: a module that has these may be a moving average, which is where its model is. Raises
+        ValueError for what this rank trains, which nobody would have then."""
+        for tensor in tensors:
+            if tensor in self.known:
+                self._check_written(self.known[tensor], tensor, owned)
+            elif isinstance(tensor, nn.Parameter):
+                self.deep_copies.find(owned, tensor, self.saving.watched)
+
+    def _check_written(self, mine: Owned, tensor: torch.Tensor, written: Owned) -> None:
+        """What is frozen is refused at the next step, on all ranks."""
+        if tensor not in self.foreign and mine.number not in self.frozen:
+            raise ValueError(
+                f"{where_trained(written)}, and is written to {mine.name}, of which this rank has "
+                "the values: then nobody has them. Compute that of pfeife.full_state_dict(model), "
+                "which every rank must call, and load what comes out on every rank"
+            )
+
     def number_copies(self, digests: Sequence[str]) -> None:
         """Takes deep copies that all ranks have made, by the digests of each, for state that they
         train together."""
         self.owned |= self.deep_copies.agree(digests, len(self.owned))
+        self.saving.watch(self.deep_copies.found)
+        self.deep_copies.found.clear()
 
     def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""

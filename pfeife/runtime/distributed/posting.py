@@ -21,15 +21,17 @@ class Inbox:
 
     def __init__(self, store: dist.Store):
         self.store, self.count = store, 0
+        store.set_timeout(FOREVER)
 
     def next(self, rank: int) -> str | None:
         """The next text for a rank, None for `OVER`. Raises RuntimeError if the store is gone."""
         self.count += 1
         key = f"text {rank} {self.count}"
-        self.store.wait([key], FOREVER)
-        text = self.store.get(key).decode()
+        text = self.store.get(key).decode()  # which waits for it
+        if text == OVER:  # whoever is next waits already, and the store does one thing at a time
+            return None
         self.store.delete_key(key)
-        return None if text == OVER else text
+        return text
 
 
 def leave(store: dist.Store, rank: int, text: str) -> int:

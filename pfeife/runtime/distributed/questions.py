@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife._torch import is_absent
 from pfeife.data import values
 from pfeife.runtime.distributed.script import Point
 from pfeife.runtime.failure import Refusal
@@ -78,6 +79,15 @@ class Found:
     tensors: tuple[torch.Tensor, ...] = ()
     names: tuple[str, ...] = ()
     states: tuple[str | None, ...] = ()
+
+    def check_here(self) -> None:
+        """Raises Refusal for a tensor that has lost its values."""
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if is_absent(tensor):
+                raise Refusal(
+                    f"{name} has no values there any more, since the script has written to it what "
+                    "another rank trains"
+                )
 
     def copied(self) -> "Found":
         """With copies on the CPU."""

@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -100,6 +100,15 @@ class Saving:
         own = (one for module in modules for one in _torch.saved_state(module).values())
         return (tensor for tensor in own if tensor in self.asking.known)
 
+    def absent_beside(self, tensors: Collection[torch.Tensor]) -> set[torch.Tensor]:
+        """What this rank lacks of the state of modules that have some tensors."""
+        found = set[torch.Tensor]()
+        for module in list(self.watched):
+            state = set(self._known(module.modules()))
+            if not state.isdisjoint(tensors):
+                found |= {one for one in state if self.asking.is_missing(one)}
+        return found
+
     def before_load(self, module: nn.Module, state: Mapping[str, Any], *args: Any) -> None:
         """Loading waits for those who read, and is counted. Raises what `Service.begin` does."""
         if self._trains(module):
@@ -112,7 +121,7 @@ class Saving:
 
     def __deepcopy__(self, memo: dict) -> "Saving":
         """Called while a module with these hooks is copied, after its own tensors."""
-        self.copies.note(memo, sum(self.asking.service.script.place.counts[1:]))
+        self.copies.note(memo)
         return self
 
     def __reduce__(self) -> Any:

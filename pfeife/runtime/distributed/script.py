@@ -56,7 +56,7 @@ class Point:
     """How far a script has come: its place; and between two changes, how many operations of all
     ranks Pfeife has begun, how many collectives the default process group has, and how often the
     script has asked for state, which counts as two as soon as it has an answer; and how often since
-    the last change it has written `by_data` to tensors of other ranks (each number but zero)."""
+    the last change it has written `by_data` to what it asks for (each number but zero)."""
 
     place: Place
     operations: int = 0

@@ -82,7 +82,7 @@ class Service:
         pairs = zip(names, wanted.values(), strict=True)
         self.late.watch(BY_DATA, pairs, self.writes.foreign.data_writes)
         written = self.writes.counted(wanted.values())
-        by_data = self.writes.by_data()
+        by_data = self.writes.by_data(wanted.values())
         question = self._question(by_data, tensors=tuple(wanted), written=written)
         values = self._ask(rank, question)[1]
         return dict(zip(wanted, values, strict=True))

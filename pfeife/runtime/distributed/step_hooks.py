@@ -8,7 +8,7 @@ after       weight.grad values    bias.grad absent       for who reads norms, un
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -65,14 +65,15 @@ class StepHooks:
         """Takes gradients of other ranks away. Returns what the step gets instead of its arguments,
         of which the optimizer is one."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.hidden[optimizer] = _hidden(parameters)
+        self.hidden[optimizer] = self._hidden(parameters)
 
         def hiding(closure: Callable[[], Any]) -> Callable[[], Any]:
             """A closure whose backward leaves no such gradients behind."""
 
             def run() -> Any:
                 found = closure()
-                self.hidden[optimizer] = _hidden(parameters)
+                self.gradients.check_whole(optimizer)  # the first call of a step may be in there
+                self.hidden[optimizer] = self._hidden(parameters)
                 return found
 
             return run
@@ -81,15 +82,15 @@ class StepHooks:
         named = {k: hiding(v) if k == "closure" and callable(v) else v for k, v in kwargs.items()}
         return (*args[:1], *closures, *args[2:]), named
 
+    def _hidden(self, parameters: Sequence[torch.Tensor]) -> Hidden:
+        self.gradients.check_here(parameters)
+        found: dict[torch.Tensor, Any] = {p: p.grad for p in parameters if is_absent(p.grad)}
+        for parameter in found:
+            parameter.grad = None
+        return found
+
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the gradients of other ranks back."""
         for parameter, gradient in self.hidden.pop(optimizer, {}).items():
             if parameter.grad is None:
                 parameter.grad = gradient
-
-
-def _hidden(parameters: Iterable[torch.Tensor]) -> Hidden:
-    found: dict[torch.Tensor, Any] = {p: p.grad for p in parameters if is_absent(p.grad)}
-    for parameter in found:
-        parameter.grad = None
-    return found

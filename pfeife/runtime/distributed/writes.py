@@ -72,10 +72,11 @@ class Writes:
         marked = ((t, self.before.get(t)) for t in tensors)
         return (*(version_of(t) - before[0] if before else 0 for t, before in marked),)
 
-    def by_data(self) -> tuple[int, ...]:
-        """How often any tensor of other ranks was written to by its `data`, each number once."""
-        absent = (tensor for tensor in list(self.foreign.found) if tensor in self.before)
-        counts = {self.foreign.data_writes(t) - self.before[t][1] for t in absent}
+    def by_data(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """How often any of some tensors of other ranks was written to by its `data`, each number
+        once."""
+        marked = (tensor for tensor in tensors if tensor in self.before)
+        counts = {self.foreign.data_writes(t) - self.before[t][1] for t in marked}
         return tuple(sorted(counts - {0}))
 
 
