@@ -22,6 +22,7 @@ from pfeife.ir.settle import settle
 from pfeife.lowering.channel import MOST, MOST_QUEUED
 from pfeife.passes.apply import passes_of
 from pfeife.runtime.interpret import RankRunner
+from pfeife.runtime.step import Step
 
 H100 = cost.machine("h100-sxm")
 EVERY = [*CASES, "autocast"]
@@ -121,7 +122,9 @@ def test_fewer_receives_are_posted_ahead_on_a_gpu():
         program = history[-2].program
         schedule = sched.lower(plan.schedule, program)
         runner = RankRunner(program, schedule, 1, {})
-        assert {one.most for one in runner._expected(0, len(runner.actions)).values()} == {most}
+        step = Step(None, None, {}, runner.envelopes, [], {})
+        expected = runner._expected(step, 0, len(runner.actions))
+        assert {one.most for one in expected.values()} == {most}
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
+from pfeife.ir.program import Role
 from pfeife.runtime.distributed.world import World
 
 
@@ -33,7 +34,8 @@ def agree_on_changed(captured: Captured, args: Sequence[Any], world: World | Non
 
 def _check_apart(captured: Captured, args: Sequence[Any]) -> None:
     pairs = zip(captured.ports, args, strict=True)
-    found = [(port, _extent(value)) for port, value in pairs if port]
+    tensors = ((port, value) for port, value in pairs if port and port.role != Role.SIZE)
+    found = [(port, _extent(value)) for port, value in tensors]
     given = captured.slots(args)
     for port, (where, first, last) in found:
         if port.name not in captured.changed:

@@ -111,9 +111,13 @@ class MicrobatchGraph:
                 return self._captured(at_sizes(inputs, shapes), args, options)
             except ValueError as error:
                 log.debug("a program for each size, since there is none for all: %s", error)
-            inputs = at_sizes(inputs, shapes, fixed=True)
+            inputs = self._fixed(args, options)
             return attrs.evolve(self._captured(inputs, args, options), at=shapes)
         return self._captured(inputs, args, options)
+
+    def _fixed(self, args: Sequence[Any], options: Options) -> Inputs:
+        """The inputs of the first microbatch of a call, for no other sizes."""
+        return at_sizes(self.inputs, self._shapes(args, options.cut), fixed=True)
 
     def _shapes(self, args: Sequence[Any], count: int) -> tuple[Any, ...]:
         """The shapes of the first microbatch of a call, and its numbers."""
@@ -139,6 +143,7 @@ class MicrobatchGraph:
                 trace(*larger(times), loss, gradients=gradients, cache=options.cache).program
             ),
             args if options.cut > 1 and options.check else None,
+            lambda: trace(self.step, self._fixed(args, options), loss, gradients=False).program,
         )
         captured = with_flags(captured, inputs.flags)
         captured = attrs.evolve(captured, door=self.door)
@@ -209,7 +214,7 @@ class BatchedGraph:
         examples: Sequence[Any],
         losses: dict[Any, Key] | None = None,
     ):
-        self.module, self.inputs = module, describe(module, examples)
+        self.module, self.inputs = module, describe(module, examples, whole=True)
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.shapes: list[Sequence[Any]] = [
             getattr(n.meta.get("example_value"), "shape", ()) for n in nodes

@@ -86,6 +86,9 @@ class Step:
         self.cutter = Cutter(
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
+        self.dynamic = options.dynamic
+        if options.dynamic is None and options.passes:  # which may look at shapes
+            self.dynamic = False
         self.dynamo = self._whole_graph()
         homes = residence().home if options.devices else None
         self.presented = Presented(options.param_dtype, homes, options.devices or ())
@@ -105,9 +108,7 @@ class Step:
 
     def _whole_graph(self) -> Callable[..., Any]:
         """The step for Dynamo, which knows nothing of it yet."""
-        options = self.backend.options
-        dynamic = False if options.dynamic is None and options.passes else options.dynamic
-        return _torch.whole_graph(self.step, self.graph, dynamic)
+        return _torch.whole_graph(self.step, self.graph, self.dynamic)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
@@ -162,7 +163,7 @@ class Step:
         if self.door == "trace":
             return self._told("trace", self._by_trace(call))
         try:
-            return self._told("dynamo", self._by_dynamo(call))
+            return self._told("dynamo", self._by_dynamo_for_sizes(call))
         except (Refusal, PipelineError, _NotReached):
             raise
         except Exception as error:
@@ -185,6 +186,21 @@ class Step:
             level = logging.DEBUG if world and world.rank else logging.INFO
             log.log(level, "%s", taken(self.name, door, self.refused))
         return result
+
+    def _by_dynamo_for_sizes(self, call: Arguments) -> Any:
+        """By Dynamo; where it fails with sizes that it has found to change, from now on with a
+        graph for each of them."""
+        try:
+            return self._by_dynamo(call)
+        except (Refusal, PipelineError, _NotReached):
+            raise
+        except Exception as error:
+            if self.reached or self.dynamic is not None or self.told != "dynamo":
+                raise
+            log.debug("%s has a graph for each size, since: %s", self.name, error)
+        self.dynamic = False
+        self.dynamo, self.hooks = self._whole_graph(), {}
+        return self._by_dynamo(call)
 
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"

@@ -1,7 +1,8 @@
 """Stage bodies through a compiler: torch's Inductor, or any function of the right signature.
 
 `bodies` compiles those of a program, `piece` one of them; read these first. `draws` keeps random
-numbers out of the compiled code, `cuda_graphs` records it.
+numbers out of the compiled code, `open_sizes` compiles for all sizes of a batch, `cuda_graphs`
+records it.
 """
 
 from pfeife.compilers.bodies import BodyCompiler, checked, compile_bodies, compiler_name

@@ -90,8 +90,12 @@ def describe(
     examples: Iterable[Any],
     device: torch.device | None = None,
     given: Mapping[int, Given] | None = None,
+    whole: bool = False,
 ) -> Inputs:
     """What every placeholder of Dynamo's graph is. Called while Dynamo compiles.
+
+    Sizes that Dynamo leaves open are those of a microbatch; `whole`, of the batch of a call, and
+    who cuts it makes numbers of them.
 
     `given` has what the caller hands over, by the identity of the example. Without it, tensors
     that are neither parameters nor buffers come out as constants: who knows the batch says which
@@ -102,7 +106,7 @@ def describe(
     check_draws(module)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [_torch.placeholder_source(node) for node in nodes]
-    describer = _Describer(module, sources, device, given)
+    describer = _Describer(module, sources, device, given, whole)
     arguments = [
         describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
@@ -234,7 +238,9 @@ class _Describer:
         sources: Sequence[str],
         device: torch.device | None,
         given: Mapping[int, Given] | None,
+        whole: bool,
     ):
+        self.whole = whole
         self.bases = dict.fromkeys(base for base, path, _ in map(_split_source, sources) if path)
         self.holders = [_torch.source_value(base) for base in self.bases]
         self.names = dict(zip(self.bases, map(aliases, self.holders), strict=True))
@@ -249,7 +255,7 @@ class _Describer:
 
     def argument(self, placeholder: fx.Node, source: str, example: Any) -> Argument:
         spelled = ".".join(_torch.source_words(source))
-        known = placeholder.meta.get("example_value")
+        known = None if self.whole else placeholder.meta.get("example_value")
         if isinstance(known, torch.SymInt):
             # Each microbatch begins at another place of the batch's memory.
             is_place = spelled.endswith(".storage_offset")
@@ -284,10 +290,9 @@ class _Describer:
 
     def _fake(self, known: Any, example: torch.Tensor) -> torch.Tensor:
         """A tensor without storage as an argument is, of symbolic sizes where Dynamo's are."""
-        like = known if isinstance(known, torch.Tensor) else example
-        shape, strides = (
-            [self.symbols(n) for n in numbers] for numbers in (like.shape, like.stride())
-        )
+        if not isinstance(known, torch.Tensor):
+            return fake_like(self.mode, example, device=self.device)
+        shape, strides = (list(map(self.symbols, n)) for n in (known.shape, known.stride()))
         place = self.device if self.device and example.is_meta else example.device
         return _fake(self.mode, shape, strides, example, place)
 

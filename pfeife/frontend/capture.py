@@ -157,11 +157,14 @@ def with_reductions(
     loss_reduction: LossReduction,
     larger: Larger | None = None,
     args: Sequence[Any] | None = None,
+    fixed: Callable[[], Program] | None = None,
 ) -> Captured:
     """A captured program that says how the microbatches of its results are put together; see
     `derive_reductions`. `args` are those of a call with two microbatches or more."""
     sample = None if args is None else functools.partial(_sample, captured, args)
-    program, unknown, mixed = derive_reductions(captured.program, loss_reduction, larger, sample)
+    program, unknown, mixed = derive_reductions(
+        captured.program, loss_reduction, larger, sample, fixed
+    )
     last = set(captured.carried.values())
     outputs = tuple(as_last(port) if port.name in last else port for port in program.outputs)
     return attrs.evolve(

@@ -31,20 +31,25 @@ def derive_reductions(
     loss_reduction: LossReduction = "auto",
     larger: Larger | None = None,
     sample: Callable[[], Sample] | None = None,
+    fixed: Callable[[], Program] | None = None,
 ) -> tuple[Program, dict[str, str], dict[str, str]]:
     """A flat program whose ports say how their microbatches are put together, by port name
     what kept that from being known (such a loss is averaged), and where rows look at one another.
 
     `larger` gives the program for so many times the rows, with or without gradients; it is asked
     only where a number may count rows or no rule tells, and then `sample` for values with which
-    both are run.
+    both are run. Of a program that leaves sizes open, `fixed` gives that for its own sizes alone,
+    which may be taken apart as `larger` is.
     """
     told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
     plain = settled(program)
-    if told:  # of one row the rules alone do not even know where it is
-        known = _beside_larger(plain, larger if _rows(plain) == 1 else None, None)
-    else:
-        known = derive(plain, larger, sample)
+    known = _told(plain, larger, sample, told)
+    if plain is not program and fixed and any(isinstance(k, Unknown) for k in known.values()):
+        other = fixed()
+        known = {
+            name: _moved(other, plain, one)
+            for name, one in _told(other, larger, sample, told).items()
+        }
     known = {name: _in_program(program, one) for name, one in known.items()}
     among = {node for one in known.values() if isinstance(one, Rows) for node in one.counts}
     divided = [node for node in program.module.graph.nodes if node in among]  # alike on all ranks
@@ -70,11 +75,38 @@ def derive_reductions(
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
 
 
+def _told(
+    program: Program,
+    larger: Larger | None,
+    sample: Callable[[], Sample] | None,
+    told: bool,
+) -> dict[str, Known]:
+    """What is known of every loss and output, if it was `told` how losses combine, too."""
+    if told:  # of one row the rules alone do not even know where it is
+        return _beside_larger(program, larger if _rows(program) == 1 else None, None)
+    return derive(program, larger, sample)
+
+
 def _in_program(program: Program, known: Known) -> Known:
-    """What is known of a program, of nodes that it has by other names than the same."""
+    """What is known of a settled program, of the nodes of the program itself."""
     if not isinstance(known, Rows) or not known.counts:
         return known
     return attrs.evolve(known, counts=frozenset(program.node(n.name) for n in known.counts))
+
+
+def _moved(fixed: Program, settled: Program, known: Known) -> Known:
+    """What is known of a result of a program, of the nodes of one that computes the same in perhaps
+    another order. Raises ValueError if what a mean counts is not the same there."""
+    if not isinstance(known, Rows):
+        return known
+    names = {node.name for node in settled.module.graph.nodes}
+    for node in known.counts:
+        there = settled.node(node.name) if node.name in names else None
+        counts = [_count(fixed, node), _count(settled, there) if there else None]
+        codes = {count.module.code if count else "" for count in counts}
+        if len(codes) > 1 or "" in codes:
+            raise ValueError(f"the count in {source_line(node)} is another one for other sizes")
+    return _in_program(settled, known)
 
 
 def derive(
