@@ -142,6 +142,8 @@ class Step:
             self.has_values = True
             return result, None
         except Refusal as error:
+            if self.dynamic is None:  # ranks may have seen other sizes change
+                self.dynamo, self.hooks = self._whole_graph(), {}
             return None, error
         except PipelineError:
             raise
@@ -321,6 +323,8 @@ class Step:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
         forward = dynamo_forward(module)
+        if any(isinstance(value, torch.SymInt) for value in forward.results):
+            raise ValueError("the step returns a size of its arguments: say dynamic=False")
         inputs = describe(module, examples, given=given_by(self.call.leaves))
         self.presented.check(inputs)
         changed = {name for _, name, *_ in _torch.changed_attributes()}

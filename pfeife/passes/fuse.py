@@ -173,7 +173,8 @@ def _module_border(forward: list[fx.Node], path: str, side: Side) -> int:
     inside = [
         i
         for i, node in enumerate(forward)
-        if module_path(node) == path or module_path(node).startswith(f"{path}.")
+        if (module_path(node) == path or module_path(node).startswith(f"{path}."))
+        and not is_number(node)  # every body that reads one computes it
     ]
     if not inside:
         known = sorted({module_path(node) for node in forward} - {""})

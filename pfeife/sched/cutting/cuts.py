@@ -6,7 +6,7 @@ from torch import fx
 
 from pfeife.ir.boundary import is_boundary
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program, source_line
+from pfeife.ir.program import Kind, Program, is_number, source_line
 from pfeife.sched.cutting.borders import stages_from
 
 
@@ -32,7 +32,7 @@ def split_at(program: Program, points: Mapping[str, str]) -> tuple[int, ...]:
     forward = [
         n
         for n in flat.module.graph.nodes
-        if n.name in groups and groups[n.name].kind == Kind.FORWARD
+        if n.name in groups and groups[n.name].kind == Kind.FORWARD and not is_number(n)
     ]
     starts = set()
     for path, side in points.items():
