@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import logging
 import sys
 import warnings
@@ -23,6 +24,7 @@ def translator() -> Any:
     return InstructionTranslator.current_tx()
 
 
+_NUMBERS = itertools.count()  # of the steps that were handed to Dynamo
 # What a step of ours is called in the frame that hands it to Dynamo; not part of anyone's names.
 STEP = "_pfeife_step"
 
@@ -33,8 +35,9 @@ def whole_graph(
     """The step compiled by Dynamo as one graph: at the shapes that it is called with, or, if it is
     `dynamic`, for all sizes; None is for those that have changed from call to call.
 
-    Dynamo keeps what it compiles with the code object, and counts its recompilations there: a
-    code object for each step keeps them apart. (torch.compile has `isolate_recompiles` for that
+    Dynamo keeps what it compiles with the code object, and counts its recompilations there; which
+    sizes have changed it notes by the code's file, line and name: code of its own for each step
+    keeps them apart. (torch.compile has `isolate_recompiles` for that
     from 2.13 on.) A frame of ours around the step is never skipped, as the step itself may be.
     """
 
@@ -43,7 +46,7 @@ def whole_graph(
 
     _pfeife_step = step
     assert STEP in whole.__code__.co_freevars
-    whole.__code__ = whole.__code__.replace()
+    whole.__code__ = whole.__code__.replace(co_name=f"whole_{next(_NUMBERS)}")
     return torch.compile(whole, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
