@@ -46,8 +46,17 @@ def whole_graph(
 
     _pfeife_step = step
     assert STEP in whole.__code__.co_freevars
-    whole.__code__ = whole.__code__.replace(co_name=f"whole_{next(_NUMBERS)}")
-    return torch.compile(whole, backend=backend, fullgraph=True, dynamic=dynamic)
+    name = f"whole_{next(_NUMBERS)}"
+    whole.__code__ = whole.__code__.replace(co_name=name)
+
+    def unnumbered(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        for graph in module.modules():
+            for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
+                if node.meta.get("stack_trace"):  # which is compared between ranks
+                    node.meta["stack_trace"] = node.meta["stack_trace"].replace(name, "whole")
+        return backend(module, examples)
+
+    return torch.compile(whole, backend=unnumbered, fullgraph=True, dynamic=dynamic)
 
 
 def named_graphs(step: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

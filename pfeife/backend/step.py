@@ -104,7 +104,7 @@ class Step:
         self.call: Arguments | None = None
         self.of_rank_zero = CallOfRankZero(self.name)
         self.sent: Sent | None = None
-        self.reached = self.has_values = self.waits = False
+        self.reached = self.has_values = self.waits = self.handed = False
 
     def _whole_graph(self) -> Callable[..., Any]:
         """The step for Dynamo, which knows nothing of it yet."""
@@ -125,7 +125,7 @@ class Step:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], world: World | None
     ) -> tuple[Any, Exception | None]:
         """The result of a call, or an error that all ranks know of. Raises all other errors."""
-        self.reached, self.asked = False, "batch"
+        self.reached, self.asked, self.handed = False, "batch", False
         try:
             options = self.backend.options_for(world)
             if world and options.batch == "rank0":
@@ -142,7 +142,7 @@ class Step:
             self.has_values = True
             return result, None
         except Refusal as error:
-            if self.dynamic is None:  # ranks may have seen other sizes change
+            if self.dynamic is None and self.handed:  # what other ranks have not seen change
                 self.dynamo, self.hooks = self._whole_graph(), {}
             return None, error
         except PipelineError:
@@ -322,6 +322,7 @@ class Step:
     def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Called by Dynamo with the graph of a microbatch."""
         assert self.call is not None
+        self.handed = True
         forward = dynamo_forward(module)
         if any(isinstance(value, torch.SymInt) for value in forward.results):
             raise ValueError("the step returns a size of its arguments: say dynamic=False")

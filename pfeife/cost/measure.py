@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -31,6 +32,7 @@ from pfeife.ir.program import (
     node_bytes,
     returned,
     source_line,
+    value_of,
 )
 
 log = logging.getLogger("pfeife")
@@ -110,12 +112,14 @@ class _Body:
         made = sum(map(node_bytes, returned(self.module)))
         return sum(map(node_bytes, inputs(self.module))) + self.held * made
 
-    def arguments(self) -> list[torch.Tensor]:
+    def arguments(self) -> list[Any]:
         return [self._argument(node) for node in inputs(self.module)]
 
-    def _argument(self, node: fx.Node) -> torch.Tensor:
+    def _argument(self, node: fx.Node) -> Any:
         """What stands for an input: for a tensor that has a number, that number, for sizes go by
-        it."""
+        it; a size itself."""
+        if isinstance(node.meta["val"], int):
+            return node.meta["val"]
         made = example(node.meta["val"], self.device)
         number = next((user.meta["val"] for user in node.users if is_number(user)), None)
         return made if number is None else made.fill_(number)
@@ -129,12 +133,13 @@ def _measured_body(
     ports = {results[port.name] for port in program.ports(Role.GRADIENT)}
     node = program.node(call.node)
     gradients = tuple(sorted(user.args[1] for user in node.users if user in ports))  # type: ignore[type-var]
-    where = next((n.meta["val"].device for n in inputs(body)), torch.device("cpu"))
+    where = next((value.device for value in map(value_of, inputs(body)) if value is not None), None)
     name = _name(compiler) if compiler else "eager"
     backward = any(other.kind != Kind.FORWARD for other in program.calls)
     held = HELD if backward and call.kind in (Kind.FORWARD, Kind.INPUT_BACKWARD) else 0
     key = f"{name}, held {held}, gradients {gradients}, {_key(body, device)}"
-    return _Body(key, body, gradients, device or where, held)  # type: ignore[arg-type]
+    place = device or where or torch.device("cpu")
+    return _Body(key, body, gradients, place, held)  # type: ignore[arg-type]
 
 
 def _name(compiler: Compiler) -> str:
@@ -238,7 +243,8 @@ def _spare(device: torch.device) -> int:
 
 def _key(body: fx.GraphModule, device: torch.device | None) -> str:
     """All that a body's time depends on."""
-    devices = {str(device or node.meta["val"].device) for node in inputs(body)}
+    values = (value for value in map(value_of, inputs(body)) if value is not None)
+    devices = {str(device or value.device) for value in values}
     names = [
         torch.cuda.get_device_name(name) if name.startswith("cuda") else processor()
         for name in sorted(devices)

@@ -45,7 +45,7 @@ def move_to_device(device: torch.device | str) -> Pass:
     a capture on the new device might have chosen others. Premises are those of the capture.
 
     Raises ValueError, with the line of the model, for an operation that the new device has not,
-    and for a program of several devices, such as `place` makes.
+    for a program of several devices, such as `place` makes, and for one that leaves sizes open.
 
     >>> net = torch.nn.Linear(4, 1)
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
@@ -62,6 +62,8 @@ def move_to_device(device: torch.device | str) -> Pass:
         home = _home(program)
         if home == target:
             return program
+        if program.ports(Role.SIZE):
+            raise ValueError("move_to_device: the program leaves sizes open; say dynamic=False")
         mover = _Mover(home, target)
         seeds = {port.name for port in program.ports(Role.SEED)}
         module = mover.module(program.module, stay=seeds)
