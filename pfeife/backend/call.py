@@ -118,7 +118,7 @@ class Call:
         self.seconds += self.meter.end()
         if self.leaves and self.figures is not None:
             built = self.show is not None
-            self.meter.note(self.compiled, self.figures, self.seconds, built=built)
+            self.meter.note(self.compiled, self.figures, self.seconds, self.sizes, built=built)
         elif not self.leaves:
             self.meter.forget()
 

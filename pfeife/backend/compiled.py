@@ -7,15 +7,18 @@ import attrs
 import torch
 
 from pfeife.backend.loss_scale import LossScale, loss_scale_of
+from pfeife.cost import memory_curves
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
+from pfeife.ir.sizes import captured_sizes, resized
 from pfeife.passes.compose import History
 from pfeife.report import Target
 from pfeife.runtime.distributed.foreign import Borrowed
+from pfeife.runtime.failure import Refusal
 from pfeife.runtime.protocols import Pipeline
 
 
@@ -23,8 +26,8 @@ from pfeife.runtime.protocols import Pipeline
 class Compiled:
     """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
     programs on the way, `devices` where its state shall live in one process, by its ports, `target`
-    what was planned for, `tried` what a search has looked at here, and `said` what has been
-    logged."""
+    what was planned for, `tried` what a search has looked at here, `said` what has been
+    logged, and `fitting` the sizes that were found to keep to the limit of memory."""
 
     captured: Captured
     clusters: Program
@@ -39,6 +42,7 @@ class Compiled:
     target: Target | None = attrs.field(default=None, repr=False)
     tried: Sequence[Tried] = attrs.field(default=(), repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
+    fitting: list[dict[str, int]] = attrs.field(factory=list, repr=False)
 
     def __repr__(self) -> str:
         """A page: what was built and decided, and a line for each pass on the way."""
@@ -52,6 +56,27 @@ class Compiled:
         stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
         each = f" of {min(rows)} rows" if rows else ""
         return f"{stages} stages on {ranks} ranks, {self.microbatches} microbatches{each}"
+
+    def check_memory(self, sizes: Mapping[str, int]) -> None:
+        """Raises Refusal for values of size ports at which a rank would need more than the limit of
+        memory; those that were captured and planned are known to fit."""
+        limit = self.target.limit if self.target else None
+        if not sizes or limit is None or self.target is None:
+            return
+        known = (captured_sizes(self.program), *self.fitting)
+        if any(all(one[name] >= size for name, size in sizes.items()) for one in known):
+            return
+        optimizer, apart = self.target.optimizer, self.target.apart
+        program = resized(self.program, sizes)
+        curves = memory_curves(program, self.schedule, optimizer=optimizer, apart=apart)
+        worst = max(curves, key=lambda curve: curve.peak)
+        if worst.peak > limit:
+            raise Refusal(
+                f"a microbatch of the sizes {dict(sizes)} needs {worst.peak} bytes on rank "
+                f"{worst.rank}, and the limit is {limit} bytes (those that fit: {known[-1]}): pass "
+                "smaller batches, or more microbatches"
+            )
+        self.fitting.append(dict(sizes))
 
     @property
     def microbatches(self) -> int:

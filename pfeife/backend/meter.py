@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,7 +14,8 @@ from pfeife.data.figures import StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.ir.batch import rows_and_tokens
-from pfeife.ir.program import Role
+from pfeife.ir.program import Program, Role
+from pfeife.ir.sizes import resized
 from pfeife.report.step_line import step_line
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pfeife.backend.compiled import Compiled
 
 log = logging.getLogger("pfeife")
+MOST_SIZES = 64  # of which figures of one program are kept
 OnStep = Callable[[StepFigures], object]
 Figures = tuple[tuple[float, ...], tuple[int, ...]]  # of ranks: seconds of waiting, peaks
 
@@ -56,7 +58,8 @@ class Meter:
         self.every, self.on_step = every, on_step
         self.machine, self.optimizer = machine, optimizer
         self.measures = False  # whether the next call is to be measured, and to end there
-        self.known = WeakIdKeyDictionary()  # what is always the same, by what was compiled
+        # What is always the same, by what was compiled, and by the values of size ports.
+        self.known = WeakIdKeyDictionary()
         self.begun = self.outside = 0.0
         self.ended: float | None = None
         self.count = 0
@@ -82,16 +85,28 @@ class Meter:
         """The call has no figures."""
         self.outside = 0.0
 
-    def note(self, compiled: "Compiled", measured: Figures, seconds: float, *, built: bool) -> None:
-        """A call that trains has taken so many seconds; those in which it was `built` have no
-        figures."""
+    def note(
+        self,
+        compiled: "Compiled",
+        measured: Figures,
+        seconds: float,
+        sizes: Mapping[str, int],
+        *,
+        built: bool,
+    ) -> None:
+        """A call that trains, with such values of size ports, has taken so many seconds; those in
+        which it was `built` have no figures."""
         self.count += 1
         if built:
             return self.forget()
-        if compiled not in self.known:
-            self.known[compiled] = self._known(compiled)
+        at = tuple(sizes.values())
+        known = self.known.setdefault(compiled, {})
+        if at not in known:
+            if len(known) == MOST_SIZES:
+                known.clear()
+            known[at] = self._known(compiled, sizes)
         figures = attrs.evolve(
-            self.known[compiled],
+            known[at],
             step=self.count,
             seconds=seconds,
             outside_seconds=self.outside,
@@ -115,12 +130,12 @@ class Meter:
             if self.on_step is not None:
                 self.on_step(figures)
 
-    def _known(self, compiled: "Compiled") -> StepFigures:
-        program, count = compiled.program, compiled.microbatches
+    def _known(self, compiled: "Compiled", sizes: Mapping[str, int]) -> StepFigures:
+        program, count = resized(compiled.program, sizes), compiled.microbatches
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
-        flops = flops_of(compiled.captured.program)
-        peaks = self._peaks(compiled)
+        flops = flops_of(resized(compiled.captured.program, sizes))
+        peaks = self._peaks(compiled, program)
         at_peak = sum(number / machine.peak_of(dtype) for dtype, number in flops.items())
         rows, tokens = rows_and_tokens(program)
         return StepFigures(
@@ -135,9 +150,9 @@ class Meter:
             account_bytes=peaks,
         )
 
-    def _peaks(self, compiled: "Compiled") -> tuple[int, ...]:
+    def _peaks(self, compiled: "Compiled", program: Program) -> tuple[int, ...]:
         """Bytes of every rank of the world at its peak, by the account."""
-        program, pipeline = compiled.program, compiled.pipeline
+        pipeline = compiled.pipeline
         ranks = len(compiled.schedule.ranks)
         mesh, apart = Mesh(ranks, program.replicas), False
         if isinstance(pipeline, DistributedPipeline):

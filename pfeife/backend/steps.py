@@ -97,6 +97,7 @@ class Steps:
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
+            compiled.check_memory(compiled.captured.sizes(args, options.cut))
             self._settle(compiled, args)
             return run_step(compiled, options, args, self.backend.meter, seed or 0, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)

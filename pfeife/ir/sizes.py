@@ -5,6 +5,7 @@ for x [4, 7]        rows 4, length 7
 settled             view(x, [28]), without the ports
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,3 +91,38 @@ def settled(program: Program) -> Program:
     module = _torch.graph_module(program.module, graph)
     inputs, outputs = plain(program.inputs), plain(program.outputs)
     return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs, limits=())
+
+
+def resized(program: Program, sizes: Mapping[str, int]) -> Program:
+    """A copy whose ports and nodes have the shapes that they have where the size ports are such
+    numbers: for costs, bytes and figures of other sizes than those of the capture."""
+    if not program.ports(Role.SIZE) or dict(sizes) == captured_sizes(program):
+        return program
+    bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
+    held: dict[str, Any] = {at: _resized(body, sizes, {}) for at, body in bodies.items()}
+    inputs, outputs = (
+        tuple(attrs.evolve(port, shape=port.shape_at(sizes)) for port in ports)
+        for ports in (program.inputs, program.outputs)
+    )
+    module = _resized(program.module, sizes, held)
+    return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs)
+
+
+def _resized(
+    module: fx.GraphModule, sizes: Mapping[str, int], held: dict[str, Any]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copied = here[node] = graph.node_copy(node, here.__getitem__)
+        value = node.meta.get("val")
+        if "sizes" in node.meta:
+            shape, strides = (_torch.sizes_at(numbers, sizes) for numbers in node.meta["sizes"])
+            copied.meta["val"] = _torch.fake_tensor(
+                value.fake_mode, value.dtype, value.device, shape, strides, 0
+            )
+        elif node.op == "placeholder" and node.name in sizes:
+            copied.meta["val"] = sizes[node.name]
+        if node.op == "get_attr":
+            held[str(node.target)] = operator.attrgetter(str(node.target))(module)
+    return _torch.graph_module(held, graph, type(module).__name__)

@@ -9,6 +9,7 @@ from torch import nn
 
 import pfeife
 from pfeife.ir.program import Role
+from pfeife.ir.sizes import resized
 from pfeife.testing import eager_accumulation
 
 MICROBATCHES = 2
@@ -267,3 +268,41 @@ def test_compilers_are_given_symbolic_sizes():
         seen.append(any(calls))
     assert len(compiled.backend.compiled) == 2
     assert seen == [False, True, True, False], seen
+
+
+def test_the_account_is_that_of_a_program_of_one_size():
+    """Bytes, figures and the limit of memory at sizes that were not captured."""
+    torch.manual_seed(0)
+    model, figures = Words(), []
+    options = {"microbatches": MICROBATCHES, "stages": 2, "progress": False}
+    compiled = pfeife.compile(words(model), dynamic=True, on_step=figures.append, **options)
+    for length in (8, 30, 30, 20):
+        compiled(*padded(4, length)).backward()
+    assert [one.tokens for one in figures] == [4 * 30, 4 * 30, 4 * 20]
+    (built,) = compiled.backend.compiled
+    for length in (8, 20, 30):
+        fixed = pfeife.compile(words(model), dynamic=False, plan=built.plan, **options)
+        fixed(*padded(4, length))
+        (other,) = fixed.backend.compiled
+        sizes = built.captured.sizes(_arguments(built, padded(4, length)), MICROBATCHES)
+        curves = [
+            [(curve.peak, curve.held) for curve in pfeife.cost.memory_curves(program, one.schedule)]
+            for program, one in ((resized(built.program, sizes), built), (other.program, other))
+        ]
+        for (peak, held), (other_peak, other_held) in zip(*curves, strict=True):
+            assert held == other_held
+            assert peak == pytest.approx(other_peak, rel=0.01), "of the graph of one size"
+    most = max(peak for peak, _ in curves[0])
+    limited = pfeife.compile(words(model), dynamic=True, memory_limit=most + 1000, **options)
+    limited(*padded(4, 8))
+    limited(*padded(4, 30))
+    with pytest.raises(ValueError, match="and the limit is"):
+        limited(*padded(4, 60))
+
+
+def _arguments(built, batch):
+    """Arguments of a call, of which only the batch's tell sizes."""
+    named = dict(zip(("x", "y"), batch, strict=True))
+    ports = built.captured.ports
+    sizes = {"x.size.0": 2, "x.size.1": batch[0].shape[1]}
+    return [sizes.get(p.fqn, named.get(p.fqn)) if p else None for p in ports]
