@@ -101,6 +101,7 @@ from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
 from pfeife._torch.sizes import (
     Size,
+    SymbolicExamples,
     Symbols,
     assumed_of_sizes,
     forgetting_symbols,
@@ -109,7 +110,6 @@ from pfeife._torch.sizes import (
     order_of_facts,
     sizes_at,
     symbol_named,
-    symbolic_examples,
     with_numbers,
     written_shape,
 )
@@ -157,6 +157,7 @@ __all__ = [
     "PlainAOTOutput",
     "Record",
     "Size",
+    "SymbolicExamples",
     "Symbols",
     "TangentAOTInput",
     "TorchDispatchMode",
@@ -257,7 +258,6 @@ __all__ = [
     "surroundings",
     "symbol_named",
     "symbol_of",
-    "symbolic_examples",
     "symbolic_mode",
     "telling",
     "together",

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +53,9 @@ def whole_graph(
     def unnumbered(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
         for graph in module.modules():
             for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
-                if node.meta.get("stack_trace"):  # which is compared between ranks
-                    node.meta["stack_trace"] = node.meta["stack_trace"].replace(name, "whole")
+                trace = node.meta.get("stack_trace")
+                if trace:  # ranks compare it
+                    node.meta["stack_trace"] = re.sub(rf"\b{name}\b", "whole", trace)
         return backend(module, examples)
 
     return torch.compile(whole, backend=unnumbered, fullgraph=True, dynamic=dynamic)

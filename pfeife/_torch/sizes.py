@@ -61,13 +61,18 @@ class Symbols:
             return found
         for symbol in sorted(numbers, key=str):
             if symbol not in self.own:
-                self.own[symbol] = self._new(int(numbers[symbol]))
+                self.own[symbol] = _new(self.environment, len(self.own), int(numbers[symbol]))
         own = expression.xreplace(self.own)
         return self.environment.create_symintnode(own, hint=found, source=None)
 
-    def _new(self, hint: int) -> Any:
-        source = ConstantSource(f"size_{len(self.own)}")
-        return self.environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+
+def _new(environment: Any, number: int, hint: int) -> Any:
+    """A symbol for a size that is so large now. Raises ValueError for 0 and 1, of which torch makes
+    no symbols, and says nothing, and for what is no size."""
+    if hint < 2:
+        raise ValueError(f"no symbol stands for the size {hint}")
+    source = ConstantSource(f"size_{number}")
+    return environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
 
 
 class SymbolicExamples:
@@ -75,7 +80,8 @@ class SymbolicExamples:
     are now what the numbers and shapes of the inputs are."""
 
     def __init__(self, inputs: Sequence[tuple[str, Any, Any]]):
-        """`inputs` have a name, a value (a number or a tensor), and the sizes of a tensor."""
+        """`inputs` have a name, a value (a number or a tensor), and the sizes of a tensor. Raises
+        ValueError for sizes that no symbol can stand for."""
         self.environment: Any = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.environment)
         self.places: dict[str, tuple[int, int | None]] = {}  # by names: of an input, a dimension
@@ -111,10 +117,8 @@ class SymbolicExamples:
             self.hints.setdefault(str(size), hint)
         for name in sorted(names, key=str):
             if name not in self.own:
-                source = ConstantSource(f"size_{len(self.own)}")
-                self.own[name] = self.environment.create_symbol(
-                    self.hints[str(name)], source, dynamic_dim=DimDynamic.DYNAMIC
-                )
+                hint_of_name = self.hints[str(name)]
+                self.own[name] = _new(self.environment, len(self.own), hint_of_name)
         own = size.xreplace(self.own)
         return self.environment.create_symintnode(own, hint=hint, source=None)
 
@@ -128,11 +132,6 @@ class SymbolicExamples:
             name: int(values[at]) if dim is None else values[at].shape[dim]
             for name, (at, dim) in self.places.items()
         }
-
-
-def symbolic_examples(inputs: Sequence[tuple[str, Any, Any]]) -> SymbolicExamples:
-    """See `SymbolicExamples`."""
-    return SymbolicExamples(inputs)
 
 
 def symbol_named(value: Any) -> Any:
@@ -154,7 +153,7 @@ def sizes_at(sizes: Sequence[Size], named: Mapping[str, int]) -> tuple[int, ...]
     return tuple([one if isinstance(one, int) else _at(one, known) for one in sizes])
 
 
-@functools.lru_cache(maxsize=2**16)
+@functools.lru_cache(maxsize=2**12)
 def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
     found = size.xreplace({name_of_size(name): sympy.Integer(value) for name, value in named})
     if found.free_symbols:
@@ -169,7 +168,7 @@ def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
     return _holds(limit, tuple(sorted(named.items())))
 
 
-@functools.lru_cache(maxsize=2**16)
+@functools.lru_cache(maxsize=2**12)
 def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
     found = limit.subs(numbers)

@@ -167,11 +167,11 @@ _MARKS = ("_dynamo_", "_has_dynamo_dim_marking", "_specialize_on")
 
 
 def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic`,
-    `mark_unbacked` and `mark_static`, which leave attributes; if these have other names, the marks
-    are not seen."""
-    found = vars(tensor).items()
-    vars(other).update({name: one for name, one in found if name.startswith(_MARKS)})
+    """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic` and
+    `mark_static`, which leave attributes; if these have other names, the marks are not seen. Those
+    of `mark_unbacked` are left: a program plans with sizes, and such ones are unknown."""
+    found = ((name, one) for name, one in vars(tensor).items() if name.startswith(_MARKS))
+    vars(other).update({name: one for name, one in found if "unbacked" not in name})
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:

@@ -18,11 +18,15 @@ def is_open(node: fx.Node) -> bool:
 
 def compile_open(piece: fx.GraphModule, inputs: Sequence[fx.Node], make: Make) -> Callable:
     """What a compiler makes of a piece, given examples of symbolic sizes. Where it has assumed of
-    them what does not hold in a call, the piece runs as its graph. Its inputs are dense."""
-    given = [_given(node) for node in inputs]
-    examples = _torch.symbolic_examples(given)
+    them what does not hold in a call, or no symbol can stand for one, the piece runs as its graph.
+    Its inputs are dense."""
+    graph = _torch.function_of(piece)
+    try:
+        examples = _torch.SymbolicExamples([_given(node) for node in inputs])
+    except ValueError:
+        return graph
     made = make(piece, examples.values)
-    limits, graph = examples.assumed(), _torch.function_of(piece)
+    limits = examples.assumed()
 
     def run(*values: Any) -> Any:
         if limits and not _hold(limits, examples.named(values)):

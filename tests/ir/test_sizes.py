@@ -189,17 +189,60 @@ def test_a_choice_by_size_has_a_program_for_each_way():
     assert len(built) == 3
 
 
+@torch.library.custom_op("pfeife_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@torch.library.custom_op("pfeife_test::doubled_backward", mutates_args=())
+def doubled_backward(gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient
+
+
+@doubled_backward.register_fake
+def _(gradient):
+    """As a kernel's rule that knows numbers alone."""
+    if any(isinstance(size, torch.SymInt) for size in gradient.shape):
+        raise NotImplementedError("symbols")
+    return torch.empty_like(gradient)
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: doubled_backward(gradient))
+
+
 def test_a_program_for_each_size_where_none_is_for_all():
-    """A kernel that takes no symbols: torch.cdist's, say."""
+    """Dynamo, which looks at no backward, has a graph for all sizes."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
 
     def step(x):
-        hidden = model(x).flatten(1)
-        return hidden.view(x.shape[0], -1, 8 if x.shape[1] % 2 else 4).sum(1).square().mean()
+        return doubled(model(x)).square().mean()
 
-    sizes = (4, 6, 8, 5, 7, 4)
-    compared(step, model, [(torch.randn(4, n, 8),) for n in sizes], stages=1)
+    sizes = (4, 6, 8, 5, 4, 8)
+    built = compared(step, model, [(torch.randn(4, n, 8),) for n in sizes], stages=1)
+    fixed = [one.captured.at is not None for one in built]
+    assert fixed == [False, True, True, True, True], "4 by the first graph, and by the second"
+
+
+def test_a_choice_by_size_and_a_returned_size():
+    """Dynamo has no graph for all sizes, and then one for each."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    compiled = pfeife.compile(lambda x: (model(x).square().mean(), x.shape[1]), microbatches=1)
+    for size in (4, 5, 6):
+        x = torch.randn(4, size, 8)
+        loss, found = compiled(x)
+        assert found == size and torch.equal(loss, model(x).square().mean())
+
+
+def test_unbacked_marks_are_left():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    batches = [(torch.randn(4, n, 8),) for n in (5, 7, 9)]
+    for (x,) in batches:
+        torch._dynamo.decorators.mark_unbacked(x, 1)
+    compared(lambda x: model(x).sum(1).square().mean(), model, batches, stages=1)
 
 
 def test_loss_outside():
