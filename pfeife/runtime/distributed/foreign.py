@@ -29,13 +29,15 @@ class RemoteState(Absence):
 
     `tensor` is the one that they own, None for what was computed; `spreads` is called with the
     tensors that this is about to be written to. `writes` counts what the script has done to it in
-    place since it has no values, through `tensor.data` too.
+    place since it has no values, through `tensor.data` too; `version` is what torch had counted
+    until then.
     """
 
     owned: Owned
     tensor: weakref.ref[torch.Tensor] | None
     spreads: Spreads
     writes: int = 0
+    version: int = 0
 
     def refusal(self, what: str) -> ValueError:
         tensor = None if self.tensor is None else self.tensor()
@@ -64,7 +66,6 @@ class Foreign:
     def __init__(self, spreads: Spreads = lambda owned, tensors: None) -> None:
         self.spreads = spreads
         self.found, self.copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self.versions: dict[int, int] = {}  # when they became absent, by number
         self.reading = False  # whether pfeife itself looks for the names of all state
 
     def __contains__(self, tensor: object) -> bool:
@@ -78,7 +79,7 @@ class Foreign:
     def _let_go(self, tensor: torch.Tensor) -> None:
         state = self.found[tensor]
         become_absent(tensor, state)
-        state.writes, self.versions[state.owned.number] = 0, version_of(tensor)
+        state.writes, state.version = 0, version_of(tensor)
 
     def guard(self, tensor: torch.Tensor) -> None:
         """Refuses the gradient of an absent parameter, of whatever has read it before it was."""
@@ -109,7 +110,7 @@ class Foreign:
         state = self.found.get(tensor)
         if state is None:
             return 0
-        counted = version_of(tensor) - self.versions[state.owned.number]
+        counted = version_of(tensor) - state.version
         replaced = is_absent(tensor) and _torch.record_of(tensor) is not state
         return max(0, state.writes - counted) + replaced
 
