@@ -1,6 +1,7 @@
 """AOTAutograd: the joint graph of a step, and how captured operations run."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ from torch._C import DispatchKey
 # The joint graph with a descriptor on every input and output. The public export APIs give
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# torch's rule for the layout of a result, and for shapes in Python.
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import op_implementations_dict
 
 # What Dynamo's graph calls where an autocast region begins and ends. If they move: a run that ends
 # in between leaves autocast switched on.
@@ -55,22 +60,63 @@ def as_eager() -> Iterator[None]:
     """While tracing takes interpolation and recurrent layers apart as eager does. Else the first
     becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is meant for
     shapes that are not known), and the second lose the dropout between layers (2.11 to 2.15) and
-    take other kernels. If `py_kernels` moves: torch._ops.OpOverload.py_impl."""
+    take other kernels. In C++ interpolation takes sizes that are open for numbers, by a factor, or
+    has no rule for them, in gradients: there are such in Python. If `py_kernels` moves:
+    torch._ops.OpOverload.py_impl; if the rules do: such a step has a program for each size."""
     aten = torch.ops.aten
     names = [n for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
-    packets = [getattr(aten, n) for n in (*names, "lstm", "gru", "rnn_tanh", "rnn_relu")]
+    resizing = [getattr(aten, name) for name in names]
+    packets = [*resizing, *(getattr(aten, n) for n in ("lstm", "gru", "rnn_tanh", "rnn_relu"))]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     before = [(operator, dict(operator.py_kernels)) for operator in operators]
+    key = DispatchKey.CompositeImplicitAutograd
+    kinds = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    gradients = [getattr(aten, f"upsample_{kind}_backward").default for kind in kinds]
     try:
         for operator, _ in before:
-            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-                operator.py_kernels.pop(key, None)
+            operator.py_kernels.pop(DispatchKey.Autograd, None)
+            operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
+        for packet in resizing:
+            if "vec" in packet.overloads():
+                packet.vec.py_kernels[key] = functools.partial(_resized, packet.default)
+        op_implementations_dict.update(dict.fromkeys(gradients, _gradient_of_image))
         yield
     finally:
+        for operator in gradients:
+            op_implementations_dict.pop(operator, None)
         for operator, kernels in before:
             operator.py_kernels.update(kernels)
             operator._dispatch_cache.clear()
+
+
+def _resized(operator: Any, image: torch.Tensor, sizes: Any, *options: Any) -> Any:
+    """Interpolation to some `sizes`, or by factors, the last of the `options`: by the `operator`
+    that takes both, as torch's own code calls it."""
+    *others, factors = options
+    if factors is None:
+        return operator(image, sizes, *others)
+    if sizes is None:
+        pairs = zip(image.shape[2:], factors, strict=True)
+        sizes = [_times(size, factor) for size, factor in pairs]
+    return operator(image, sizes, *others, *factors)
+
+
+def _gradient_of_image(
+    mode: Any, operator: Any, gradient: torch.Tensor, to: Any, sizes: Any, *options: Any
+) -> torch.Tensor:
+    """Without storage, the gradient of an image of some `sizes`."""
+    layout = suggest_memory_format(gradient)
+    like: dict[str, Any] = {"dtype": gradient.dtype, "device": gradient.device}
+    with mode:
+        return torch.empty(sizes, memory_format=layout, **like)
+
+
+def _times(size: Any, factor: float) -> Any:
+    """A size times a factor, rounded down."""
+    if factor == int(factor):
+        return size * int(factor)
+    return torch.sym_int(size * factor)
 
 
 def no_autocast() -> Any:

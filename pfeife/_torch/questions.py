@@ -2,6 +2,8 @@
 step is traced, and how a graph computes whether an answer is right."""
 
 import builtins
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -117,6 +119,39 @@ def extremes() -> Iterator[None]:
         yield
     finally:
         builtins.max, builtins.min = before
+
+
+@contextmanager
+def texts_of_numbers() -> Iterator[None]:
+    """While the text of a symbolic number (`caches[f"{x.shape[1]} words"]`) is that of the number,
+    which is asked for. torch itself, and who logs, gets that of the symbol. If `__repr__` moves:
+    a step that makes keys of sizes finds none of them, or those of another size."""
+
+    def instead(kind: Any, plain: type) -> Callable[[Any], str]:
+        by_torch: Callable[[Any], str] = kind.__repr__
+
+        def text(number: Any) -> str:
+            asking = sys._getframe(1).f_code.co_filename
+            inner = asking.startswith(_WITHOUT_ASKING)
+            return by_torch(number) if inner else repr(plain(number))
+
+        return text
+
+    kinds: Any = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+    before = [kind.__repr__ for kind, _ in kinds]
+    for kind, plain in kinds:
+        kind.__repr__ = instead(kind, plain)
+    try:
+        yield
+    finally:
+        for (kind, _), by_torch in zip(kinds, before, strict=True):
+            kind.__repr__ = by_torch
+
+
+_WITHOUT_ASKING = (
+    *(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (torch, sympy, logging)),
+    f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}",
+)
 
 
 def _is_count(value: Any) -> bool:

@@ -66,6 +66,12 @@ class Symbols:
         return self.environment.create_symintnode(own, hint=found, source=None)
 
 
+def new_size(mode: FakeTensorMode, number: int, hint: int) -> Any:
+    """A symbolic size in a mode, which is so large now. Raises ValueError as `_new` does."""
+    environment: Any = mode.shape_env
+    return environment.create_symintnode(_new(environment, number, hint), hint=hint, source=None)
+
+
 def _new(environment: Any, number: int, hint: int) -> Any:
     """A symbol for a size that is so large now. Raises ValueError for 0 and 1, of which torch makes
     no symbols, and says nothing, and for what is no size."""
@@ -223,6 +229,14 @@ def _told(value: Any, largest: int, names: Mapping[Any, Any]) -> tuple[Any, bool
 def is_unbacked(symbol: Any) -> bool:
     """Whether data decide what a symbol is."""
     return str(symbol).startswith(("u", "zuf"))
+
+
+def named_sizes(sizes: Sequence[Any], names: Mapping[Any, sympy.Symbol]) -> tuple[Size, ...]:
+    """Sizes as numbers, or as expressions of names for symbols, as they were made."""
+    return tuple(
+        one.node._expr.xreplace(names) if isinstance(one, torch.SymInt) else int(one)
+        for one in sizes
+    )
 
 
 def _written(value: Any) -> Size:

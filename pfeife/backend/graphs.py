@@ -107,8 +107,12 @@ class MicrobatchGraph:
         inputs = self.inputs
         if any(argument.role == Role.SIZE or _is_open(argument) for argument in inputs.arguments):
             shapes = self._shapes(args, options.cut)
+            if self.door == "dynamo":  # else it was traced for the sizes of this call
+                inputs = at_sizes(inputs, shapes)
             try:
-                return self._captured(at_sizes(inputs, shapes), args, options)
+                captured = self._captured(inputs, args, options)
+                if not captured.breaks(args, options.cut):
+                    return captured
             except ValueError as error:
                 log.debug("a program for each size, since there is none for all: %s", error)
             inputs = self._fixed(args, options)
@@ -117,7 +121,9 @@ class MicrobatchGraph:
 
     def _fixed(self, args: Sequence[Any], options: Options) -> Inputs:
         """The inputs of the first microbatch of a call, for no other sizes."""
-        return at_sizes(self.inputs, self._shapes(args, options.cut), fixed=True)
+        examples = (argument.example for argument in self.inputs.arguments)
+        mode = next(one.fake_mode for one in examples if isinstance(one, _torch.FakeTensor))
+        return at_sizes(self.inputs, self._shapes(args, options.cut), fixed=True, mode=mode)
 
     def _shapes(self, args: Sequence[Any], count: int) -> tuple[Any, ...]:
         """The shapes of the first microbatch of a call, and its numbers."""

@@ -30,7 +30,9 @@ from pfeife.frontend.captured import Door, neither, taken
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.guards import Guard
+from pfeife.frontend.open_sizes import open_places
 from pfeife.frontend.presented import Presented
+from pfeife.frontend.traced import kind_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.frontend.untouched import set_states, torchs_states
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
@@ -273,9 +275,18 @@ class Step:
         return self.traced[-1][0].broken(call) or "the values of tensors that it asks for"
 
     def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
+        """A new trace for a call: of its kind, those sizes are open that are others now."""
         self._everything()
+        kind = kind_of(call)
+        known = [one for one, _ in self.traced if one.kind == kind]
+        sizes = [one.sizes for one in known]
+        places = {}
+        if not any(one.refused for one in sizes):
+            places = open_places(call, [one.shapes for one in sizes], self.dynamic)
+        # On ranks, each of which lacks parameters by then, the answers are those of before.
+        warm = known[-1].warm if known and world_so_far() else None
         with self.presented.seen(values=True):
-            found = traced(self.step, call)
+            found = traced(self.step, call, places=places, warm=warm)
         self.presented.check(found.inputs)
 
         def grown(times: int) -> tuple[Forward, Inputs]:

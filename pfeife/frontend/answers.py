@@ -85,13 +85,19 @@ class Noting(_torch.TorchDispatchMode):
 
 
 class Answering(_torch.TorchDispatchMode):
-    """Tells what symbols are; `flags` say for each of the `answers` whether it is wrong."""
+    """Tells what symbols are; `flags` say for each of the `answers` whether it is wrong. `sizes`
+    are the open ones of the arguments, by their symbols, and what they are now."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, mode: _torch.FakeTensorMode, known: Known):
+    def __init__(
+        self,
+        mode: _torch.FakeTensorMode,
+        known: Known,
+        sizes: Mapping[Any, tuple[Any, int]],
+    ):
         super().__init__()
-        self.mode, self.known = mode, known
+        self.mode, self.known, self.sizes = mode, known, sizes
         self.calls: Counter[str] = Counter()
         self.values: dict[Any, Any] = {}  # by symbols
         self.tensors: dict[Any, torch.Tensor] = {}
@@ -112,7 +118,8 @@ class Answering(_torch.TorchDispatchMode):
 
     def _tell(self, expression: Any) -> Any:
         """Called while torch is inside of an operation, so that flags must wait."""
-        value = _torch.value_of(expression, self.values)
+        sizes = {symbol: now for symbol, (_, now) in self.sizes.items()}
+        value = _torch.value_of(expression, {**sizes, **self.values})
         if value is not None:
             self.answers.append(Answer(value, calling_line()))
             self.asked.append((expression, value))
@@ -161,7 +168,12 @@ class Answering(_torch.TorchDispatchMode):
         """Makes the flags that wait."""
         asked, self.asked = self.asked, []
         for expression, value in asked:
-            found = _torch.computed(expression, self.tensors)
+            sizes = {
+                symbol: torch.scalar_tensor(size, dtype=torch.int64)
+                for symbol, (size, _) in self.sizes.items()
+                if symbol in expression.free_symbols
+            }
+            found = _torch.computed(expression, {**sizes, **self.tensors})
             self.flags.append(_differs(found, _torch.as_number(value)))
 
 

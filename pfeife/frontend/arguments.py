@@ -155,9 +155,12 @@ def _with_names_of_sizes(arguments: Sequence[Argument], taken: set[str]) -> list
     return found
 
 
-def at_sizes(inputs: Inputs, shapes: Sequence[Any], fixed: bool = False) -> Inputs:
+def at_sizes(
+    inputs: Inputs, shapes: Sequence[Any], fixed: bool = False, mode: Any = None
+) -> Inputs:
     """The same inputs for arguments of such shapes (a number for one that is none), which decide
-    what a trace assumes of symbolic sizes; or, `fixed`, for nothing but these."""
+    what a trace assumes of symbolic sizes; or, `fixed`, for nothing but these. They are of a mode
+    of their own, if none is given."""
     values: dict[Any, int] = {}
     for argument, shape in zip(inputs.arguments, shapes, strict=True):
         if argument.role == Role.SIZE:
@@ -165,7 +168,7 @@ def at_sizes(inputs: Inputs, shapes: Sequence[Any], fixed: bool = False) -> Inpu
         elif isinstance(argument.example, torch.Tensor):
             named = map(_torch.symbol_named, argument.example.shape)
             values |= {one: n for one, n in zip(named, shape, strict=True) if one is not None}
-    mode = _torch.symbolic_mode()
+    mode = mode or _torch.symbolic_mode()
     symbols = _torch.Symbols(mode, values, fixed)
     arguments = [_at_sizes(argument, mode, symbols) for argument in inputs.arguments]
     return attrs.evolve(inputs, arguments=arguments)
@@ -179,20 +182,7 @@ def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argumen
     if not isinstance(example, torch.Tensor):
         return argument
     shape, strides = (list(map(symbols, numbers)) for numbers in (example.shape, example.stride()))
-    return attrs.evolve(argument, example=_fake(mode, shape, strides, example, example.device))
-
-
-def _fake(
-    mode: Any,
-    shape: Sequence[Any],
-    strides: Sequence[Any],
-    like: torch.Tensor,
-    device: torch.device,
-) -> torch.Tensor:
-    """A tensor without storage, of perhaps symbolic sizes."""
-    with mode:
-        fake = torch.empty_strided(shape, strides, dtype=like.dtype, device=device)
-    return fake.requires_grad_(like.requires_grad)
+    return attrs.evolve(argument, example=fake_like(mode, example, shape, strides))
 
 
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
@@ -293,8 +283,7 @@ class _Describer:
         if not isinstance(known, torch.Tensor):
             return fake_like(self.mode, example, device=self.device)
         shape, strides = (list(map(self.symbols, n)) for n in (known.shape, known.stride()))
-        place = self.device if self.device and example.is_meta else example.device
-        return _fake(self.mode, shape, strides, example, place)
+        return fake_like(self.mode, example, shape, strides, self.device)
 
     def _role(self, source: str, example: torch.Tensor, handed: Given | None) -> Role:
         if handed:
@@ -405,17 +394,21 @@ def _unique(name: str, taken: set[str]) -> str:
 def fake_like(
     mode: Any,
     tensor: torch.Tensor,
-    shape: tuple[int, ...] | None = None,
+    shape: Sequence[Any] | None = None,
+    strides: Sequence[Any] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A tensor without storage, like the given one but perhaps of another (contiguous) shape,
-    and on `device` if that one is on the meta device."""
+    """A tensor without storage, like the given one but perhaps of another shape (contiguous, or
+    with `strides`), of perhaps symbolic sizes, and on `device` if that one is on the meta
+    device."""
     place = device if device and tensor.device.type == "meta" else tensor.device
     like: dict[str, Any] = {"dtype": tensor.dtype, "device": place}
+    if shape is None:
+        shape, strides = tensor.shape, tensor.stride()
     with mode:
         fake = (
-            torch.empty_strided(tensor.shape, tensor.stride(), **like)
-            if shape is None
-            else torch.empty(shape, **like)
+            torch.empty(shape, **like)
+            if strides is None
+            else torch.empty_strided(shape, strides, **like)
         )
     return fake.requires_grad_(tensor.requires_grad)

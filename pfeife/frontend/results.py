@@ -110,16 +110,22 @@ def find_loss(
 
 
 def tensors_in(
-    value: Any, path: tuple[int | str, ...] = (), above: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int | str, ...], torch.Tensor]]:
-    """The tensors in what a step returns, and where they are."""
+    value: Any,
+    path: tuple[int | str, ...] = (),
+    above: tuple[int, ...] = (),
+    kind: type = torch.Tensor,
+) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """The tensors in what a step returns, or what else there is of a `kind`, and where they
+    are."""
     for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
         here = (*path, *map(key_of, keys))
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             yield here, leaf
-        elif not isinstance(leaf, (*SIMPLE, nn.Module, type)) and id(leaf) not in above:
+        elif (
+            not isinstance(leaf, (torch.Tensor, *SIMPLE, nn.Module, type)) and id(leaf) not in above
+        ):
             inside = fields_of(leaf)
             if inside is None:
                 inside = dict(getattr(leaf, "__dict__", {}))
             for name, one in inside.items():
-                yield from tensors_in(one, (*here, name), (*above, id(leaf)))
+                yield from tensors_in(one, (*here, name), (*above, id(leaf)), kind)

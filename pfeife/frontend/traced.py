@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pfeife.frontend.answers import Answer, WrongAnswer, fails_elsewhere
+from pfeife.frontend.answers import Answer, Noted, WrongAnswer, fails_elsewhere
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.guards import Guard
+from pfeife.frontend.open_sizes import OpenSizes
 from pfeife.frontend.places import SIMPLE, Slot
 from pfeife.ir.program import Premise
 
@@ -21,13 +22,23 @@ Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places 
 
 
 @attrs.frozen(eq=False)
+class Warm:
+    """What a run of a step in eager has shown: the slots in which it `left` something, and what
+    data have decided."""
+
+    left: frozenset[Slot]
+    noted: Noted
+
+
+@attrs.frozen(eq=False)
 class Traced:
     """A step as it was traced for a call, and what must hold for another call to do the same.
 
     `reads` has for every argument of the `forward` where its value is. `guards` have all else that
-    steers the step, `kind` the kind of the call (`kind_of`). `made` is what the step returned, with
-    the fake tensors of `forward.results` in it; `kept` are the slots that the step writes tensors
-    to, by the indices of the results; the last results are flags, one for each of the `answers`.
+    steers the step, `kind` the kind of the call (`kind_of`), `sizes` those of its tensors. `made`
+    is what the step returned, with the fake tensors of `forward.results` in it; `kept` are the
+    slots that the step writes tensors to, by the indices of the results; the last results are
+    flags, one for each of the `answers`. `warm` is what an eager run has shown, if there was one.
     """
 
     forward: Forward
@@ -35,18 +46,24 @@ class Traced:
     reads: tuple[Read, ...]
     guards: tuple[Guard, ...]
     kind: tuple
+    sizes: OpenSizes
     made: Any
     kept: Mapping[int, Slot]
     answers: tuple[Answer, ...]
     modules: tuple[nn.Module, ...]
+    warm: Warm | None
 
     @property
     def premises(self) -> tuple[Premise, ...]:
         """All that `broken` looks at, and the answers."""
         found = [Premise("answer", f"{one.line} asks and gets {one.value}") for one in self.answers]
-        inputs = (one.example for one in self.inputs.arguments)
-        for argument, like in zip(self.inputs.arguments, inputs, strict=True):
-            layout = f"{like.dtype} {list(like.shape)} with strides {list(like.stride())}"
+        pairs = zip(self.inputs.arguments, self.reads, strict=True)
+        for argument, (read, *_) in pairs:
+            like = argument.example
+            shape, strides = (
+                self.sizes.layouts[read.name] if isinstance(read, Leaf) else _layout(like)
+            )
+            layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
             grad = ", with gradients" if like.requires_grad else ""
             what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
             found.append(Premise("tensor", what.replace("torch.", "")))
@@ -65,13 +82,18 @@ class Traced:
         """What does not hold any more for a call, "" if all does."""
         if kind_of(call) != self.kind:
             return "the arguments of the call, or the modes under which it is made"
+        resized = self.sizes.broken(call)
+        if resized:
+            return resized
         changed = next(filter(None, (guard.broken() for guard in self.guards)), "")
         if changed:
             return changed
         for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
+            example = argument.example
             values = [one.get() for one in read if isinstance(one, Slot)]
             if any(value is not values[0] for value in values) or not all(
-                isinstance(value, torch.Tensor) and _layout(value) == _layout(argument.example)
+                isinstance(value, torch.Tensor)
+                and (_layout(value), _kind(value)) == (_layout(example), _kind(example))
                 for value in values
             ):
                 return f"the tensor {argument.names[0]}"
@@ -110,14 +132,15 @@ class Traced:
 
 
 def kind_of(call: Arguments) -> tuple:
-    """All about a call that a trace depends on, but for what the step reaches by itself."""
+    """All about a call that a trace depends on, but for sizes and for what the step reaches by
+    itself."""
     first = [leaf.first for leaf in call.leaves]
     types = sorted({one.device.type for one in first if not one.is_meta} | {"cpu"})
     at = [id(one) for one in first]
     return (
         pytree.tree_structure((call.args, call.kwargs)),
         tuple(
-            (leaf.name, leaf.dim, _layout(one), at.index(id(one)))
+            (leaf.name, leaf.dim, one.dim(), _kind(one), at.index(id(one)))
             for leaf, one in zip(call.leaves, first, strict=True)
         ),
         tuple(
@@ -136,8 +159,12 @@ def kind_of(call: Arguments) -> tuple:
     )
 
 
-def _layout(value: torch.Tensor) -> tuple:
-    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+def _kind(value: torch.Tensor) -> tuple:
+    return value.dtype, value.device, value.requires_grad
+
+
+def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(value.shape), value.stride()
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

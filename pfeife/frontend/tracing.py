@@ -5,6 +5,7 @@ tensor just run, and AOTAutograd records the operations. That is sound only as f
 steers it: two runs must do the same, and what the step reaches (`places`) must be as it was.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -16,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.answers import Answering, Known, Noted, Noting, Spelling
+from pfeife.frontend.answers import Answering, Known, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
@@ -25,59 +26,82 @@ from pfeife.frontend.fake_run import Run, Seen, check_alike, check_steady, kept_
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, refusal, watching
 from pfeife.frontend.guards import Steering
+from pfeife.frontend.open_sizes import Opening, Place
 from pfeife.frontend.places import Held, Places, Slot
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.traced import Read, Traced, check_rebuilt, kind_of
+from pfeife.frontend.traced import Read, Traced, Warm, check_rebuilt, kind_of
 from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted as lines_noted
 from pfeife.frontend.user_lines import user_line
 from pfeife.frontend.waiting import check_values
 from pfeife.ir.program import Role
 
+log = logging.getLogger("pfeife")
 Step = Callable[..., Any]
 Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
 
 
-def traced(step: Step, call: Arguments, device: torch.device | None = None) -> Traced:
+def traced(
+    step: Step,
+    call: Arguments,
+    device: torch.device | None = None,
+    places: Mapping[Place, str] | None = None,
+    warm: Warm | None = None,
+) -> Traced:
     """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
     gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
     many from asking for values; one that fails so, but not in eager, is traced without. Tensors on
-    the meta device are traced as those of a `device`.
+    the meta device are traced as those of a `device`. The sizes at `places` are open, see
+    `open_sizes`: where the step cannot be traced with them, it is for those of this call. `warm`
+    is what an eager run has shown, for who has no values to run it with.
 
     Raises ValueError, with the line of the step, for one that does something else in a second run,
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
+    make = partial(_Tracer, step, call, device)
+    if not places:
+        return _told(partial(make, {}), warm)
     try:
-        return _traced(step, call, _torch.said_to_compile, device)
+        return _told(partial(make, places), warm)
+    except Exception as error:
+        log.debug("a trace for each size, since there is none for all: %s", error)
+        refused = str(error)
+    found = _told(partial(make, {}), warm)
+    return attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
+
+
+def _told(make: Callable[..., "_Tracer"], warm: Warm | None) -> Traced:
+    """The step, which is told that it is compiled, if that does not make it fail."""
+    try:
+        return _traced(partial(make, _torch.said_to_compile), warm)
     except ValueError as error:
         if error.__cause__ is None:  # it is refused for what it does, not since it has failed
             raise
-        return _traced(step, call, nullcontext, device)
+        return _traced(partial(make, nullcontext), warm)
 
 
-def _traced(step: Step, call: Arguments, told: Told, device: torch.device | None) -> Traced:
-    make = partial(_Tracer, step, call, told, device)
-    tracer, left = make(), frozenset[Slot]()
+def _traced(make: Callable[..., "_Tracer"], warm: Warm | None) -> Traced:
+    tracer = make()
     try:
         first = tracer.run()
     except _Asks:
         first = None
     if first is not None and not first.changes:
-        return tracer.traced(first, left)
-    left, noted = tracer.warm()  # perhaps what a first call alone does: caches, hooks
+        return tracer.traced(first)
+    warm = warm or tracer.warm()  # perhaps what a first call alone does: caches, hooks
     try:
-        return _again(make(Known(noted)), left)
+        return _again(make(Known(warm.noted)), warm)
     except ValueError:
-        if noted:
+        if warm.noted:
             with suppress(ValueError):
-                return _again(make(Known(noted, pinned=True)), left)
+                return _again(make(Known(warm.noted, pinned=True)), warm)
         raise
 
 
-def _again(tracer: "_Tracer", left: frozenset[Slot]) -> Traced:
-    return tracer.traced(tracer.run(), left)
+def _again(tracer: "_Tracer", warm: Warm) -> Traced:
+    return tracer.traced(tracer.run(), warm)
 
 
 class _Tracer:
@@ -87,15 +111,19 @@ class _Tracer:
         self,
         step: Step,
         call: Arguments,
-        told: Told,
         device: torch.device | None,
+        places: Mapping[Place, str],
+        told: Told,
         known: Known | None = None,
     ):
         self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
         self.mode = _torch.symbolic_mode()
-        firsts = {id(leaf.first): leaf.first for leaf in call.leaves}
-        fakes = {at: fake_like(self.mode, one, device=device) for at, one in firsts.items()}
+        self.opening = Opening(self.mode, call, places)
+        fakes = {
+            id(leaf.first): fake_like(self.mode, leaf.first, *layout, device)
+            for leaf, layout in zip(call.leaves, self.opening.layouts, strict=True)
+        }
         self.batch = [fakes[id(leaf.first)] for leaf in call.leaves]
         self.values = stand_ins(self.places, self.mode, device)
         self.paths = {
@@ -135,7 +163,7 @@ class _Tracer:
 
     def _on_fakes(self) -> Run:
         seen, held, executed = Seen(), Held(self.places, self.values), Executed()
-        symbols, told = _torch.forgetting_symbols(self.mode), Answering(self.mode, self.known)
+        symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
         numbers = _torch.numbers_for_kernels()
         run = (held, self.mode, symbols, seen, self.told(), told, writes, numbers)
@@ -148,6 +176,9 @@ class _Tracer:
         known = seen.real, seen.fake, seen.operations
         return Run(*known, result, changes, executed, told.flags, told.answers)
 
+    def _answering(self) -> Answering:
+        return Answering(self.mode, self.known, self.opening.known)
+
     def _is_frozen(self, slot: Slot) -> bool:
         """Whether a run has made a tensor ask for gradients that did not, or the other way."""
         now: torch.Tensor = slot.get()
@@ -156,14 +187,14 @@ class _Tracer:
     def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
         args, kwargs = self.call.made(batch)
         extremes, floats = (_torch.extremes(), _torch.floats()) if traced else (nullcontext(),) * 2
-        texts = Spelling() if traced and self.known.pinned else nullcontext()
-        with _torch.eager_stance(), _torch.converting_others(), extremes, floats, texts:
+        texts = _torch.texts_of_numbers() if traced else nullcontext()
+        pinned = Spelling() if traced and self.known.pinned else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), extremes, floats, texts, pinned:
             return self.step(*args, **kwargs)
 
-    def warm(self) -> tuple[frozenset[Slot], Noted]:
+    def warm(self) -> Warm:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
-        tensors and the state of the generator. Gives the slots in which it has left something, and
-        what data have decided."""
+        tensors and the state of the generator."""
         given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
         check_values(tensors, "the step asks for values, or is another one at its first call")
@@ -177,11 +208,10 @@ class _Tracer:
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
-        return frozenset(change.slot for change in held.changes), noting.noted
+        return Warm(frozenset(change.slot for change in held.changes), noting.noted)
 
-    def traced(self, first: Run, left: frozenset[Slot], is_first: bool = True) -> Traced:
-        """The step's forward, after a run, which perhaps `is_first`; `left` are the slots in which
-        an eager run leaves something."""
+    def traced(self, first: Run, warm: Warm | None = None, is_first: bool = True) -> Traced:
+        """The step's forward, after a run, which perhaps `is_first`."""
         steering = Steering(self.step, self.call.others, first.executed)
         before, second = steering.guards(), self.run()
         check_alike(first, second)
@@ -189,11 +219,15 @@ class _Tracer:
         if not first.executed.has_run(second.executed):
             if not is_first:
                 raise ValueError("the step runs other code whenever it runs")
-            return self.traced(second, left, is_first=False)
+            return self.traced(second, warm, is_first=False)
         # Other changes come from what stood in the slots, as where a module checks its weights.
+        left = warm.left if warm else ()
         kept = kept_slots([change for change in second.changes if change.slot in left])
         after = {change.slot: change.after for change in second.changes}
         found = list(tensors_in(second.result))
+        sizes = next(tensors_in(second.result, kind=torch.SymInt), None)
+        if sizes is not None:
+            raise ValueError("the step returns a size of its arguments")
         results = list({id(one): one for _, one in found}.values())
         check_rebuilt(second.result, results)
         index = {id(one): at for at, one in enumerate(results)}
@@ -214,10 +248,12 @@ class _Tracer:
             tuple(reads),
             steering.guards(changing),
             kind_of(self.call),
+            self.opening.sizes(),
             second.result,
             written,
             tuple(second.answers),
             tuple(m for root in self.places.roots.values() for m in root.modules()),
+            warm,
         )
         return attrs.evolve(made, inputs=attrs.evolve(made.inputs, premises=made.premises))
 
@@ -314,7 +350,7 @@ class _Tracer:
             given = {one: value for one, value in pairs if isinstance(one, Slot)}
             firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held, told = Held(self.places, given), Answering(self.mode, self.known)
+            held, told = Held(self.places, given), self._answering()
             traced = fx.traceback.has_preserved_node_meta()
             try:
                 with held, self._as_traced(told) if traced else nullcontext():

@@ -86,6 +86,22 @@ def one_program_for_all():
 
 
 @row(ranks=(1, 2))
+def traced_as_it_runs():
+    """What Dynamo does not take as one graph: the step looks for numbers that are none."""
+    ours = model()
+
+    def step(x, y):
+        scores = ours(x)
+        if scores.isnan().any():
+            raise ValueError("the scores are none")
+        return loss_of(scores, y)
+
+    compiled = pfeife.compile(step, microbatches=2, **STAGES)
+    assert trained(compiled, ours) <= 3
+    assert compiled.backend.compiled[-1].captured.door == "trace"
+
+
+@row(ranks=(1, 2))
 def with_backwards_that_are_split():
     ours = model()
     compiled = pfeife.compile(

@@ -63,11 +63,13 @@ def padded(rows, length):
     return x, y
 
 
-def test_one_program_for_all_lengths():
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_one_program_for_all_lengths(capture):
     torch.manual_seed(0)
     model = Words()
     lengths = random.Random(0).sample(range(8, 200), 12)
-    built = compared(words(model), model, [padded(4, n) for n in (16, *lengths, 16)], stages=2)
+    batches = [padded(4, n) for n in (16, *lengths, 16)]
+    built = compared(words(model), model, batches, stages=2, capture=capture)
     assert len(built) == 2, "one for the first length, one for all others"
     program = built[1].captured.program
     assert [port.fqn for port in program.ports(Role.SIZE)], program.inputs
@@ -86,22 +88,24 @@ def test_schedules_and_rows(schedule):
     assert len(built) <= 3
 
 
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_dynamic_is_that_of_torch_compile(dynamic):
+def test_dynamic_is_that_of_torch_compile(dynamic, capture):
     torch.manual_seed(0)
     model = Words()
     batches = [padded(4, n) for n in (8, 9, 10)]
-    built = compared(words(model), model, batches, stages=2, dynamic=dynamic)
+    built = compared(words(model), model, batches, stages=2, dynamic=dynamic, capture=capture)
     assert len(built) == (1 if dynamic else 3)
 
 
-def test_marks_on_arguments():
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_marks_on_arguments(capture):
     torch.manual_seed(0)
     model = Words()
     batches = [padded(4, n) for n in (8, 9)]
     for one in batches[0]:
         torch._dynamo.mark_dynamic(one, 1)
-    assert len(compared(words(model), model, batches, stages=2)) == 1
+    assert len(compared(words(model), model, batches, stages=2, capture=capture)) == 1
 
 
 class Pictures(nn.Module):
@@ -140,6 +144,18 @@ def test_pictures_of_several_sizes(deferred):
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize(("mode", "factor"), [("nearest", 2.0), ("bilinear", (1.5, 0.5))])
+def test_interpolation_by_a_factor(mode, factor):
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 3, 3, padding=1)
+
+    def step(x):
+        return F.interpolate(model(x), scale_factor=factor, mode=mode).square().mean()
+
+    batches = [(torch.randn(4, 3, n, n + 1),) for n in (8, 11, 12)]
+    assert len(compared(step, model, batches, stages=1)) == 2
+
+
 def test_speech_of_several_lengths():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(4, 8, 3, stride=2), nn.ReLU(), nn.Conv1d(8, 6, 3, padding=1))
@@ -153,10 +169,12 @@ def test_speech_of_several_lengths():
         return torch.randn(4, 4, length), lengths, torch.randint(1, 6, (4, 3)), torch.full((4,), 3)
 
     batches = [batch(n) for n in (40, 50, 64, 41, 40)]
-    compared(step, model, batches, stages=2, loss_reduction="mean")  # traced: one for each length
+    built = compared(step, model, batches, stages=2, loss_reduction="mean")
+    assert built[0].captured.door == "trace" and len(built) == 2
 
 
-def test_packed_documents():
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_packed_documents(capture):
     """Rows of one length, in which documents end where the numbers say."""
     torch.manual_seed(0)
     model = Words()
@@ -173,10 +191,11 @@ def test_packed_documents():
     for length, documents in ((16, 3), (20, 3), (24, 5), (31, 4)):
         x, y = padded(4, length)
         batches.append((x, y.clamp(min=0), torch.randint(1, length, (4, documents)).sort().values))
-    assert len(compared(step, model, batches, stages=2)) <= 3
+    assert len(compared(step, model, batches, stages=2, capture=capture)) <= 3
 
 
-def test_a_choice_by_size_has_a_program_for_each_way():
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_a_choice_by_size_has_a_program_for_each_way(capture):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
@@ -185,8 +204,8 @@ def test_a_choice_by_size_has_a_program_for_each_way():
         return (hidden.relu() if x.shape[1] > 20 else hidden.tanh()).sum(1).square().mean()
 
     sizes = (8, 9, 30, 31, 10, 40)
-    built = compared(step, model, [(torch.randn(4, n, 8),) for n in sizes], stages=2)
-    assert len(built) == 3
+    batches = [(torch.randn(4, n, 8),) for n in sizes]
+    assert len(compared(step, model, batches, stages=2, capture=capture)) == 3
 
 
 @torch.library.custom_op("pfeife_test::doubled", mutates_args=())
@@ -225,15 +244,63 @@ def test_a_program_for_each_size_where_none_is_for_all():
     assert fixed == [False, True, True, True, True], "4 by the first graph, and by the second"
 
 
-def test_a_choice_by_size_and_a_returned_size():
-    """Dynamo has no graph for all sizes, and then one for each."""
+@pytest.mark.parametrize("capture", ["auto", "trace"])
+def test_a_returned_size(capture):
+    """There is no graph for all sizes, and then one for each."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    compiled = pfeife.compile(lambda x: (model(x).square().mean(), x.shape[1]), microbatches=1)
+    compiled = pfeife.compile(
+        lambda x: (model(x).square().mean(), x.shape[1]), microbatches=1, capture=capture
+    )
     for size in (4, 5, 6):
         x = torch.randn(4, size, 8)
         loss, found = compiled(x)
         assert found == size and torch.equal(loss, model(x).square().mean())
+
+
+def test_traced_sizes_that_part():
+    """Sizes that were alike in two calls are one; in a third they are not."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+
+    def step(x, y):
+        return model(x).mean(1).square().mean() + model(y).sum(1).square().mean()
+
+    sizes = [(4, 4), (5, 5), (7, 7), (7, 5), (9, 4), (6, 6)]
+    batches = [(torch.randn(4, n, 8), torch.randn(4, m, 8)) for n, m in sizes]
+    assert len(compared(step, model, batches, stages=1, capture="trace")) == 3
+
+
+@pytest.mark.parametrize("capture", ["auto", "trace"])
+def test_sizes_that_steer(capture):
+    """A loop over a size, a size that Python makes a number of, a cut of a transposed tensor, and
+    what data say of a size, each as on one device."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+
+    def loops(x):
+        return sum(model(x[:, at]).square().mean() for at in range(x.shape[1]))
+
+    def converts(x):
+        return (model(x) * int(x.shape[1])).square().mean()
+
+    def asks(x):
+        ends = (x[:, :, 0] > -100).sum(1).max().item()
+        return (model(x).sum(1) if ends == x.shape[1] else model(x).mean(1)).square().mean()
+
+    def spells(x):
+        scale = {"5 words": 2.0, "7 words": 3.0}.get(f"{x.shape[1]} words", 1.0)
+        return (scale * model(x)).square().mean()
+
+    def counts(x):
+        return model(x[x[:, :, 0] > 0]).square().sum() / x.shape[1]
+
+    for step, most in ((loops, 4), (converts, 4), (asks, 2), (counts, 2), (spells, 4)):
+        batches = [(torch.randn(4, n, 8),) for n in (4, 5, 7, 6, 4)]
+        built = compared(step, model, batches, stages=1, capture=capture, loss_reduction="mean")
+        assert len(built) <= most, step.__name__
+    batches = [(torch.randn(8, n, 4).transpose(0, 2),) for n in (4, 5, 7, 4)]
+    assert len(compared(lambda x: model(x).square().mean(), model, batches, capture=capture)) <= 3
 
 
 def test_unbacked_marks_are_left():
