@@ -67,6 +67,7 @@ class Asked(TypedDict, total=False):
     fit_smaller_batches: bool
     capture: Capture
     dynamic: bool | None
+    max_programs: int
     check: bool | float
     compare_batches: bool
     log_every: int | None

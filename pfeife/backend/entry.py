@@ -121,6 +121,11 @@ class Backend:
         pieces = PieceSteps(self, Piece(module, examples, self.rows), name, self.broken)
         return self.known_steps(pieces, module)
 
+    def forget(self) -> None:
+        """Drops all that was built, as Dynamo has dropped its graphs."""
+        self.compiled.clear()
+        self.graphs.clear()
+
     def known_steps(self, steps: Steps, module: fx.GraphModule) -> Steps:
         """The same steps, or on ranks those of an earlier graph that is the same one: Dynamo
         compiles a step once more where its parameters have left this rank, and on other ranks it

@@ -253,6 +253,8 @@ class Options:
         True for all, where the step does not depend on them; False for one each; None for one, and
         once a size has changed from call to call, for all that it may be (but with `passes` of your
         own, which may look at shapes: say True if they do not).
+    max_programs: how many programs are kept of a step; beyond that, those that have not come for
+        longest are dropped, with what was compiled of them.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
         the captured program computes what the step does (some forwards of a microbatch; and a
         backward where the step was traced); and looked at where no rule tells what becomes of rows;
@@ -338,6 +340,7 @@ class Options:
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     capture: Capture = attrs.field(default="auto", validator=_capture)
     dynamic: bool | None = attrs.field(default=None, validator=_flag_or_none)
+    max_programs: int = attrs.field(default=64, validator=_count)
     check: bool | float = attrs.field(default=True, validator=_check)
     compare_batches: bool = attrs.field(default=True, validator=_flag)
     log_every: int | None = attrs.field(default=None, validator=_count)

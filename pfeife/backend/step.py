@@ -35,6 +35,7 @@ from pfeife.frontend.presented import Presented
 from pfeife.frontend.traced import kind_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.frontend.untouched import set_states, torchs_states
+from pfeife.ir.program import Role
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World
@@ -42,7 +43,6 @@ from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal
 
 log = logging.getLogger("pfeife")
-PROGRAMS = 64  # that may be captured of one step
 
 
 def compile(
@@ -88,7 +88,7 @@ class Step:
         self.cutter = Cutter(
             step, in_dims, options.microbatches, options.replicas, options.fit_smaller_batches
         )
-        self.dynamic = options.dynamic
+        self.dynamic, self.most = options.dynamic, options.max_programs
         if options.dynamic is None and options.passes:  # which may look at shapes
             self.dynamic = False
         self.dynamo = self._whole_graph()
@@ -106,7 +106,7 @@ class Step:
         self.call: Arguments | None = None
         self.of_rank_zero = CallOfRankZero(self.name)
         self.sent: Sent | None = None
-        self.reached = self.has_values = self.waits = self.handed = False
+        self.reached = self.has_values = self.waits = self.handed = self.dropped = False
 
     def _whole_graph(self) -> Callable[..., Any]:
         """The step for Dynamo, which knows nothing of it yet."""
@@ -199,18 +199,28 @@ class Step:
         except (Refusal, PipelineError, _NotReached):
             raise
         except Exception as error:
-            if self.reached or self.dynamic is not None or self.told != "dynamo":
+            is_full = _torch.is_limit_of_compilations(error) and self._has_sizes()
+            goes_on = self.told == "dynamo" and (self.dynamic is None or is_full)
+            if self.reached or not goes_on:
                 raise
             log.debug("%s has a graph for each size, since: %s", self.name, error)
+        if is_full:
+            self._tell_of_drops()
+            self.backend.forget()
         self.dynamic = False
         self.dynamo, self.hooks = self._whole_graph(), {}
         return self._by_dynamo(call)
+
+    def _has_sizes(self) -> bool:
+        """Whether programs differ in the sizes of the batch."""
+        programs = (compiled.program for compiled in self.backend.compiled)
+        return len({tuple(p.shape for p in one.ports(Role.BATCH)) for one in programs}) > 1
 
     def _by_dynamo(self, call: Arguments) -> Any:
         self.asked = "dynamo"
         if any(guard.broken() for guard in self.hooks.values()):
             self.dynamo, self.hooks = self._whole_graph(), {}
-        with _torch.willing(PROGRAMS), self.presented.seen():
+        with _torch.willing(self.most), self.presented.seen():
             result = self.dynamo(*call.args, **call.kwargs)
         unsettled, self.unsettled = self.unsettled, None
         if unsettled:
@@ -251,17 +261,38 @@ class Step:
         """What was traced last of those that hold for a call and were not tried, or a new trace."""
         with self.presented.seen():
             found = self._untried(call, tried)
-        if not found and len(self.traced) == PROGRAMS:
-            raise ValueError(
-                f"{self.name} has been traced {PROGRAMS} times, the last time because of "
-                f"{self._broken(call)}: keep what changes with every call in a tensor"
-            )
+        if not found and len(self.traced) == self.most:
+            self._drop_oldest(call)
         if found:
             self.traced.remove(found)
         else:
             log.debug("%s is traced because of %s", self.name, self._broken(call))
         self.traced.append(found or self._traced(call))
         return *self.traced[-1], not found
+
+    def _drop_oldest(self, call: Arguments) -> None:
+        """Makes room for a trace of other sizes. Raises ValueError where something else is another
+        one with every call."""
+        last = self.traced[-1][0]
+        if last.kind != kind_of(call) or not last.sizes.broken(call):
+            raise ValueError(
+                f"{self.name} has been traced {self.most} times, the last time because of "
+                f"{self._broken(call)}: keep what changes with every call in a tensor"
+            )
+        _, steps = self.traced.pop(0)
+        steps.close()
+        self._tell_of_drops()
+
+    def _tell_of_drops(self) -> None:
+        """Says once that not all programs are kept."""
+        world = world_so_far()
+        if not self.dropped and not (world and world.rank):
+            log.warning(
+                "%s has been captured for %d sizes, each with a program of its own: from now on "
+                "earlier ones are dropped (max_programs=%d)",
+                *(self.name, self.most, self.most),
+            )
+        self.dropped = True
 
     def _untried(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps] | None:
         """What was traced last of those that hold for a call and were not tried."""

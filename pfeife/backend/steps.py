@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("pfeife")
 Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
 _ARGUMENTS = "the arguments of this call"
-MOST_BUILDS = 64  # that one graph keeps
 
 
 class Steps:
-    """What a backend has built of one of Dynamo's graphs: the `MOST_BUILDS` that were used last, by
+    """What a backend has built of one of Dynamo's graphs: the programs that were used last, by
     shapes, numbers and count of microbatches. All ranks keep the same ones, as they make the same
     calls. `settle` brings state, with its names, to devices before a program runs."""
 
@@ -52,6 +51,7 @@ class Steps:
         self.warned = False
         self.sums = WeakIdKeyDictionary()  # of tensors, with their versions
         self.numbers, self.count = WeakIdKeyDictionary(), itertools.count()
+        self.builds = itertools.count()
 
     def __call__(
         self, args: Sequence[Any], options: Options | None = None, sent: Sent | None = None
@@ -121,14 +121,10 @@ class Steps:
     ) -> tuple[tuple, Compiled | None]:
         """What was built for such a call, under the key that it is kept by; or a key for another
         build, as what there is has assumed something else of the sizes of its arguments."""
-        for place in range(MOST_BUILDS):
-            compiled = self.known.get((*key, place))
-            if compiled is None or not compiled.captured.breaks(args, count):
-                return (*key, place), compiled
-        raise ValueError(
-            f"{self.name} has been built for {MOST_BUILDS} kinds of sizes, each with a program of "
-            "its own: pad what has many lengths"
-        )
+        for known in reversed([one for one in self.known if one[:-1] == key]):
+            if not self.known[known].captured.breaks(args, count):
+                return known, self.known[known]
+        return (*key, next(self.builds)), None
 
     def _settle(self, compiled: Compiled, args: Sequence[Any]) -> None:
         """Has the caller's own state, by its names, brought where the program wants it."""
@@ -170,19 +166,28 @@ class Steps:
         self.known[key] = compiled
         self.backend.compiled.append(compiled)
         modules = {trained for *_, trained, _ in self.known}
-        if len(self.known) <= MOST_BUILDS * len(modules):
+        most = self.backend.options.max_programs
+        if len(self.known) <= most * len(modules):
             return
-        dropped = self.known.pop(next(iter(self.known)))
-        listed = self.backend.compiled
-        listed[:] = [one for one in listed if one is not dropped]
+        self._drop(next(iter(self.known)))
         if not self.warned and not (world and world.rank):
             log.warning(
                 "%s has been built for more than %d different shapes and numbers: from now on "
                 "those that have not come for longest are dropped. Each new one is a build: pass "
-                "numbers that change with every call as tensors, and pad what has many lengths",
-                *(self.name, MOST_BUILDS),
+                "numbers that change with every call as tensors, and pad what has many lengths "
+                "(max_programs=%d)",
+                *(self.name, most, most),
             )
         self.warned = True
+
+    def close(self) -> None:
+        """Drops all that was built."""
+        for key in list(self.known):
+            self._drop(key)
+
+    def _drop(self, key: tuple) -> None:
+        dropped, listed = self.known.pop(key), self.backend.compiled
+        listed[:] = [compiled for compiled in listed if compiled is not dropped]
 
     def _agreed(
         self,

@@ -1,5 +1,6 @@
 """Steps that are called with arguments of many sizes: one program, the numbers of one device."""
 
+import logging
 import random
 
 import pytest
@@ -256,6 +257,22 @@ def test_a_returned_size(capture):
         x = torch.randn(4, size, 8)
         loss, found = compiled(x)
         assert found == size and torch.equal(loss, model(x).square().mean())
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_programs_that_are_kept(capture):
+    """Where each size has a program, so many are kept; that is said once."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    batches = [(torch.randn(4, n, 8),) for n in (2, 3, 4, 5, 6, 5, 2)]
+    options = {"capture": capture, "dynamic": False, "max_programs": 3, "stages": 1}
+    said, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("pfeife").addHandler(handler)
+    built = compared(lambda x: model(x).square().mean(), model, batches, **options)
+    logging.getLogger("pfeife").removeHandler(handler)
+    assert len(built) <= 3
+    assert len([text for text in said if "max_programs=3" in text]) == 1, said
 
 
 def test_traced_sizes_that_part():
