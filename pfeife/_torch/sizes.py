@@ -140,6 +140,12 @@ class SymbolicExamples:
         }
 
 
+def size_now(size: torch.SymInt) -> int | None:
+    """What a size is in this call, without that anything is assumed of it; None if data decide."""
+    expression = size.node._expr.xreplace(_hints(size.node.shape_env))
+    return None if expression.free_symbols else int(expression)
+
+
 def symbol_named(value: Any) -> Any:
     """The symbol that a symbolic number is, also where a trace takes it for a certain number; None
     for an expression or a plain number."""

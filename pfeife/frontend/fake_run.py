@@ -67,6 +67,8 @@ class Seen(_torch.TorchDispatchMode):
                     "the step draws from a generator of its own: its microbatches would not get "
                     "the numbers that they get in eager; draw from torch's default generator"
                 )
+            elif isinstance(one, torch.SymInt):  # a second run may know it as a number
+                said.append(repr(_torch.size_now(one)))
             elif isinstance(one, SIMPLE):
                 said.append(repr(one))
         if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
