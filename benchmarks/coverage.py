@@ -4,6 +4,7 @@
     python benchmarks/coverage.py --only 'gpt2|unet'     those whose family/name has that in it
     python benchmarks/coverage.py --json out.json --resume       but for those in out.json
     python benchmarks/coverage.py --jobs 2 --markdown docs/coverage.md
+    python benchmarks/coverage.py --sizes                four shapes: how many programs they take
 
 Needs `pip install -e '.[coverage]'`. The models (`coverage_models/`) are tiny and have random
 weights: nothing is downloaded. Each is examined in a process of its own (`coverage_case.py`) that
@@ -44,7 +45,7 @@ import attrs
 import coverage_case
 import coverage_models
 import torch
-from coverage_table import markdown
+from coverage_table import markdown, programs
 from tqdm import tqdm
 
 Row = dict[str, Any]
@@ -97,7 +98,9 @@ def begun(work: Callable[[], object], log: Path) -> int:
         os._exit(code)
 
 
-def every(todo: Sequence[tuple[str, str]], jobs: int, seconds: float, quick: bool) -> Iterator[Row]:
+def every(
+    todo: Sequence[tuple[str, str]], jobs: int, seconds: float, ways: Sequence[coverage_case.Way]
+) -> Iterator[Row]:
     """The rows as they come, each from a process of its own."""
     waiting, running = list(reversed(todo)), dict[int, Child]()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +110,7 @@ def every(todo: Sequence[tuple[str, str]], jobs: int, seconds: float, quick: boo
                 child = Child(
                     family, name, Path(tempfile.mkdtemp(dir=folder)), time.monotonic() + seconds
                 )
-                work = partial(coverage_case.main, family, name, child.folder / "row.json", quick)
+                work = partial(coverage_case.main, family, name, child.folder / "row.json", ways)
                 running[begun(work, child.folder / "log")] = child
             time.sleep(0.05)
             for process, child in list(running.items()):
@@ -149,6 +152,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows of that file")
     parser.add_argument("--markdown", type=Path, help="where the table goes, beside the terminal")
     parser.add_argument("--quick", action="store_true", help="two steps on 3 stages alone")
+    parser.add_argument("--sizes", action="store_true", help="steps of four shapes alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no threads beside this one, which forks
@@ -158,13 +162,21 @@ def main() -> None:
         rows = {(r["family"], r["name"]): r for r in json.loads(asked.json.read_text())}
     todo = [one for one in wanted if one not in rows]
     prepare(list(dict.fromkeys(family for family, _ in todo)))
-    found = every(todo, asked.jobs, asked.seconds, asked.quick)
+    shorter = coverage_case.SIZES if asked.sizes else coverage_case.QUICK
+    ways = shorter if asked.sizes or asked.quick else coverage_case.WAYS
+    found = every(todo, asked.jobs, asked.seconds, ways)
     for row in tqdm(found, total=len(todo), desc="models", disable=None):
         rows[row["family"], row["name"]] = row
         if asked.json:
             asked.json.write_text(json.dumps(list(rows.values()), indent=1))
         if row["verdict"] != "right":
             tqdm.write(f"{row['family']}/{row['name']}: {row['verdict']}: {row['cause'][:300]}")
+        if asked.sizes and row["verdict"] == "right" and row["programs"] > 2:
+            why = (row["by_size"] or ("by what was assumed of sizes",))[0]
+            tqdm.write(f"{row['family']}/{row['name']}: {row['programs']} programs: {why[:300]}")
+    if asked.sizes:
+        print(programs([rows[one] for one in wanted]))
+        sys.exit(any(row["verdict"] in ("WRONG", "unfit") for row in rows.values()))
     text = markdown([rows[one] for one in wanted])
     print(text)
     if asked.markdown:

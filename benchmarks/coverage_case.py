@@ -60,48 +60,56 @@ class Row:
     aot_seconds: float | None = None
     aot_cause: str = ""
     seconds: float | None = None  # of the first call, backward included
+    programs: int | None = None  # for all shapes that it was given
+    by_size: tuple[str, ...] = ()  # why there is one for each
     warnings: tuple[str, ...] = ()
 
 
 @attrs.frozen
 class Way:
-    """How a model is compiled, and how many steps it takes before one with other shapes."""
+    """How a model is compiled, and the shapes of its steps: how many rows more than its own, and
+    whether it is of its other size."""
 
     stages: int
     schedule: str
-    steps: int = STEPS
-    other_shapes: bool = False
+    shapes: tuple[tuple[int, bool], ...] = ((0, False),) * STEPS
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.schedule}"
 
 
-WAYS = (Way(2, "1f1b", other_shapes=True), Way(3, "zb-h1"))
-QUICK = (Way(3, "1f1b", steps=2),)
+WAYS = (Way(2, "1f1b", ((0, False),) * STEPS + ((1, True),)), Way(3, "zb-h1"))
+QUICK = (Way(3, "1f1b", ((0, False),) * 2),)
+SIZES = (Way(2, "1f1b", ((0, False), (1, True), (2, False), (3, True))),)
 
 
 class Recorder(logging.Handler):
-    """Keeps what pfeife warns of."""
+    """Keeps what pfeife warns of, and why it takes a program for each size."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.DEBUG)
         self.texts: list[str] = []
+        self.by_size: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        if "for each size" in record.getMessage():
+            self.by_size.append(record.getMessage())
+        elif record.levelno >= logging.WARNING:
+            self.texts.append(record.getMessage())
 
 
 class Wrong(Exception):
     """Numbers that are not those of eager."""
 
 
-def main(family: str, name: str, out: Path, quick: bool = False) -> None:
-    """Examines a model; `quick` is one way alone, and not beside torch.compile."""
+def main(family: str, name: str, out: Path, ways: Sequence[Way] = WAYS) -> None:
+    """Examines a model; in other ways than the usual ones not beside torch.compile."""
     row = Row(family, name)
-    recorder = Recorder()
-    logging.getLogger("pfeife").addHandler(recorder)
+    recorder, log = Recorder(), logging.getLogger("pfeife")
+    log.addHandler(recorder)
+    log.setLevel(logging.DEBUG)
     try:
-        for _ in _examined(row, quick):
+        for _ in _examined(row, ways):
             out.write_text(json.dumps(attrs.asdict(row)))
         row.verdict = "right" if row.verdict == "failed" else row.verdict
     except Wrong as error:
@@ -112,7 +120,7 @@ def main(family: str, name: str, out: Path, quick: bool = False) -> None:
     except Exception as error:
         row.verdict = "unfit" if row.phase == "eager" else "failed"
         row.cause = f"{type(error).__name__}: {text(error)}"
-    row.warnings = tuple(recorder.texts)
+    row.warnings, row.by_size = tuple(recorder.texts), tuple(recorder.by_size)
     out.write_text(json.dumps(attrs.asdict(row)))
 
 
@@ -120,7 +128,7 @@ def text(error: BaseException) -> str:
     return str(error)[:1500]
 
 
-def _examined(row: Row, quick: bool) -> Iterator[None]:
+def _examined(row: Row, ways: Sequence[Way]) -> Iterator[None]:
     """Fills the row in, and stops after every phase."""
     build = coverage_models.models(row.family)[row.name]
     yield
@@ -142,11 +150,11 @@ def _examined(row: Row, quick: bool) -> Iterator[None]:
     row.draws = bool(difference(expected, accumulated(built(build), args, number=8))[0])
     yield
     compiled = None
-    if not quick:
+    if ways is WAYS:
         row.phase = "aot_eager"
         compiled = _by_aot_eager(row, build, args)
         yield
-    for way in QUICK if quick else WAYS:
+    for way in ways:
         row.phase = f"pfeife, {way}"
         yield
         _piped(row, build, way, compiled)
@@ -202,15 +210,16 @@ def _piped(row: Row, build: Callable[[], Example], way: Way, compiled: Values | 
         schedule=way.schedule,
         progress=False,
     )
-    for number in range(way.steps + way.other_shapes):
+    for number, shape in enumerate(way.shapes):
         row.phase = f"pfeife, {way}, step {number}"
-        args = drawn(example, number, other=number == way.steps)
+        args = drawn(example, number, *shape)
         copy_state(example.model, reference.model)
         with timed() as seconds:
             found = stepped(example, step, args)
         if not number:
             row.seconds = row.seconds or round(seconds(), 2)
             _describe(row, step)
+        row.programs = len(step.backend.compiled)
         expected = accumulated(reference, args, "sum" if row.reduction == "sum" else "mean")
         if not finite(expected):
             return  # eager diverges, and what comes of that cannot be compared
@@ -247,10 +256,9 @@ def built(build: Callable[[], Example]) -> Example:
     return example
 
 
-def drawn(example: Example, number: int, other: bool = False) -> tuple[Any, ...]:
+def drawn(example: Example, number: int, more: int = 0, other: bool = False) -> tuple[Any, ...]:
     torch.manual_seed(100 + number)
-    rows = (example.rows + 1 if other else example.rows) * MICROBATCHES
-    return example.draw(rows, example.sizes[other])
+    return example.draw((example.rows + more) * MICROBATCHES, example.sizes[other])
 
 
 def cut(example: Example, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:

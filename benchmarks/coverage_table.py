@@ -45,6 +45,15 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def programs(rows: Sequence[Row]) -> str:
+    """How many models take one program for all shapes after the first one."""
+    right = [row for row in rows if row["verdict"] == "right"]
+    counts = Counter("one" if row["programs"] <= 2 else "more" for row in right)
+    share = 100 * counts["one"] / max(1, len(right))
+    verdicts = Counter(row["verdict"] for row in rows)
+    return f"{dict(verdicts)}; of those right {counts['one']} ({share:.0f} %) take one program"
+
+
 def kind(row: Row) -> str:
     if row["verdict"] != "right":
         return str(row["verdict"])
