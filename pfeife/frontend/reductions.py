@@ -219,12 +219,16 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
     if classes and given["weight"] is not None:
         return None
     target = given["target"] if classes else source_of(divided)
-    copies = _cone(program, target, graph)
+    ignored = given["ignore_index"] if classes else None  # a size, perhaps
+    ends = [one for one in (target, ignored) if isinstance(one, fx.Node)]
+    copies = _cone(program, ends, graph)
     if copies is None:
         return None
     value = copies[target]
     if classes:
-        wanted = graph.call_function(torch.ops.aten.ne.Scalar, (value, given["ignore_index"]))
+        wanted = graph.call_function(
+            torch.ops.aten.ne.Scalar, (value, copies.get(ignored, ignored))
+        )
         value = graph.call_function(torch.ops.aten.sum.default, (wanted,))
     graph.output(value)
     holder = nn.Module()
@@ -235,11 +239,13 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
     return Count(module, source_line(divided), classes or target is not divided)
 
 
-def _cone(program: Program, end: fx.Node, graph: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Copies of all that a node is computed from; None unless that is of the batch alone."""
+def _cone(
+    program: Program, ends: Sequence[fx.Node], graph: fx.Graph
+) -> dict[fx.Node, fx.Node] | None:
+    """Copies of all that nodes are computed from; None unless that is of the batch alone."""
     batch = {port.name for port in program.ports(Role.BATCH, Role.SIZE)}
     copies: dict[fx.Node, fx.Node] = {}
-    for node in ancestors(program.module.graph, [end]):
+    for node in ancestors(program.module.graph, ends):
         if node.target is seeded or (node.op == "placeholder" and node.name not in batch):
             return None
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -275,6 +275,24 @@ def test_programs_that_are_kept(capture):
     assert len([text for text in said if "max_programs=3" in text]) == 1, said
 
 
+def test_targets_that_a_size_says_are_ignored():
+    """As in extractive question answering: what lies beyond the row is no target."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+
+    def step(x, y):
+        scores = model(x).squeeze(-1)
+        return F.cross_entropy(scores, y.clamp(max=x.shape[1]), ignore_index=x.shape[1])
+
+    batches = [(torch.randn(4, n, 8), torch.tensor([0, 99, 2, 1])) for n in (4, 5, 9)]
+    compiled = pfeife.compile(step, microbatches=2, progress=False)
+    for x, y in batches:
+        model.zero_grad()
+        loss = compiled(x, y)
+        torch.testing.assert_close(loss, step(x, y))  # of the whole batch: three targets
+    assert len(compiled.backend.compiled) == 2
+
+
 def test_traced_sizes_that_part():
     """Sizes that were alike in two calls are one; in a third they are not."""
     torch.manual_seed(0)
