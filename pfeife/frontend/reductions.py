@@ -102,11 +102,20 @@ def _moved(fixed: Program, settled: Program, known: Known) -> Known:
     names = {node.name for node in settled.module.graph.nodes}
     for node in known.counts:
         there = settled.node(node.name) if node.name in names else None
-        counts = [_count(fixed, node), _count(settled, there) if there else None]
-        codes = {count.module.code if count else "" for count in counts}
-        if len(codes) > 1 or "" in codes:
+        counts = _count(fixed, node), _count(settled, there) if there else None
+        operations = [_operations(count) if count else [] for count in counts]
+        if operations[0] != operations[1] or not operations[0]:
             raise ValueError(f"the count in {source_line(node)} is another one for other sizes")
     return _in_program(settled, known)
+
+
+def _operations(count: Count) -> list[str]:
+    """What a count computes, whatever its nodes are called."""
+    nodes = {node: at for at, node in enumerate(count.module.graph.nodes)}
+    return [
+        f"{node.op} {node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), nodes.get)}"
+        for node in nodes
+    ]
 
 
 def derive(
@@ -226,9 +235,8 @@ def _count(program: Program, divided: fx.Node) -> Count | None:
         return None
     value = copies[target]
     if classes:
-        wanted = graph.call_function(
-            torch.ops.aten.ne.Scalar, (value, copies.get(ignored, ignored))
-        )
+        number = copies[ignored] if isinstance(ignored, fx.Node) else ignored
+        wanted = graph.call_function(torch.ops.aten.ne.Scalar, (value, number))
         value = graph.call_function(torch.ops.aten.sum.default, (wanted,))
     graph.output(value)
     holder = nn.Module()

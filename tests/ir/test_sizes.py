@@ -293,6 +293,24 @@ def test_targets_that_a_size_says_are_ignored():
     assert len(compiled.backend.compiled) == 2
 
 
+def test_t5_of_several_lengths():
+    """Its graphs of one size and of all differ in the names of nodes, its counts do not."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0, **small)
+    )
+    batches = [[torch.randint(2, 64, (4, n)) for n in sizes] for sizes in ((8, 5), (9, 7), (12, 6))]
+    step = pfeife.compile(
+        lambda x, y: model(input_ids=x, labels=y).loss, microbatches=2, progress=False
+    )
+    for x, y in batches:
+        step(x, y)
+    assert len(step.backend.compiled) == 2
+
+
 def test_traced_sizes_that_part():
     """Sizes that were alike in two calls are one; in a third they are not."""
     torch.manual_seed(0)
