@@ -2,11 +2,11 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
-`kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`, `recurrent`, `speech`,
-`tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
-of one, `absent` and `hollow` are about tensors whose values or memory are not there, `profiling`
-about torch.profiler.
+joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
+`questions` and `kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`,
+`recurrent`, `speech`, `tensors`, `gloo`, `nccl` and `trace` are about what their names say,
+`checkpoints` reads the list of one, `absent` and `hollow` are about tensors whose values or memory
+are not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import attention as attention
@@ -100,6 +100,7 @@ from pfeife._torch.questions import (
 )
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
+from pfeife._torch.size_trees import is_expression, size_of_tree, tree_of_size
 from pfeife._torch.sizes import (
     Size,
     SymbolicExamples,
@@ -213,6 +214,7 @@ __all__ = [
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
+    "is_expression",
     "is_handed_out",
     "is_higher_order",
     "is_hollow",
@@ -255,6 +257,7 @@ __all__ = [
     "saved_state",
     "sequence_of",
     "sets_data",
+    "size_of_tree",
     "sizes_and_numbers",
     "sizes_at",
     "source_value",
@@ -268,6 +271,7 @@ __all__ = [
     "texts_of_numbers",
     "together",
     "trace_artifact",
+    "tree_of_size",
     "value_of",
     "views_of_memory",
     "who_compiles",

@@ -379,6 +379,22 @@ def port_name(name: str, taken: set[str]) -> str:
     return _unique(re.sub(r"\W", "_", name), taken)
 
 
+def sizes_of_arguments(arguments: Sequence[Argument]) -> dict[Any, tuple[str, torch.SymInt]]:
+    """The symbolic sizes of arguments and what they are called in a program, by their symbols."""
+    sizes = [(a.name, a.example) for a in arguments if a.role == Role.SIZE]
+    taken = {argument.name for argument in arguments}
+    for argument in arguments:
+        shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
+        sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
+    found: dict[Any, tuple[str, torch.SymInt]] = {}
+    for name, size in sizes:
+        symbol = _torch.symbol_named(size)
+        if symbol is not None and symbol not in found:
+            name = name if name in taken else port_name(name, taken)
+            found[symbol] = name, size
+    return found
+
+
 def _unique(name: str, taken: set[str]) -> str:
     name = name if re.match(r"[A-Za-z_]", name) else f"_{name}"
     if keyword.iskeyword(name) or hasattr(builtins, name) or _RESERVED.match(name):
