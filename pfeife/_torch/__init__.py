@@ -3,10 +3,10 @@
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
-`questions` and `kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`,
-`recurrent`, `speech`, `tensors`, `gloo`, `nccl` and `trace` are about what their names say,
-`checkpoints` reads the list of one, `absent` and `hollow` are about tensors whose values or memory
-are not there, `profiling` about torch.profiler.
+`open_values` (values of such sizes), `questions` and `kernel_numbers` (what only data tell);
+`attention`, `kernels`, `modules`, `recurrent`, `speech`, `tensors`, `gloo`, `nccl` and `trace` are
+about what their names say, `checkpoints` reads the list of one, `absent` and `hollow` are about
+tensors whose values or memory are not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import attention as attention
@@ -84,6 +84,7 @@ from pfeife._torch.modules import (
     write,
 )
 from pfeife._torch.nccl import nccl_group
+from pfeife._torch.open_values import OpenValues
 from pfeife._torch.profiling import is_profiled
 from pfeife._torch.questions import (
     as_answer,
@@ -156,6 +157,7 @@ __all__ = [
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "OpOverload",
+    "OpenValues",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
