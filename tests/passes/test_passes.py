@@ -48,17 +48,36 @@ def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
 def test_random_programs(data):
     net = data.draw(nets())
     microbatches = [(torch.randn(3, 4),) for _ in range(data.draw(st.integers(1, 4)))]
+    check_random(data, net, lambda x: net(x).square().mean(), [microbatches])
+
+
+@random_cases(12)
+@given(st.data())
+def test_random_programs_of_open_sizes(data):
+    """Of any number of rows, and of any length of these."""
+    net, count = data.draw(nets()), data.draw(st.integers(1, 4))
+    steps = [
+        [(torch.randn(*sizes, 4),) for _ in range(count)] for sizes in ((3, 2), (2, 5), (4, 3))
+    ]
+    for dim in range(2):
+        torch._dynamo.mark_dynamic(steps[0][0][0], dim)
 
     def step(x):
-        return net(x).square().mean()
+        return net(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1).square().mean() * x.shape[1]
 
+    check_random(data, net, step, steps)
+
+
+def check_random(data, net, step, steps):
+    """Draws passes for a step, and compares what becomes of each of several batches of it."""
+    torch._dynamo.reset()
+    microbatches, *others = steps
     program = pfeife.capture(step, *microbatches[0])
+    assert len(program.ports(Role.SIZE)) == (2 if others else 0)
     state = {n: v.clone() for n, v in pfeife.state_of(program, net).items()}
-    check = functools.partial(check_pass, state=state, microbatches=microbatches)
-    assert_same(
-        eager_accumulation(step, net, microbatches),
-        pfeife.evaluate(program, state, microbatches),
-    )
+    check = functools.partial(check_pass, state=state, microbatches=microbatches, others=others)
+    for batch in steps:
+        assert_same(eager_accumulation(step, net, batch), pfeife.evaluate(program, state, batch))
     tied: set[str] = set()
     for row in ROWS:
         if not row.sometimes or data.draw(st.booleans()):
@@ -71,7 +90,8 @@ def test_random_programs(data):
     order = family(program.units, each, [rank_of[unit] for unit in range(program.units)])
     pipeline = LocalPipeline(program, sched.verify_schedule(sched.lower(order, program)))
     # Parts of one sum may be added in another order on ranks with several stages.
-    assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
+    for batch in steps:
+        assert_same(pfeife.evaluate(program, state, batch), pipeline(state, batch), tied)
 
 
 def test_progress_of_passes_is_told():
