@@ -111,6 +111,7 @@ def describe(
         describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
+    describer.symbols.assume()
     arguments = _with_names_of_sizes(arguments, describer.taken)
     pairs = zip(nodes, arguments, strict=True)
     check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
