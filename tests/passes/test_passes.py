@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CASES, EQUAL_TO_EAGER
+from models import CASES, EQUAL_TO_EAGER, case
 from pass_rows import ROWS
 from programs import CPU_CORE, captured, clusters, lowered
 from share import crossed, random_cases
@@ -92,6 +92,45 @@ def check_random(data, net, step, steps):
     # Parts of one sum may be added in another order on ranks with several stages.
     for batch in steps:
         assert_same(pfeife.evaluate(program, state, batch), pipeline(state, batch), tied)
+
+
+SIZED = {
+    "GPT": lambda rows, n: (torch.randint(23, (rows, n)), torch.randint(23, (rows, n))),
+    "BatchNormNet": lambda rows, n: (torch.randn(rows, 1, n, 5), torch.randint(3, (rows,))),
+    "DropoutNet": lambda rows, n: (torch.randn(rows, n, 6),),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_changes_results_does_it_at_all_sizes(name):
+    """A pass of a program with open sizes gives what it gives of one for each size."""
+    one, program = case(name), None
+    for rows, length in ((2, 4), (3, 7)):
+        torch.manual_seed(0)
+        microbatches = [SIZED[name](rows, length) for _ in range(2)]
+        torch._dynamo.reset()
+        fixed = pfeife.capture(one.step, *microbatches[0])
+        if program is None:
+            torch._dynamo.reset()
+            for value in microbatches[0]:
+                for dim in range(value.dim() if name == "GPT" else min(value.dim(), 3)):
+                    if value.shape[dim] in (rows, length):
+                        torch._dynamo.mark_dynamic(value, dim)
+            program = pfeife.capture(one.step, *microbatches[0])
+            fused = clusters(program)
+            state = pfeife.state_of(program, one.model)
+            plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2, recompute="always")
+        assert len(program.ports(Role.SIZE)) >= 2
+        for flat in (pfeife.accumulate_in(torch.float64), pfeife.defer_batch_norm()):
+            found, expected = (
+                pfeife.evaluate(flat(p), state, microbatches) for p in (program, fixed)
+            )
+            assert_same(found, expected)
+            assert_same(
+                pfeife.evaluate(pfeife.fuse()(flat(program)), state, microbatches), expected
+            )
+        expected = pfeife.evaluate(fixed, state, microbatches)
+        assert_same(expected, pfeife.evaluate(pfeife.apply(plan)(fused), state, microbatches))
 
 
 def test_progress_of_passes_is_told():
