@@ -1,17 +1,25 @@
 """Bugs that pipelines have had, each put in on purpose: the checks must find every one."""
 
+import importlib
+
 import attrs
 import pytest
 import torch
-from programs import CPU_CORE, captured, clusters, lowered
-from torch import fx
+from programs import CPU_CORE, captured, clusters, for_ranks, lowered
+from seeded import seed
+from torch import fx, nn
 
 import pfeife
 from pfeife import sched
+from pfeife.frontend import ports, stored
+from pfeife.ir import evaluate, settle
+from pfeife.ir.evaluate import named_batch
 from pfeife.ir.verify import verify
+from pfeife.lowering import wiring
 from pfeife.lowering.coverage import check_coverage
 from pfeife.lowering.wiring import Wiring
-from pfeife.runtime import LocalPipeline
+from pfeife.runtime import LocalPipeline, interpret
+from pfeife.runtime.interpret import RankRunner
 from pfeife.testing import assert_same, check_pass
 
 
@@ -190,3 +198,122 @@ def test_malformed_programs_are_named():
     fused = pfeife.fuse()(program)
     with pytest.raises(ValueError, match="are not the call_module nodes"):
         pfeife.verify(attrs.evolve(fused, calls=fused.calls[1:]))
+
+
+class Sized(nn.Module):
+    """Sizes that are read, computed with, and asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        hidden = hidden.relu() if x.shape[1] > 3 else hidden.tanh()
+        return self.last(hidden).mean(1).square().mean() * x.shape[1]
+
+
+def by_way_of(*shape):
+    """A pass that gives the operands of `relu` another shape in between (None: the same)."""
+
+    def change(operation):
+        if operation.target is not torch.ops.aten.relu.default:
+            return None
+        value, aten = operation.args[0], torch.ops.aten
+        sizes = [operation.make(aten.sym_size.int, value, dim) for dim in range(3)]
+        wanted = [sizes[at] if size is None else size for at, size in enumerate(shape)]
+        there = operation.make(aten.reshape.default, value, wanted)
+        again = operation.make(
+            aten.reshape.default, operation.make(aten.relu.default, there), sizes
+        )
+        return operation.make(aten.add.Tensor, again, again)
+
+    return lambda program: program.rewrite(change)
+
+
+def check_sizes():
+    """What keeps a program with open sizes right at all of them, on a small one."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net = Sized()
+    steps = [[(torch.randn(*sizes, 4),) for _ in range(2)] for sizes in ((2, 5), (3, 4), (2, 7))]
+    fixed = [pfeife.capture(net, *batch[0], loss_reduction="mean") for batch in steps]
+    for dim in range(2):
+        torch._dynamo.mark_dynamic(steps[0][0][0], dim)
+    torch._dynamo.reset()
+    flat = pfeife.capture(net, *steps[0][0], loss_reduction="mean")
+    state = pfeife.state_of(flat, net)
+    bare = attrs.evolve(flat, outputs=[attrs.evolve(p, reduction=None) for p in flat.outputs])
+    again = stored.restore(stored.store(bare, "key"))
+    assert again.limits == flat.limits and str(again.module.graph) == str(flat.module.graph)
+    assert [p.sizes for p in again.inputs] == [p.sizes for p in flat.inputs]
+    kit = {"state": state, "microbatches": steps[0], "others": steps[1:]}
+    there_and_back = (pfeife.move_to_device("cuda:0"), pfeife.move_to_device("cpu"))
+    check_pass(pfeife.compose(*there_and_back), flat, **kit)
+    reshaped = by_way_of(None, None, 4)(flat)
+    check_pass(pfeife.fuse(), reshaped, **kit)
+    fused = clusters(flat)
+    plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2)
+    sent, schedule = for_ranks(fused, plan)
+    pipeline = LocalPipeline(sent, schedule)
+    for batch, other in zip(steps, fixed, strict=True):
+        found = pipeline(state, batch)
+        assert_same(pfeife.evaluate(other, state, batch), found)
+        alone, order = for_ranks(clusters(other), plan)
+        sizes = named_batch(flat, batch[0])
+        here = tuple(sizes[port.name] for port in sent.ports(pfeife.Role.SIZE))
+        for rank, runner in enumerate(pipeline.runners):
+            there = RankRunner(alone, order, rank).envelopes
+            assert runner._messages_at(here).envelopes == there, "messages of other sizes"
+    for program in (flat, by_way_of(2, 5, 4)(flat)):
+        check_refused(program, state, [torch.randn(2, 3, 4)])
+    check_refused(by_way_of(2, 5, 4)(flat), state, steps[1])
+
+
+def check_refused(program, state, batch):
+    """Sizes for which a program was not captured."""
+    try:
+        pfeife.evaluate(program, state, batch)
+    except ValueError as error:
+        assert "was captured for" in str(error)
+        return
+    raise AssertionError("sizes that a program is not for")
+
+
+MOVING = importlib.import_module("pfeife.passes.move_to_device")  # the name is the pass's too
+BUGS_OF_SIZES = {
+    "a constant in new nodes": (
+        *(settle, "return opened.sizes[node.name]", "return opened.numbers[node.name]"),
+    ),
+    "a constant in moved nodes": (
+        *(MOVING, "return self.opened.sizes[node.name]", "return node.meta['val']"),
+    ),
+    "a constant in captured nodes": (ports, 'node.meta["sizes"] = layout', "pass"),
+    "constants in a file": (
+        *(stored, "sizes = None if one.sizes is None else value(one.sizes)", "sizes = None"),
+    ),
+    "messages of the capture": (
+        *(interpret, "named = dict(zip(self.sizes, sizes, strict=False))", "named = {}"),
+    ),
+    "layouts of the capture": (wiring, "if not (symbolic and sizes):", "if True:"),
+    "a guard of the capture left out": (
+        *(ports, "verify(Program(module, tuple(self.inputs), tuple(outputs), limits=limits))"),
+        "verify(Program(module, tuple(self.inputs), tuple(outputs)))",
+    ),
+    "a guard of new nodes left out": (
+        *(settle, "(*program.limits, *opened().assumed())", "program.limits"),
+    ),
+    "guards left out in a file": (stored, "limits=tuple(map(value, stored.limits))", "limits=()"),
+    "guards that nobody looks at": (evaluate, "if broken:", "if False:"),
+}
+
+
+def test_sizes_without_a_bug():
+    check_sizes()
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_SIZES)
+def test_bugs_of_sizes(monkeypatch, bug):
+    seed(monkeypatch, *BUGS_OF_SIZES[bug])
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        check_sizes()

@@ -2,11 +2,11 @@
 
 Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder changes. Read first
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
-joint graph) and `surroundings` (what that depends on), then `sizes`, `questions` and
-`kernel_numbers` (what only data tell); `attention`, `kernels`, `modules`, `recurrent`, `speech`,
-`tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
-of one, `absent` and `hollow` are about tensors whose values or memory are not there, `profiling`
-about torch.profiler.
+joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
+`open_values` (values of such sizes), `questions` and `kernel_numbers` (what only data tell);
+`attention`, `kernels`, `modules`, `recurrent`, `speech`, `tensors`, `gloo`, `nccl` and `trace` are
+about what their names say, `checkpoints` reads the list of one, `absent` and `hollow` are about
+tensors whose values or memory are not there, `profiling` about torch.profiler.
 """
 
 from pfeife._torch import attention as attention
@@ -84,6 +84,7 @@ from pfeife._torch.modules import (
     write,
 )
 from pfeife._torch.nccl import nccl_group
+from pfeife._torch.open_values import OpenValues
 from pfeife._torch.profiling import is_profiled
 from pfeife._torch.questions import (
     as_answer,
@@ -100,6 +101,7 @@ from pfeife._torch.questions import (
 )
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
+from pfeife._torch.size_trees import is_expression, size_of_tree, tree_of_size
 from pfeife._torch.sizes import (
     Size,
     SymbolicExamples,
@@ -156,6 +158,7 @@ __all__ = [
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "OpOverload",
+    "OpenValues",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -214,6 +217,7 @@ __all__ = [
     "is_decided_by_data",
     "is_drawn",
     "is_dynamo_error",
+    "is_expression",
     "is_handed_out",
     "is_higher_order",
     "is_hollow",
@@ -257,6 +261,7 @@ __all__ = [
     "sequence_of",
     "sets_data",
     "size_now",
+    "size_of_tree",
     "sizes_and_numbers",
     "sizes_at",
     "source_value",
@@ -270,6 +275,7 @@ __all__ = [
     "texts_of_numbers",
     "together",
     "trace_artifact",
+    "tree_of_size",
     "value_of",
     "views_of_memory",
     "who_compiles",

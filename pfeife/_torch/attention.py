@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pfeife._torch.sizes import is_unbacked
+
 _ATEN = torch.ops.aten
 ON_CPU: Any = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 ON_CPU_BACKWARD: Any = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -72,7 +74,7 @@ def _check(given: Mapping[str, Any]) -> None:
     """Raises ValueError for what no kernel of CUDA takes."""
     tensors = [given[name] for name in ("query", "key", "value", "attn_mask")]
     tensors = [one for one in tensors if one is not None]
-    if any(type(size) is not int for one in tensors for size in one.shape):
+    if any(_is_by_data(size) for one in tensors for size in one.shape):
         raise ValueError("a size that data decide")
     kind = given["query"].dtype
     if kind not in (*_HALVES, torch.float32):
@@ -85,3 +87,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ValueError("numbers of a head, or of a mask's row, that are not side by side")
     if not all(size for one in tensors for size in one.shape):
         raise ValueError("a size of 0")
+
+
+def _is_by_data(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and any(map(is_unbacked, size.node.expr.free_symbols))

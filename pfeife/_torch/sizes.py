@@ -43,6 +43,7 @@ class Symbols:
         self.environment: Any = mode.shape_env
         self.values, self.fixed = values or {}, fixed
         self.own: dict[Any, Any] = {}  # by those of the other one
+        self.others: list[Any] = []  # the other one's environment, once a size of it is known
 
     def __call__(self, size: Any) -> Any:
         """What a size is here: a number as it is, the other one's symbols as those of this
@@ -59,11 +60,18 @@ class Symbols:
         found = int(expression.xreplace(numbers))
         if self.fixed:
             return found
+        self.others = [size.node.shape_env]
         for symbol in sorted(numbers, key=str):
             if symbol not in self.own:
                 self.own[symbol] = _new(self.environment, len(self.own), int(numbers[symbol]))
         own = expression.xreplace(self.own)
         return self.environment.create_symintnode(own, hint=found, source=None)
+
+    def assume(self) -> None:
+        """Takes for granted what the other capture has assumed of these sizes so far."""
+        for guard in (guard for other in self.others for guard in other.guards):
+            if guard.expr.free_symbols and guard.expr.free_symbols <= self.own.keys():
+                self.environment.evaluate_expr(guard.expr.xreplace(self.own))
 
 
 def new_size(mode: FakeTensorMode, number: int, hint: int) -> Any:
@@ -184,8 +192,8 @@ def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
 def _holds(limit: sympy.Basic, named: tuple[tuple[str, int], ...]) -> bool:
     numbers = {name_of_size(name): sympy.Integer(value) for name, value in named}
     found = limit.subs(numbers)
-    if found.free_symbols:
-        raise ValueError(f"nothing is known of {found.free_symbols} in {limit}")
+    if found not in (sympy.true, sympy.false):
+        raise ValueError(f"{limit} says nothing of the sizes {dict(named)}: it is {found}")
     return bool(found)
 
 

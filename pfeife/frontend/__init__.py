@@ -7,8 +7,8 @@
 
 The other door is `tracing`, which runs the step (`fake_run`) and gives a `traced` one; `places`
 knows what the step reaches by itself, `executed` what code has run, `guards` what that can read and
-must not change, `answers` what it is told of values, `user_lines` where its operations come from,
-`data_writes` what `p.data = value` means.
+must not change, `answers` what it is told of values, `open_sizes` for which sizes a trace holds,
+`user_lines` where its operations come from, `data_writes` what `p.data = value` means.
 
 `batch` cuts a call's arguments, `microbatch` joins its results, `reductions` and `rows/` derive
 how, `first_call` compares a captured program with the step itself, `other_rows` a traced one on

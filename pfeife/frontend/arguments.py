@@ -111,6 +111,7 @@ def describe(
         describer.argument(node, source, example)
         for node, source, example in zip(nodes, sources, examples, strict=True)
     ]
+    describer.symbols.assume()
     arguments = _with_names_of_sizes(arguments, describer.taken)
     pairs = zip(nodes, arguments, strict=True)
     check_given(module, {n for n, a in pairs if a.given and a.role in (Role.BATCH, Role.CONSTANT)})
@@ -377,6 +378,22 @@ _RESERVED = re.compile(r"(self|seed|loss)$|(output|tangent|grad|new)_")
 def port_name(name: str, taken: set[str]) -> str:
     """What the port is called of an argument with a name, which may have dots; no two have one."""
     return _unique(re.sub(r"\W", "_", name), taken)
+
+
+def sizes_of_arguments(arguments: Sequence[Argument]) -> dict[Any, tuple[str, torch.SymInt]]:
+    """The symbolic sizes of arguments and what they are called in a program, by their symbols."""
+    sizes = [(a.name, a.example) for a in arguments if a.role == Role.SIZE]
+    taken = {argument.name for argument in arguments}
+    for argument in arguments:
+        shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
+        sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
+    found: dict[Any, tuple[str, torch.SymInt]] = {}
+    for name, size in sizes:
+        symbol = _torch.symbol_named(size)
+        if symbol is not None and symbol not in found:
+            name = name if name in taken else port_name(name, taken)
+            found[symbol] = name, size
+    return found
 
 
 def _unique(name: str, taken: set[str]) -> str:

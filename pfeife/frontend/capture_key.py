@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.frontend.arguments import Argument
+from pfeife.frontend.arguments import Argument, sizes_of_arguments
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.spelling import name_of, spelled
 
@@ -58,13 +58,31 @@ def _lines(asked: Traceable) -> Iterator[str]:
     yield f"format {FORMAT}"
     yield f"pfeife {sources(Path(__file__).parent.parent)}"
     yield from _torch.surroundings(sorted(devices, key=str))
+    sizes = sizes_of_arguments(asked.arguments)
+    names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in sizes.items()}
     for one in asked.arguments:
         yield spelled([one.name, one.role and one.role.value, one.names, one.batch_dim])
-        yield spelled([one.position, one.example])
+        yield spelled([one.position, _example(one.example, names)])
+    open_sizes = [size for _, size in sizes.values()]
+    yield spelled([[size.node.hint for size in open_sizes], [*map(str, names.values())]])
+    yield spelled(_torch.assumed_of_sizes(open_sizes, names))
     yield spelled([asked.loss, list(asked.result_dims), dict(asked.roots)])
     yield spelled([(result, one.name) for result, one in asked.carried])
     yield spelled([sorted(step.shared()), [value.requires_grad for value in step.results]])
     yield from _graph(step.graph)
+
+
+def _example(value: Any, names: Mapping[Any, Any]) -> Any:
+    """An example of an argument, whose symbolic sizes are expressions of their `names`."""
+    if isinstance(value, torch.SymInt):
+        return _torch.named_sizes([value], names)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value
+    layout = [_torch.named_sizes(numbers, names) for numbers in (value.shape, value.stride())]
+    if all(type(size) is int for size in (*layout[0], *layout[1])):
+        return value
+    kind = [value.dtype, value.device, value.storage_offset(), value.requires_grad]
+    return [type(value).__name__, layout, kind]
 
 
 def _graph(module: fx.GraphModule) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.arguments import Argument, is_below, port_name
+from pfeife.frontend.arguments import Argument, is_below, sizes_of_arguments
 from pfeife.frontend.capture_key import Traceable
 from pfeife.ir.program import (
     Port,
@@ -54,7 +54,7 @@ class Porter:
         self.here: dict[fx.Node, fx.Node] = {}
         self.seed: fx.Node | None = None
         self.draws = 0
-        given = _sizes_of(arguments)
+        given = sizes_of_arguments(arguments)
         self.given = {symbol: size for symbol, (_, size) in given.items()}
         self.names = {symbol: _torch.name_of_size(name) for symbol, (name, _) in given.items()}
         self.sizes: dict[Any, fx.Node] = {}  # by their symbols
@@ -74,7 +74,7 @@ class Porter:
         for node in nodes:
             if node.op == "placeholder":
                 self._input(node)
-        for symbol in self.names.keys() - self.sizes.keys():
+        for symbol in self.names:
             self._size(symbol)
         for node in nodes:
             if node.op not in ("placeholder", "output"):
@@ -369,22 +369,6 @@ def _plain_name(node: fx.Node) -> str:
 def _hint(size: Any) -> int:
     """What a size of an argument was when the step was captured."""
     return int(_torch.with_numbers(size, 1, {})[0])
-
-
-def _sizes_of(arguments: Sequence[Argument]) -> dict[Any, tuple[str, torch.SymInt]]:
-    """The symbolic sizes of arguments and what they are called in a program, by their symbols."""
-    sizes = [(a.name, a.example) for a in arguments if a.role == Role.SIZE]
-    taken = {argument.name for argument in arguments}
-    for argument in arguments:
-        shape = argument.example.shape if isinstance(argument.example, torch.Tensor) else ()
-        sizes += [(f"{argument.name}_size_{dim}", size) for dim, size in enumerate(shape)]
-    found: dict[Any, tuple[str, torch.SymInt]] = {}
-    for name, size in sizes:
-        symbol = _torch.symbol_named(size)
-        if symbol is not None and symbol not in found:
-            name = name if name in taken else port_name(name, taken)
-            found[symbol] = name, size
-    return found
 
 
 def stateless(arguments: Sequence[Argument]) -> list[Argument]:

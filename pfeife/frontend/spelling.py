@@ -6,6 +6,7 @@ JSON                            value, beside those of `values`
 {"device": "cpu"}               a device
 {"operation": "aten.add.Tensor"}
 {"value": [dtype, device, shape, stride, offset, asks for gradients]}    a fake tensor
+{"size": ["Mul", 2, "x_size_0"]}    an expression of sizes, see `_torch.size_trees`
 """
 
 import operator
@@ -28,11 +29,12 @@ _NUMBERS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"),
 )
+_OF_SIZES = ("sym_float", "sym_int", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "seeded": seeded,
     "size_tensor": size_tensor,
-    "sym_float": torch.sym_float,
+    **{name: getattr(torch, name) for name in _OF_SIZES},
     **{name: getattr(operator, name) for name in _NUMBERS},
 }
 _NAMES = {function: name for name, function in FUNCTIONS.items()}
@@ -107,6 +109,8 @@ def _leaf(value: Any) -> Any:
         return {"operation": target_name(value)}
     if isinstance(value, torch.Tensor):
         return {"value": _tensor(value)}
+    if _torch.is_expression(value):
+        return {"size": values.to_data(_torch.tree_of_size(value), _leaf)}
     raise ValueError(f"it has a {type(value).__name__}")
 
 
@@ -143,6 +147,7 @@ class Reader:
             "device": device_of,
             "operation": operation,
             "value": lambda parts: _fake(mode, *parts),
+            "size": lambda tree: _torch.size_of_tree(values.from_data(tree, {})),
         }
 
     def __call__(self, at: int) -> Any:

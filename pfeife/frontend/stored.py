@@ -19,8 +19,8 @@ from pfeife.ir.program import Port, Program, Role, returned
 from pfeife.ir.verify import verify
 
 KEPT: dict[str, type] = {
-    **{"val": object, "stack_trace": str, "module_stack": tuple, "module_path": str},
-    **{"custom": dict, "partitioner_tag": str, "seq_nr": int},
+    **{"val": object, "sizes": tuple, "stack_trace": str, "module_stack": tuple},
+    **{"module_path": str, "custom": dict, "partitioner_tag": str, "seq_nr": int},
     **{"is_gradient_acc": bool, "sized_by_data": bool, "autograd_backward": bool},
 }
 MOST_BYTES = 2**20  # of a constant
@@ -40,6 +40,7 @@ class StoredPort:
     device: str
     batch_dim: int | None
     sized_by_data: bool
+    sizes: int | None = None  # the number of a text
 
 
 @attrs.frozen
@@ -67,7 +68,7 @@ class Constant:
 @attrs.frozen
 class StoredProgram:
     """A flat program, and the `key` of what it was captured from. `texts` are spelled values, each
-    of them once, and `result` spells what the graph returns."""
+    of them once; `result` spells what the graph returns, and `limits` what is so of its sizes."""
 
     key: str
     texts: tuple[str, ...]
@@ -76,6 +77,7 @@ class StoredProgram:
     inputs: tuple[StoredPort, ...]
     outputs: tuple[StoredPort, ...]
     constants: tuple[Constant, ...]
+    limits: tuple[int, ...] = ()
 
 
 def _is_name(text: str) -> bool:
@@ -86,8 +88,6 @@ def _is_name(text: str) -> bool:
 def store(program: Program, key: str) -> StoredProgram:
     """A flat program as data. Raises ValueError for one with something in it that has no spelling:
     an operation of others, a graph within the graph, a large constant."""
-    if program.ports(Role.SIZE):
-        raise ValueError("the program leaves sizes of the batch open")
     texts: dict[str, int] = {}
 
     def text(value: Any) -> int:
@@ -96,14 +96,19 @@ def store(program: Program, key: str) -> StoredProgram:
     graph = program.module.graph
     nodes = [node for node in graph.nodes if node.op != "output"]
     made = tuple(_stored(node, text) for node in nodes)
+    inputs, outputs = (
+        tuple(_port(port, text) for port in ports) for ports in (program.inputs, program.outputs)
+    )
+    limits = tuple(map(text, program.limits))
     return StoredProgram(
         key,
         result=text(returned(program.module)),
         texts=tuple(texts),
         nodes=made,
-        inputs=tuple(map(_port, program.inputs)),
-        outputs=tuple(map(_port, program.outputs)),
+        inputs=inputs,
+        outputs=outputs,
         constants=tuple(_constant(n, program.module) for n in nodes if n.op == "get_attr"),
+        limits=limits,
     )
 
 
@@ -127,8 +132,11 @@ def restore(stored: StoredProgram) -> Program:
     if known != {node.target for node in graph.nodes if node.op == "get_attr"}:
         raise ValueError(f"the constants are {sorted(known)}"[:200])
     module = fx.GraphModule(holder, graph)
-    inputs, outputs = (tuple(map(_restored_port, p)) for p in (stored.inputs, stored.outputs))
-    return verify(Program(module, inputs, outputs))
+    inputs, outputs = (
+        tuple(_restored_port(port, value) for port in ports)
+        for ports in (stored.inputs, stored.outputs)
+    )
+    return verify(Program(module, inputs, outputs, limits=tuple(map(value, stored.limits))))
 
 
 def _stored(node: fx.Node, text: Any) -> StoredNode:
@@ -162,21 +170,23 @@ def _restored(one: StoredNode, graph: fx.Graph, value: spelling.Reader) -> fx.No
     return node
 
 
-def _port(port: Port) -> StoredPort:
+def _port(port: Port, text: Any) -> StoredPort:
     if port.reduction or port.counts:
         raise ValueError(f"{port.name} is reduced already")
     kept = attrs.fields_dict(StoredPort)
     said = attrs.asdict(port, recurse=False, filter=lambda field, _: field.name in kept)
     dtype, device = spelling.name_of(port.dtype), str(port.device)
-    return StoredPort(**said | {"dtype": dtype, "device": device})
+    sizes = None if port.sizes is None else text(port.sizes)
+    return StoredPort(**said | {"dtype": dtype, "device": device, "sizes": sizes})
 
 
-def _restored_port(one: StoredPort) -> Port:
+def _restored_port(one: StoredPort, value: spelling.Reader) -> Port:
     if not _is_name(one.name) or not one.names or min(one.shape, default=0) < 0:
         raise ValueError(f"{one.name[:80]} is no port")
     dtype, device = spelling.dtype_of(one.dtype), spelling.device_of(one.device)
+    sizes = None if one.sizes is None else value(one.sizes)
     said = attrs.asdict(one, recurse=False)
-    return Port(**said | {"dtype": dtype, "device": device})
+    return Port(**said | {"dtype": dtype, "device": device, "sizes": sizes})
 
 
 def _constant(node: fx.Node, module: fx.GraphModule) -> Constant:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import fx
 
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import Kind, Program, Role, is_number, is_source
+from pfeife.ir.program import Kind, Program, Role, is_source
+from pfeife.ir.sizes import numbers_of_sizes
 
 
 def program_digest(program: Program) -> str:
@@ -24,11 +25,11 @@ def program_digest(program: Program) -> str:
 
 
 def fingerprint(program: Program) -> str:
-    """The text of a program and of every body it calls, and of its ports, calls, reductions."""
+    """The text of a program, of every body it calls, of its ports, calls, reductions and limits."""
     bodies = [str(program.body(call).graph) for call in program.calls]
     rest = (program.inputs, program.outputs, program.calls, program.reductions, program.replicas)
-    counts = [str(count) for count in program.counts]
-    return "\n".join([str(program.module.graph), *bodies, *counts, *map(str, rest)])
+    said = map(str, (*program.counts, *program.limits, *rest))
+    return "\n".join([str(program.module.graph), *bodies, *said])
 
 
 def _ports(program: Program) -> Iterator[str]:
@@ -40,15 +41,12 @@ def _ports(program: Program) -> Iterator[str]:
 
 
 def _forwards(program: Program) -> Iterator[str]:
-    sizes = {port.name for port in program.ports(Role.SIZE)}
     for unit in range(program.units):
-        numbers = set[str]()  # that are sizes, or computed of them
-        for node in program.body(program.call(Kind.FORWARD, unit)).graph.nodes:
-            read = [source.name for source in node.all_input_nodes]
-            of_sizes = bool(read) and is_number(node) and numbers.issuperset(read)
-            if of_sizes or (is_source(node) and node.name in sizes):
-                numbers.add(node.name)
-            elif not is_source(node) and node.op != "output":
+        graph = program.body(program.call(Kind.FORWARD, unit)).graph
+        numbers = numbers_of_sizes(program, graph)
+        for node in graph.nodes:
+            if node.name not in numbers and not is_source(node) and node.op != "output":
+                read = (source.name for source in node.all_input_nodes)
                 others = ",".join(name for name in read if name not in numbers)
                 yield f"{unit} {node.name} {_name(node)} {others}"
 

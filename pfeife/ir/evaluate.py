@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.ir.program import STATE_ROLES, Count, Port, Program, Role
 from pfeife.ir.seeding import mix
-from pfeife.ir.sizes import sizes_in
+from pfeife.ir.sizes import broken_limit, sizes_in
 from pfeife.ir.statistics import tracked, tracked_names
 
 State = Mapping[str, torch.Tensor]
@@ -124,6 +124,12 @@ def named_batch(program: Program, microbatch: Any, index: int = 0) -> dict[str, 
     sizes = sizes_in(program, {**named, **given})
     for port, value in zip(ports, values, strict=True):
         check_tensor(port, value, f"microbatch {index}, input {port.fqn}", sizes)
+    broken = broken_limit(program, sizes)
+    if broken:
+        raise ValueError(
+            f"microbatch {index} has the sizes {sizes}, and the program was captured for {broken}: "
+            "capture another one for such sizes"
+        )
     return named | sizes
 
 

@@ -415,6 +415,15 @@ def is_sized_by_data(node: fx.Node) -> bool:
     return bool(node.meta.get("sized_by_data"))
 
 
+def tell(node: fx.Node, value: Any, sizes: Any = None) -> None:
+    """Says of a node what its fake value is, and with which expressions of sizes it is laid out:
+    a pair of those of its shape and its strides, None where no size port decides them."""
+    node.meta.pop("sizes", None)
+    node.meta["val"] = value
+    if sizes is not None:
+        node.meta["sizes"] = sizes
+
+
 def node_bytes(node: fx.Node) -> int:
     """Bytes of a node's value, without what it shares with others."""
     value = value_of(node)

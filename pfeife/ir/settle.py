@@ -1,8 +1,9 @@
 """What whoever edits a graph may leave undone."""
 
+import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -11,32 +12,41 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import Program, has_effects, output_node, receive, returned, send
+from pfeife.ir.program import Program, has_effects, output_node, receive, returned, send, tell
 from pfeife.ir.seeding import seeded
+from pfeife.ir.sizes import captured_sizes
 
 Bodies = Mapping[str, fx.GraphModule]  # by the targets of their calls
+_PASSING = (send, receive, operator.getitem)
+Opened = Callable[[], _torch.OpenValues]  # made when something is told
 
 
 def settle(program: Program) -> Program:
     """The same program, whose graph and bodies run as they stand, and whose new nodes have the
-    fake value (`meta["val"]`) that costs and memory are told by.
+    fake value (`meta["val"]`) that costs and memory are told by, and expressions of its sizes
+    (`meta["sizes"]`) where these are open.
 
     fx runs a module's code, which an edited graph has only after `recompile()`. What is right is
     kept, and nothing that was given is edited: a body may be another program's as well. A value is
     told from what the node reads, without storage; what reads it is told again as far as shapes,
-    dtypes or devices change. Nothing with an effect is run for that, nor a function of Python that
-    nobody reads. Raises ValueError for a node whose value is not to be found, as where data decide
-    its size.
+    dtypes or devices change. What that assumes of open sizes is a limit of the result. Nothing with
+    an effect is run for that, nor a function of Python that nobody reads. Raises ValueError for a
+    node whose value is not to be found, as where data decide its size.
     """
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
-    known = {id(body): _settled(body, {}) for body in bodies.values()}  # calls may share one
-    module = _settled(program.module, {at: known[id(body)] for at, body in bodies.items()})
-    return program if module is program.module else attrs.evolve(program, module=module)
+    opened = functools.cache(lambda: _torch.OpenValues(captured_sizes(program)))
+    every = {id(body): body for body in bodies.values()}  # calls may share one
+    known = {at: _settled(body, {}, opened) for at, body in every.items()}
+    module = _settled(program.module, {at: known[id(body)] for at, body in bodies.items()}, opened)
+    if module is program.module:
+        return program
+    limits = dict.fromkeys((*program.limits, *opened().assumed()))
+    return attrs.evolve(program, module=module, limits=tuple(limits))
 
 
-def _settled(module: fx.GraphModule, bodies: Bodies) -> fx.GraphModule:
+def _settled(module: fx.GraphModule, bodies: Bodies, opened: Opened) -> fx.GraphModule:
     """The module, or where something is to be changed another one with its graph's copy."""
-    values = _Values(module, bodies).told()
+    values = _Values(module, bodies, opened).told()
     same = all(module.get_submodule(at) is body for at, body in bodies.items())
     if not values and same and _runs_its_graph(module):
         return module
@@ -46,7 +56,7 @@ def _settled(module: fx.GraphModule, bodies: Bodies) -> fx.GraphModule:
     for node in module.graph.nodes:
         here[node] = graph.node_copy(node, here.__getitem__)
         if node in values:
-            here[node].meta["val"] = values[node]
+            tell(here[node], *values[node])
         if node.op == "get_attr":
             held[str(node.target)] = _attribute(module, node)
     return _torch.graph_module(held, graph, type(module).__name__)
@@ -75,31 +85,36 @@ class _Values:
     c = b + 1    reads b: not looked at
     """
 
-    def __init__(self, module: fx.GraphModule, bodies: Bodies):
-        self.module, self.bodies = module, bodies
+    def __init__(self, module: fx.GraphModule, bodies: Bodies, opened: Opened):
+        self.module, self.bodies, self.opened = module, bodies, opened
         self.of: dict[fx.Node, Any] = {}
+        self.sizes: dict[fx.Node, Any] = {}  # expressions of those that are open
+        self.parts: dict[fx.Node, Any] = {}  # such expressions of all that calls and messages give
+        self.symbolic: dict[fx.Node, Any] = {}  # values with symbols for open sizes
         self.again: set[fx.Node] = set()  # what reads these is told again
 
-    def told(self) -> dict[fx.Node, Any]:
-        """The values that nodes are to have and have not."""
+    def told(self) -> dict[fx.Node, tuple[Any, Any]]:
+        """The values that nodes are to have and have not, and the expressions of their sizes."""
         found = {}
         for node in self.module.graph.nodes:
             if "val" in node.meta:
-                self.of[node] = node.meta["val"]
+                self.of[node], self.sizes[node] = node.meta["val"], node.meta.get("sizes")
             elif node.op == "get_attr":
                 self.of[node] = _attribute(self.module, node)
             elif node.op == "call_module" and _has_values(self.bodies[str(node.target)]):
                 results = returned(self.bodies[str(node.target)])
                 self.of[node] = fx.node.map_arg(results, lambda one: one.meta["val"])
+                self.parts[node] = fx.node.map_arg(results, lambda one: one.meta.get("sizes"))
             if node.op == "call_module" or node.target in (send, receive):
                 self.again.add(node)  # these pass on what others have made
             if node.op == "call_function" and self._is_wanted(node):
-                value = self._value(node)
-                if node not in self.of or _layout(value) != _layout(self.of[node]):
+                value, sizes = self._value(node)
+                same = node in self.of and sizes == self.sizes.get(node)
+                if not same or _layout(value) != _layout(self.of[node]):
                     self.again.add(node)
-                    self.of[node] = value
+                    self.of[node], self.sizes[node] = value, sizes
                     if node.target not in (send, receive):
-                        found[node] = value
+                        found[node] = value, sizes
         return found
 
     def _is_wanted(self, node: fx.Node) -> bool:
@@ -111,27 +126,70 @@ class _Values:
             return not self.again.isdisjoint(reads) and all(one in self.of for one in reads)
         return bool(node.users) or not inspect.isroutine(node.target)
 
-    def _value(self, node: fx.Node) -> Any:
-        target: Any = node.target
+    def _value(self, node: fx.Node) -> tuple[Any, Any]:
         try:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
-            if target is seeded:  # draws nothing here: the value is as without the seed
-                target, args = args[0], args[3:]
-            with self._mode(args, kwargs), torch.no_grad():
-                value = target(*args, **kwargs)
+            if node.target in _PASSING and self._passes(node):
+                return self._passed(node)
+            value = self.symbolic[node] = self._run(node)
         except Exception as error:
             has = "another value than before" if node in self.of else "no meta['val']"
             raise ValueError(
                 f"{node.format_node()} has {has}, and it cannot be told from its arguments: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if _has_symbols(value):
+        try:
+            plain, sizes = self.opened().told(value)
+        except ValueError:
             raise ValueError(
                 f"{node.format_node()} has a size that data decide, so its value cannot be told "
                 "from its arguments; write meta['val'] of what is new before it, and of itself as "
                 "large as it can be"
+            ) from None
+        if self.opened().sizes:  # to be with the others of its graph
+            mode = self._mode(*(self.of.get(one) for one in node.all_input_nodes))
+            plain = pytree.tree_map_only(
+                torch.Tensor, lambda one: _torch.fake_on(one, one.device, mode), plain
             )
-        return value
+        return plain, sizes
+
+    def _passes(self, node: fx.Node) -> bool:
+        """Whether a node hands on what a call or a message gives, or a message is made of."""
+        return node.target is not operator.getitem or node.args[0] in self.parts
+
+    def _passed(self, node: fx.Node) -> tuple[Any, Any]:
+        target: Any = node.target
+        value = target(*fx.node.map_arg(node.args, self._read))
+        read = fx.node.map_arg(node.args, lambda one: self.parts.get(one, self.sizes.get(one)))
+        if node.target is operator.getitem:
+            return value, target(*read)
+        self.parts[node] = target(*read)
+        return value, None
+
+    def _run(self, node: fx.Node) -> Any:
+        """What a node makes of what it reads, with symbols for open sizes."""
+        target: Any = node.target
+        is_open = bool(self.opened().sizes)
+        read = self._open if is_open else self._read
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
+        if target is seeded:  # draws nothing here: the value is as without the seed
+            target, args = args[0], args[3:]
+        with self.opened().mode if is_open else self._mode(args, kwargs), torch.no_grad():
+            return target(*args, **kwargs)
+
+    def _open(self, node: fx.Node) -> Any:
+        """A node's value with symbols for open sizes."""
+        if node not in self.symbolic:
+            self.symbolic[node] = self._opened(node)
+        return self.symbolic[node]
+
+    def _opened(self, node: fx.Node) -> Any:
+        opened, value = self.opened(), self._read(node)
+        if node.op == "placeholder" and node.name in opened.sizes:
+            return opened.sizes[node.name]
+        if node.op == "call_function" and not isinstance(value, torch.Tensor):
+            of_data = node.target is torch.ops.aten._local_scalar_dense.default
+            return value if of_data else self._run(node)
+        return opened.value(value, self.sizes.get(node))
 
     def _read(self, node: fx.Node) -> Any:
         if node not in self.of:
@@ -149,13 +207,6 @@ class _Values:
 
 def _has_values(body: fx.GraphModule) -> bool:
     return all("val" in node.meta for node in output_node(body).all_input_nodes)
-
-
-def _has_symbols(value: Any) -> bool:
-    """Whether torch's rules leave sizes open, of which a capture has the most."""
-    leaves = pytree.tree_leaves(value)
-    sizes = [size for one in leaves if isinstance(one, torch.Tensor) for size in one.shape]
-    return any(isinstance(one, (torch.SymInt, torch.SymFloat)) for one in (*leaves, *sizes))
 
 
 def _layout(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import attrs
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import Program, Role, is_number, returned
+from pfeife.ir.program import Program, Role, is_number, is_source, returned
 
 
 def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
@@ -58,6 +58,19 @@ def captured_sizes(program: Program) -> dict[str, int]:
     return {port.name: program.node(port.name).meta["val"] for port in program.ports(Role.SIZE)}
 
 
+def numbers_of_sizes(program: Program, graph: fx.Graph) -> set[str]:
+    """The names of size ports in the graph of a program or a body of it, and of the numbers that
+    are computed of nothing else."""
+    sizes = {port.name for port in program.ports(Role.SIZE)}
+    found: set[str] = set()
+    for node in graph.nodes:
+        read = [source.name for source in node.all_input_nodes]
+        of_sizes = bool(read) and is_number(node) and found.issuperset(read)
+        if of_sizes or (is_source(node) and node.name in sizes):
+            found.add(node.name)
+    return found
+
+
 def broken_limit(program: Program, sizes: Mapping[str, int]) -> str:
     """Which limit of a program such sizes break, "" if none."""
     broken = (str(one) for one in program.limits if not _torch.holds(one, sizes))
@@ -69,10 +82,29 @@ def settled(program: Program) -> Program:
     size ports and of what is computed of them. Its nodes have the names that they had."""
     if not program.ports(Role.SIZE):
         return program
+
+    def plain(ports: Any) -> Any:
+        return tuple(attrs.evolve(port, sizes=None) for port in ports if port.role != Role.SIZE)
+
+    sizes = captured_sizes(program)
+    return attrs.evolve(
+        program,
+        module=_settled(program.module, sizes),
+        inputs=plain(program.inputs),
+        outputs=plain(program.outputs),
+        counts=tuple(
+            attrs.evolve(count, module=_settled(count.module, sizes)) for count in program.counts
+        ),
+        limits=(),
+    )
+
+
+def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule:
+    """A copy of a graph with numbers in place of inputs with such names, and of what is computed of
+    nothing else."""
     graph = fx.Graph()
     here: dict[fx.Node, Any] = {}
-    sizes = {port.name for port in program.ports(Role.SIZE)}
-    for node in program.module.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "output":
             continue
         read = [here[source] for source in node.all_input_nodes]
@@ -83,14 +115,8 @@ def settled(program: Program) -> Program:
         copied = here[node] = graph.node_copy(node, lambda source: source)
         copied.args, copied.kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), here.get)
         copied.meta.pop("sizes", None)
-    graph.output({name: here[node] for name, node in returned(program.module).items()})
-
-    def plain(ports: Any) -> Any:
-        return tuple(attrs.evolve(port, sizes=None) for port in ports if port.role != Role.SIZE)
-
-    module = _torch.graph_module(program.module, graph)
-    inputs, outputs = plain(program.inputs), plain(program.outputs)
-    return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs, limits=())
+    graph.output(fx.node.map_arg(returned(module), here.get))
+    return _torch.graph_module(module, graph)
 
 
 def resized(program: Program, sizes: Mapping[str, int]) -> Program:

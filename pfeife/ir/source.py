@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from pfeife.ir.program import Port, Program, receive, send, size_tensor
+from pfeife.ir.sizes import captured_sizes
 
 LARGEST = 2**16  # elements of the constants that a text may have
 _ALONE = (send, receive, size_tensor)  # whose own text needs no more than torch
@@ -36,7 +37,10 @@ def _ports(program: Program) -> list[str]:
 
 def _main(program: Program) -> str:
     """Runs the program on zeros, so that the file is a script."""
-    given = ",\n        ".join(_zeros(port) for port in program.inputs)
+    sizes = captured_sizes(program)
+    given = ",\n        ".join(
+        str(sizes[port.name]) if port.name in sizes else _zeros(port) for port in program.inputs
+    )
     return (
         'if __name__ == "__main__":\n'
         f"    results = Program()(\n        {given},\n    )\n"

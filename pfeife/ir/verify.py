@@ -1,14 +1,24 @@
 """Whether a program is well formed."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
+from pfeife import _torch
 from pfeife.ir.absorb import misplaced
-from pfeife.ir.program import INPUT_ROLES, Program, Role, is_source, receive, returned, send
+from pfeife.ir.program import (
+    INPUT_ROLES,
+    Program,
+    Role,
+    is_source,
+    receive,
+    returned,
+    send,
+    value_of,
+)
 
 
 def verify(program: Program) -> Program:
@@ -17,7 +27,8 @@ def verify(program: Program) -> Program:
     Well formed: the graph and every body pass fx's own lint; placeholders are exactly the
     input ports and the returned dict has exactly the output ports; no body keeps parameters or
     buffers of its own; calls name call_module nodes, each node once; plain nodes between calls have
-    a call that can absorb them (see `absorb`); and after the ranks are known and messages inserted,
+    a call that can absorb them (see `absorb`); expressions of sizes give what was captured, and its
+    limits hold there; and after the ranks are known and messages inserted,
     every call reads only what its own rank defined or received.
     """
     problems = list(_problems(program))
@@ -34,6 +45,7 @@ def _problems(program: Program) -> Iterator[str]:
     yield from _wrong_ports(program)
     yield from _wrong_bodies(program)
     yield from misplaced(program)
+    yield from _wrong_sizes(program)
     if any(node.target is send for node in program.module.graph.nodes):
         yield from _wrong_messages(program)
         yield from _misplaced_reads(program)
@@ -84,6 +96,41 @@ def _lint(module: fx.GraphModule) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def _wrong_sizes(program: Program) -> Iterator[str]:
+    """What expressions of sizes say otherwise than the values that were captured."""
+    names = {port.name for port in program.ports(Role.SIZE)}
+    inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    sizes = {node.name: node.meta.get("val") for node in inputs if node.name in names}
+    for name, number in sizes.items():
+        if type(number) is not int:
+            yield f"the size {name} is {number} in the capture"
+            return
+    graphs = [one.graph for one in program.module.modules() if isinstance(one, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes if "sizes" in node.meta):
+        value, said = value_of(node), node.meta["sizes"]
+        layout = None if value is None else (tuple(value.shape), value.stride())
+        if layout is None or _told(_layout_at, said, sizes) != layout:
+            yield f"{node.name} has the sizes {said}, and was captured with {layout}"
+    for port in (*program.inputs, *program.outputs):
+        if port.sizes is not None and _told(_torch.sizes_at, port.sizes, sizes) != port.shape:
+            yield f"port {port.name} has the sizes {port.sizes}, and was captured with {port.shape}"
+    for limit in program.limits:
+        if not _told(_torch.holds, limit, sizes):
+            yield f"{limit} does not hold for {sizes}"
+
+
+def _layout_at(layout: Any, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    return tuple(_torch.sizes_at(numbers, sizes) for numbers in layout)
+
+
+def _told(function: Callable[..., Any], said: Any, sizes: Mapping[str, Any]) -> Any:
+    """What a function makes of expressions; None if they are none of these sizes."""
+    try:
+        return function(said, sizes)
+    except (ValueError, TypeError, AttributeError, ArithmeticError):  # sympy's
+        return None
 
 
 def _wrong_messages(program: Program) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A program of one device as that of another, which need not be there."""
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -15,14 +15,17 @@ from pfeife.ir.program import (
     Program,
     Role,
     has_effects,
+    is_number,
     is_sized_by_data,
     receive,
     returned,
     send,
     source_line,
+    tell,
     value_of,
 )
 from pfeife.ir.seeding import seeded
+from pfeife.ir.sizes import captured_sizes
 from pfeife.passes.compose import Pass
 from pfeife.passes.moved_attention import MovedAttention
 
@@ -44,8 +47,9 @@ def move_to_device(device: torch.device | str) -> Pass:
     only, on compute capability 8.0 and above). The other operations stay those that were captured:
     a capture on the new device might have chosen others. Premises are those of the capture.
 
-    Raises ValueError, with the line of the model, for an operation that the new device has not,
-    for a program of several devices, such as `place` makes, and for one that leaves sizes open.
+    Raises ValueError, with the line of the model, for an operation that the new device has not, and
+    for a program of several devices, such as `place` makes. What the choice of a kernel assumes of
+    open sizes is a limit of the result.
 
     >>> net = torch.nn.Linear(4, 1)
     >>> flat = pfeife.capture(lambda x: net(x).mean(), torch.ones(2, 4))
@@ -62,9 +66,7 @@ def move_to_device(device: torch.device | str) -> Pass:
         home = _home(program)
         if home == target:
             return program
-        if program.ports(Role.SIZE):
-            raise ValueError("move_to_device: the program leaves sizes open; say dynamic=False")
-        mover = _Mover(home, target)
+        mover = _Mover(home, target, captured_sizes(program))
         seeds = {port.name for port in program.ports(Role.SEED)}
         module = mover.module(program.module, stay=seeds)
         counts = (attrs.evolve(one, module=mover.module(one.module)) for one in program.counts)
@@ -75,6 +77,7 @@ def move_to_device(device: torch.device | str) -> Pass:
             inputs=tuple(_as(given[port.name], port) for port in program.inputs),
             outputs=tuple(_as(returned(module)[port.name], port) for port in program.outputs),
             counts=tuple(counts),
+            limits=tuple(dict.fromkeys((*program.limits, *mover.opened.assumed()))),
         )
 
     return run
@@ -112,11 +115,12 @@ def _as(node: fx.Node, port: Port) -> Port:
 
 
 class _Mover:
-    """Copies of what is at home, for the target, with the values that torch's own rules tell."""
+    """Copies of what is at home, for the target, with the values that torch's own rules tell, in
+    which open sizes are symbols."""
 
-    def __init__(self, home: torch.device, target: torch.device):
+    def __init__(self, home: torch.device, target: torch.device, sizes: Mapping[str, int]):
         self.home, self.target = home, target
-        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.opened = _torch.OpenValues(sizes)
         self.of: dict[fx.Node, Any] = {}  # the values of new nodes
         self.modules: dict[int, fx.GraphModule] = {}  # calls may share one
         self.attention = MovedAttention(self.of, self._operation)
@@ -125,11 +129,16 @@ class _Mover:
         here = one.type == self.home.type and one.index in (None, self.home.index)
         return self.target if here else one
 
-    def value(self, old: Any) -> Any:
-        """A node's value as it was, but for where it is."""
-        return pytree.tree_map_only(
-            torch.Tensor, lambda one: _torch.fake_on(one, self.device(one.device), self.mode), old
-        )
+    def value(self, node: fx.Node, stays: bool = False) -> Any:
+        """An old node's value as it was, but for where it is."""
+        if node.op == "placeholder" and node.name in self.opened.sizes:
+            return self.opened.sizes[node.name]
+        sizes = node.meta.get("sizes")
+
+        def moved(one: torch.Tensor) -> Any:
+            return self.opened.value(one, sizes, None if stays else self.device(one.device))
+
+        return pytree.tree_map_only(torch.Tensor, moved, node.meta.get("val"))
 
     def module(
         self, module: fx.GraphModule, given: Collection[Any] = (), stay: Collection[str] = ()
@@ -144,8 +153,7 @@ class _Mover:
         for node in module.graph.nodes:
             made = here[node] = graph.node_copy(node, here.__getitem__)
             if node.op == "placeholder":
-                mine = node.meta.get("val")
-                self._tell(made, next(left, mine if node.name in stay else self.value(mine)))
+                self._tell(made, next(left, self.value(node, node.name in stay)))
             elif node.op == "call_function":
                 here[node] = self._moved(node, made)
             elif node.op in ("get_attr", "call_module"):
@@ -156,7 +164,7 @@ class _Mover:
     def _tell(self, node: fx.Node, value: Any) -> None:
         self.of[node] = value
         if "val" in node.meta:
-            node.meta["val"] = value
+            tell(node, *self.opened.told(value))
 
     def _held(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, fx.Node]:
         """What a module has by the name of a new node's target, and the node to read of it: a
@@ -168,7 +176,7 @@ class _Mover:
             if node.op == "call_module":
                 self._tell(node, fx.node.map_arg(returned(held), self.of.__getitem__))
         elif isinstance(held, torch.Tensor):
-            self._tell(node, _torch.fake_on(held, held.device, self.mode))
+            self._tell(node, self.opened.value(held))
             if held.device == self.home:
                 copy = node.graph.call_function(_COPY, (node,), {"device": self.target})
                 copy.meta = dict(node.meta)
@@ -208,14 +216,14 @@ class _Mover:
         """A new node's value: on another device it may have another dtype or other strides."""
         old = node.meta.get("val")
         if not _is_ruled(node, old):
-            return self.value(old)
+            return self.value(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.of.__getitem__)
         try:
-            with self.mode, torch.no_grad():
+            with self.opened.mode, torch.no_grad():
                 return operation(*(args[3:] if node.target is seeded else args), **kwargs)
         except Exception as error:
             if _torch.lacks_device(error):
-                return self.value(old)
+                return self.value(node)
             raise ValueError(
                 f"move_to_device: {node.name} is not to be had on {self.target} "
                 f"({source_line(node)}): {type(error).__name__}: {error}"
@@ -225,9 +233,10 @@ class _Mover:
 def _is_ruled(node: fx.Node, value: Any) -> bool:
     """Whether what a node reads tells its value, and not data or a graph."""
     passes_on = node.target in (send, receive, operator.getitem)
-    tensors = any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value))
+    known = any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value))
+    known |= is_number(node) and node.target is not torch.ops.aten._local_scalar_dense.default
     elsewhere = is_sized_by_data(node) or _torch.is_higher_order(node.target) or has_effects(node)
-    return (passes_on or tensors) and not elsewhere
+    return (passes_on or known) and not elsewhere
 
 
 def _reads(node: fx.Node, at: int) -> bool:

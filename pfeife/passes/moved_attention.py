@@ -36,9 +36,7 @@ class MovedAttention:
         if kernel is attention.FLASH and given["scale"] is None:
             given["scale"] = known["query"].shape[-1] ** -0.5
         elif kernel is not attention.FLASH:
-            bias = (
-                None if given["attn_mask"] is None else self._mask(given["attn_mask"], node, known)
-            )
+            bias = None if given["attn_mask"] is None else self._mask(given, node, known)
             given |= {"attn_bias": bias, "compute_log_sumexp": saves}
         return self._instead(node, kernel, given)
 
@@ -55,7 +53,7 @@ class MovedAttention:
         seed = self._result(saved, forward, at[0], "seed")
         given |= {"philox_seed": seed, "philox_offset": offset, "scale": first["scale"]}
         if forward.target is attention.FLASH:
-            query, key = (self._value(given[name]).shape[-2] for name in ("query", "key"))
+            query, key = (self._size(given[name], -2, node) for name in ("query", "key"))
             given |= {"cum_seq_q": None, "cum_seq_k": None, "max_q": query, "max_k": key}
             return self._instead(node, attention.FLASH_BACKWARD, given)
         given |= {"grad_out_": given["grad_out"], "attn_bias": first["attn_bias"]}
@@ -65,15 +63,26 @@ class MovedAttention:
     def _value(self, one: Any) -> Any:
         return self.values[one] if isinstance(one, fx.Node) else one
 
-    def _mask(self, mask: fx.Node, node: fx.Node, known: Mapping[str, Any]) -> fx.Node:
-        """A mask as the efficient kernel reads it: one for each head, rows aligned."""
+    def _size(self, read: fx.Node, dim: int, like: fx.Node) -> Any:
+        """A size of a value as a number, or as a node that tells it where it is open."""
+        size = self.values[read].shape[dim]
+        if type(size) is int:
+            return size
+        return self._added(like, _ATEN.sym_size.int, (read, dim))
+
+    def _mask(self, given: Mapping[str, Any], node: fx.Node, known: Mapping[str, Any]) -> fx.Node:
+        """A mask as the efficient kernel reads it: one for each head, rows aligned. Raises
+        ValueError for one that is to be padded by what an open size says."""
+        mask: fx.Node = given["attn_mask"]
         row = known["attn_mask"].shape[-1]
         if any(step % attention.MASK_ALIGNMENT for step in known["attn_mask"].stride()[:-1]):
+            if type(row) is not int:
+                raise ValueError("a mask whose rows are of an open size that is not aligned")
             more = attention.MASK_ALIGNMENT - row % attention.MASK_ALIGNMENT
             wide = self._added(node, _ATEN.constant_pad_nd.default, (mask, [0, more], 0.0))
             mask = self._added(node, _ATEN.slice.Tensor, (wide, -1, 0, row))
-        query, key = known["query"].shape, known["key"].shape
-        sizes = [*query[:3], key[2]]
+        sizes = [self._size(given["query"], dim, node) for dim in range(3)]
+        sizes.append(self._size(given["key"], 2, node))
         return self._added(node, _ATEN.expand.default, (mask, sizes))
 
     def _result(self, saved: fx.Node, forward: fx.Node, at: int, name: str) -> fx.Node:

@@ -8,6 +8,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.settle import settle
 from pfeife.passes.compose import Pass
 
 
@@ -54,7 +55,7 @@ def accumulate_in(dtype: torch.dtype = torch.float32) -> Pass:
             for port in program.outputs
         )
         module = _torch.graph_module(program.module, graph)
-        return attrs.evolve(program, module=module, outputs=tuple(outputs))
+        return settle(attrs.evolve(program, module=module, outputs=tuple(outputs)))
 
     return run
 
@@ -94,5 +95,5 @@ def _is_dense(node: fx.Node) -> bool:
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     made = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-    made.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
+    made.meta = {name: said for name, said in node.meta.items() if name not in ("val", "sizes")}
     return made

@@ -5,13 +5,22 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pfeife.data.plan import Plan
 from pfeife.ir.digest import fingerprint
-from pfeife.ir.evaluate import Result, State, combined, evaluate
-from pfeife.ir.program import Program, Role
+from pfeife.ir.evaluate import (
+    Result,
+    State,
+    as_computed,
+    combined,
+    evaluate,
+    named_batch,
+    step_inputs,
+)
+from pfeife.ir.program import STATE_ROLES, Program, Role, is_sized_by_data, value_of
 from pfeife.ir.settle import settle
+from pfeife.ir.sizes import resized
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
@@ -26,13 +35,16 @@ def check_pass(
     *,
     rounding: Collection[str] | None = (),
     within: float | None = None,
+    others: Sequence[Sequence[Any]] = (),
 ) -> Program:
     """Asserts what every pass keeps, and returns its output.
 
     The input is unchanged; the output is well formed and evaluates to what the input evaluates
     to, bit for bit but for the gradients named in `rounding` (None: for nothing), which agree to
     within rounding, or differ by no more than `within` of the largest value of their tensor; a
-    second run gives the same text. What `settle` does for a pass, it does here too.
+    second run gives the same text. What `settle` does for a pass, it does here too. `others` are
+    microbatches of more steps: of other sizes, where the program leaves sizes open. Of these the
+    output's nodes have the shapes that they say they have.
     """
     before = fingerprint(program)
     result = one(program)
@@ -41,13 +53,39 @@ def check_pass(
     assert fingerprint(program) == before, "the pass edited its input"
     result = settle(verify(result))
     assert fingerprint(one(program)) == fingerprint(result), "two runs gave two programs"
-    assert_same(
-        evaluate(program, state, microbatches),
-        evaluate(result, state, microbatches),
-        rounding,
-        within=within,
-    )
+    for step in (microbatches, *others):
+        expected = evaluate(program, state, step)
+        assert_same(expected, evaluate(result, state, step), rounding, within=within)
+        for microbatch in step if result.ports(Role.SIZE) else ():
+            _check_shapes(result, state, microbatch)
     return result
+
+
+def _check_shapes(program: Program, state: State, microbatch: Any) -> None:
+    """Asserts that nodes have the shapes that the expressions of their sizes say."""
+    batch = named_batch(program, microbatch)
+    sizes = {port.name: batch[port.name] for port in program.ports(Role.SIZE)}
+    ports = program.ports(Role.TANGENT)
+    tangents = {p.fqn: torch.ones(p.shape_at(sizes), dtype=p.dtype) for p in ports}
+    values = {port.name: as_computed(port, state[port.fqn]) for port in program.ports(*STATE_ROLES)}
+    values |= step_inputs(program, batch, 0, 0, tangents)
+    values |= {port.name: tangents[port.fqn] for port in ports}
+    with torch.no_grad():
+        _Shapes(resized(program, sizes).module).run(*(values[p.name] for p in program.inputs))
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph, and the bodies that it calls, and compares shapes with those of fake values."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value, expected = super().run_node(n), value_of(n)
+        if expected is not None and not is_sized_by_data(n):
+            found, said = list(value.shape), list(expected.shape)
+            assert found == said, f"{n.name} is {found}, and its sizes say {said}"
+        return value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _Shapes(self.fetch_attr(target)).run(*args)
 
 
 def assert_same(

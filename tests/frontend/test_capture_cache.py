@@ -21,7 +21,8 @@ import pfeife
 from pfeife.data import plain
 from pfeife.frontend.capture_cache import FOLDER, find, keep
 from pfeife.frontend.stored import StoredProgram, restore, store
-from pfeife.ir.digest import fingerprint
+from pfeife.ir.digest import fingerprint, program_digest
+from pfeife.testing import assert_same
 
 
 class Net(nn.Module):
@@ -44,14 +45,18 @@ class Net(nn.Module):
         return self.head(pfeife.stage_boundary(y)) + first.sum(-1, keepdim=True)
 
 
-def a_step():
+def a_step(open_sizes=False):
     torch.manual_seed(0)
     net = Net()
+    batch = torch.randint(7, (4, 3)), torch.randint(7, (4, 3))
+    for value in batch if open_sizes else ():
+        for dim in range(2):
+            torch._dynamo.mark_dynamic(value, dim)
 
     def step(tokens, targets):
         return F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    return step, (torch.randint(7, (4, 3)), torch.randint(7, (4, 3)))
+    return step, batch
 
 
 @pytest.fixture
@@ -126,17 +131,84 @@ def test_numbers_that_kernels_read_are_kept(tmp_path, lines):
     assert having(lines, "captured before") and same(*programs)
 
 
-@pytest.fixture(scope="module")
-def stored():
-    step, batch = a_step()
-    program = pfeife.capture(step, *batch, loss_reduction="sum")
-    ports = [attrs.evolve(port, reduction=None) for port in program.outputs]
-    return store(attrs.evolve(program, outputs=tuple(ports)), "a key")
+def bare(program):
+    """A program whose microbatches nobody has said how to put together."""
+    ports = [attrs.evolve(port, reduction=None, counts=()) for port in program.outputs]
+    return attrs.evolve(program, outputs=tuple(ports), counts=())
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one size", "open sizes"])
+def stored(request):
+    torch._dynamo.reset()
+    step, batch = a_step(request.param)
+    return store(bare(pfeife.capture(step, *batch, loss_reduction="sum")), "a key")
 
 
 def test_a_program_comes_back_as_it_was(stored):
     assert store(restore(stored), "a key") == stored
     assert any(constant.data for constant in stored.constants)
+
+
+class Sizes(nn.Module):
+    """Sizes that are divided, rounded, compared, and multiplied with one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Conv1d(3, 4, 3, stride=2, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = F.max_pool1d(self.layer(x).relu(), 2, ceil_mode=True)
+        pairs = hidden.mT @ hidden / hidden.shape[-1] + torch.ones(hidden.shape[-1]).diag()
+        return self.head((hidden @ pairs).flatten(0).reshape(-1, 4))
+
+
+def test_open_sizes_come_back_as_they_were(tmp_path, lines):
+    """From the cache: the same program, and the same numbers at sizes that were not captured."""
+    torch.manual_seed(0)
+    net = Sizes()
+    batch = torch.randn(4, 3, 16)
+    for dim in (0, 2):
+        torch._dynamo.mark_dynamic(batch, dim)
+    programs = []
+    for cache in (None, tmp_path, tmp_path):
+        torch._dynamo.reset()
+        step = lambda x: net(x).square().sum()  # noqa: E731  of one line of this file
+        programs.append(pfeife.capture(step, batch, cache=cache, loss_reduction="sum"))
+    assert having(lines, "captured before")
+    assert len(programs[0].ports(pfeife.Role.SIZE)) == 2
+    state = pfeife.state_of(programs[0], net)
+    assert same(*programs[1:])
+    for other in programs[1:]:
+        assert str(programs[0]) == str(other) and programs[0].limits == other.limits
+        digests = [program_digest(pfeife.fuse()(one)) for one in (programs[0], other)]
+        assert digests[0] == digests[1]
+        for rows, length in ((4, 16), (5, 23), (2, 40)):
+            parts = [torch.randn(rows, 3, length) for _ in range(2)]
+            assert_same(*(pfeife.evaluate(one, state, parts) for one in (programs[0], other)))
+
+
+def test_what_a_file_says_of_sizes_must_be_so():
+    torch._dynamo.reset()
+    step, batch = a_step(open_sizes=True)
+    good = store(bare(pfeife.capture(step, *batch, loss_reduction="sum")), "a key")
+    said = '{"size":["Mul","tokens_size_0","tokens_size_1"]}'
+    at = next(at for at, text in enumerate(good.texts) if said in text)
+    others = {
+        '{"size":["Mul",2,"tokens_size_0"]}': "and was captured with",
+        '{"size":["Mul",2,"others"]}': "and was captured with",
+        '{"size":["FloorDiv","tokens_size_0",0]}': "and was captured with",
+        '{"size":["Pow","tokens_size_0",1000]}': "no power of a size",
+        '{"size":["exec","import os"]}': "no size",
+        '{"size":"__import__(os)"}': "no size",
+    }
+    for other, reason in others.items():
+        texts = list(good.texts)
+        texts[at] = texts[at].replace(said, other)
+        with pytest.raises(ValueError, match=reason):
+            restore(attrs.evolve(good, texts=tuple(texts)))
+    for limits in ((0,), (10**6,), (at,)):
+        with pytest.raises(ValueError, match=r"does not hold|no text"):
+            restore(attrs.evolve(good, limits=limits))
 
 
 DAMAGE = ["cut", "flipped", "another key", "empty", "a folder", "text"]
@@ -180,6 +252,7 @@ def test_foreign_files_do_no_harm(stored, data):
             holder = holder[at]
         kinds = st.sampled_from(["", "x", "import os", "if", "aten.add.Tensor", "call_module"])
         spelled = st.sampled_from(['{"node":"x"}', "[[", '{"tuple":[]}', '{"float":"1e999"}', "{}"])
+        spelled |= st.sampled_from(['{"size":"tokens_size_0"}', '{"size":["Pow",9,-1]}'])
         other = data.draw(kinds | spelled | st.integers(-(2**63), 2**63 - 1) | st.none())
         near = data.draw(st.sampled_from(list(holder) if isinstance(holder, list) else [other]))
         holder[at] = data.draw(st.sampled_from([other, near]))

@@ -45,6 +45,7 @@ class Edit:
     autocast: bool = False
     buffer: bool = False
     name: str = "x"
+    open: bool = False  # whether the rows are left open
 
 
 class Net(nn.Module):
@@ -85,6 +86,8 @@ def step_of(edit, folder):
 
     x = torch.ones(edit.rows, edit.width, dtype=edit.dtype)
     x = x.T.contiguous().T if edit.transposed else x
+    if edit.open:
+        torch._dynamo.mark_dynamic(x, 0)
     return (step if edit.name == "x" else renamed), x.requires_grad_(edit.asks)
 
 
@@ -120,8 +123,10 @@ EDITS = {
     "autocast": [True],
     "buffer": [True],
     "name": ["y"],
+    "open": [True],
 }
 ONE_EACH = [Edit(), *(Edit(**{name: one}) for name, some in EDITS.items() for one in some)]
+ONE_EACH.append(Edit(rows=5, open=True))  # a program says at which sizes it was captured
 
 
 def keys(cache):

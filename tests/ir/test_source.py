@@ -58,3 +58,15 @@ def test_a_large_constant_is_refused():
         held.module.graph.get_attr("table")
     with pytest.raises(ValueError, match="constant table has 131072 elements"):
         held.source()
+
+
+def test_a_script_with_open_sizes(tmp_path, capsys):
+    """It runs at those of the capture."""
+    x = torch.ones(3, 5)
+    for dim in range(2):
+        torch._dynamo.mark_dynamic(x, dim)
+    program = pfeife.capture(lambda x: (x * x.shape[1]).flatten().tanh(), x)
+    path = tmp_path / "program.py"
+    path.write_text(program.source())
+    runpy.run_path(str(path), run_name="__main__")
+    assert "output_0 torch.float32 [15]" in capsys.readouterr().out

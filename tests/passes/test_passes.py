@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CASES, EQUAL_TO_EAGER
+from models import CASES, EQUAL_TO_EAGER, case
 from pass_rows import ROWS
 from programs import CPU_CORE, captured, clusters, lowered
 from share import crossed, random_cases
@@ -48,17 +48,36 @@ def test_every_level_and_the_local_runtime_equal_eager(name, policy, stages):
 def test_random_programs(data):
     net = data.draw(nets())
     microbatches = [(torch.randn(3, 4),) for _ in range(data.draw(st.integers(1, 4)))]
+    check_random(data, net, lambda x: net(x).square().mean(), [microbatches])
+
+
+@random_cases(12)
+@given(st.data())
+def test_random_programs_of_open_sizes(data):
+    """Of any number of rows, and of any length of these."""
+    net, count = data.draw(nets()), data.draw(st.integers(1, 4))
+    steps = [
+        [(torch.randn(*sizes, 4),) for _ in range(count)] for sizes in ((3, 2), (2, 5), (4, 3))
+    ]
+    for dim in range(2):
+        torch._dynamo.mark_dynamic(steps[0][0][0], dim)
 
     def step(x):
-        return net(x).square().mean()
+        return net(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1).square().mean() * x.shape[1]
 
+    check_random(data, net, step, steps)
+
+
+def check_random(data, net, step, steps):
+    """Draws passes for a step, and compares what becomes of each of several batches of it."""
+    torch._dynamo.reset()
+    microbatches, *others = steps
     program = pfeife.capture(step, *microbatches[0])
+    assert len(program.ports(Role.SIZE)) == (2 if others else 0)
     state = {n: v.clone() for n, v in pfeife.state_of(program, net).items()}
-    check = functools.partial(check_pass, state=state, microbatches=microbatches)
-    assert_same(
-        eager_accumulation(step, net, microbatches),
-        pfeife.evaluate(program, state, microbatches),
-    )
+    check = functools.partial(check_pass, state=state, microbatches=microbatches, others=others)
+    for batch in steps:
+        assert_same(eager_accumulation(step, net, batch), pfeife.evaluate(program, state, batch))
     tied: set[str] = set()
     for row in ROWS:
         if not row.sometimes or data.draw(st.booleans()):
@@ -71,7 +90,47 @@ def test_random_programs(data):
     order = family(program.units, each, [rank_of[unit] for unit in range(program.units)])
     pipeline = LocalPipeline(program, sched.verify_schedule(sched.lower(order, program)))
     # Parts of one sum may be added in another order on ranks with several stages.
-    assert_same(pfeife.evaluate(program, state, microbatches), pipeline(state, microbatches), tied)
+    for batch in steps:
+        assert_same(pfeife.evaluate(program, state, batch), pipeline(state, batch), tied)
+
+
+SIZED = {
+    "GPT": lambda rows, n: (torch.randint(23, (rows, n)), torch.randint(23, (rows, n))),
+    "BatchNormNet": lambda rows, n: (torch.randn(rows, 1, n, 5), torch.randint(3, (rows,))),
+    "DropoutNet": lambda rows, n: (torch.randn(rows, n, 6),),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_changes_results_does_it_at_all_sizes(name):
+    """A pass of a program with open sizes gives what it gives of one for each size."""
+    one, program = case(name), None
+    for rows, length in ((2, 4), (3, 7)):
+        torch.manual_seed(0)
+        microbatches = [SIZED[name](rows, length) for _ in range(2)]
+        torch._dynamo.reset()
+        fixed = pfeife.capture(one.step, *microbatches[0])
+        if program is None:
+            torch._dynamo.reset()
+            for value in microbatches[0]:
+                for dim in range(value.dim() if name == "GPT" else min(value.dim(), 3)):
+                    if value.shape[dim] in (rows, length):
+                        torch._dynamo.mark_dynamic(value, dim)
+            program = pfeife.capture(one.step, *microbatches[0])
+            fused = clusters(program)
+            state = pfeife.state_of(program, one.model)
+            plan = sched.plan(fused, machine=CPU_CORE, microbatches=2, stages=2, recompute="always")
+        assert len(program.ports(Role.SIZE)) >= 2
+        for flat in (pfeife.accumulate_in(torch.float64), pfeife.defer_batch_norm()):
+            found, expected = (
+                pfeife.evaluate(flat(p), state, microbatches) for p in (program, fixed)
+            )
+            assert_same(found, expected)
+            assert_same(
+                pfeife.evaluate(pfeife.fuse()(flat(program)), state, microbatches), expected
+            )
+        expected = pfeife.evaluate(fixed, state, microbatches)
+        assert_same(expected, pfeife.evaluate(pfeife.apply(plan)(fused), state, microbatches))
 
 
 def test_progress_of_passes_is_told():

@@ -21,6 +21,7 @@ from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data.machine import Machine
 from pfeife.data.plan import RecomputeOption
 from pfeife.ir.program import Kind, Program, Role, find_node, has_effects, is_source, returned
+from pfeife.ir.sizes import numbers_of_sizes
 from pfeife.ir.travel import call_of
 
 Budget = Literal["none", "full", "selective"] | int | Collection[str]
@@ -266,7 +267,8 @@ def _stage(program: Program, unit: int, machine: Machine, duplicated: Collection
     body, at = program.body(forward), find_node(program.module, forward.node)
     wanted, held, made = _read_by_backward(program, unit, at)
     nodes = _cone(wanted)
-    twice = frozenset(node for node in nodes if node.name in duplicated)
+    computed_anyhow = {*duplicated, *numbers_of_sizes(program, body.graph)}
+    twice = frozenset(node for node in nodes if node.name in computed_anyhow)
     candidates = dict.fromkeys(source for node in nodes for source in (*node.all_input_nodes, node))
     storage = {
         node: storage_in(program, at, body, node)
