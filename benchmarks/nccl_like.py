@@ -189,6 +189,7 @@ def rank_of(tried: Case, fault: Fault) -> Any:
         if rank == STRUCK:
             mine = fault
         try:
+            report(event="begun")
             pipeline = DistributedPipeline(tried.program, tried.schedule, timeout=fault.timeout)
             good = pipeline(tried.state, tried.batch).loss
             mine.armed = True
@@ -209,7 +210,6 @@ def rank_of(tried: Case, fault: Fault) -> Any:
 def main() -> None:
     tried = case("1f1b", 2)
     chosen = {name: FAULTS[name] for name in sys.argv[1:] or FAULTS}
-    begun = time.monotonic()
     launches = {
         name: Launch(2, rank_of(tried, fault), seconds=60) for name, fault in chosen.items()
     }
@@ -218,8 +218,9 @@ def main() -> None:
     found = {}
     for name, one in launches.items():
         codes = {rank: process.code for rank, process in one.ranks.items()}
-        seconds = {rank: process.ended - begun for rank, process in one.ranks.items()}
         reports = one.reports()
+        struck = max(r["time"] for r in reports if r["event"] in ("begun", "armed"))
+        seconds = {rank: process.ended - struck for rank, process in one.ranks.items()}
         found[name] = {"codes": codes, "seconds": seconds, "reports": reports, "log": one.close()}
     print(json.dumps(found))
 

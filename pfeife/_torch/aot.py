@@ -72,6 +72,7 @@ def as_eager() -> Iterator[None]:
     key = DispatchKey.CompositeImplicitAutograd
     kinds = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
     gradients = [getattr(aten, f"upsample_{kind}_backward").default for kind in kinds]
+    rules = dict(op_implementations_dict)
     try:
         for operator, _ in before:
             operator.py_kernels.pop(DispatchKey.Autograd, None)
@@ -83,9 +84,10 @@ def as_eager() -> Iterator[None]:
         op_implementations_dict.update(dict.fromkeys(gradients, _gradient_of_image))
         yield
     finally:
-        for operator in gradients:
-            op_implementations_dict.pop(operator, None)
+        op_implementations_dict.clear()
+        op_implementations_dict.update(rules)
         for operator, kernels in before:
+            operator.py_kernels.clear()
             operator.py_kernels.update(kernels)
             operator._dispatch_cache.clear()
 

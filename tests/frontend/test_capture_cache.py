@@ -157,10 +157,8 @@ class Sizes(nn.Module):
         self.layer, self.head = nn.Conv1d(3, 4, 3, stride=2, padding=1), nn.Linear(4, 2)
 
     def forward(self, x):
-        hidden = self.layer(
-            x
-        ).relu()  # Dynamo takes the length that max_pool1d is given for a number
-        hidden = F.max_pool2d(hidden[..., None], (2, 1), ceil_mode=True).squeeze(-1)
+        hidden = self.layer(x).relu()[..., None]  # max_pool1d takes its length for a number
+        hidden = F.max_pool2d(hidden, (2, 1), ceil_mode=True).squeeze(-1)
         pairs = hidden.mT @ hidden / hidden.shape[-1] + torch.ones(hidden.shape[-1]).diag()
         return self.head((hidden @ pairs).flatten(0).reshape(-1, 4))
 

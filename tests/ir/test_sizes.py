@@ -349,7 +349,7 @@ def test_sizes_that_steer(capture):
         return model(x[x[:, :, 0] > 0]).square().sum() / x.shape[1]
 
     for step, most in ((loops, 4), (converts, 4), (asks, 2), (counts, 2), (spells, 4)):
-        batches = [(torch.randn(4, n, 8),) for n in (4, 5, 7)]
+        batches = [(torch.randn(4, n, 8),) for n in (4, 5, 7, 6, 4)]
         built = compared(step, model, batches, stages=1, capture=capture, loss_reduction="mean")
         assert len(built) <= most, step.__name__
     batches = [(torch.randn(8, n, 4).transpose(0, 2),) for n in (4, 5, 7, 4)]
