@@ -49,12 +49,14 @@ DOCUMENTED = (
     ("ranks differ", "ValueError", r"the gradient of \w+ is another one on rank \d+ than on"),
     ("ranks differ", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all ranks\."),
     ("loaded on one rank", "ValueError", r"[\w.]+ has been written to"),
+    ("loaded on one rank", "ValueError", "rank .*has none of this point .* loads of state by now"),
     ("clipped by rank", "ValueError", "between backward.. and optimizer.step.. the gradients"),
     ("state of others", "ValueError", r"state of other ranks: .*full_state_dict\(model\)"),
     ("state of others", "ValueError", "state of other ranks: .*Compute that inside of the step"),
     ("second backward", "RuntimeError", "backward ran a second time|Trying to backward through"),
     ("changed in place", "RuntimeError", "one of the variables needed"),
 )
+ALONE = ("loaded on one rank",)  # only if the loop has one rank do something alone
 OF_A_RANK = r"rank \d+: (\w+): "
 
 
@@ -471,6 +473,8 @@ def played(loop: Loop, rank: int, size: int) -> dict[str, Any]:
         kind, word, text = "stopped", "NaN", str(error)
     except Exception as error:
         word, text = documented(error), f"{type(error).__name__}: {error}"
+        if word in ALONE and all(action.rank is None for action in loop.actions):
+            word = ""
         kind = "stopped" if word else "undocumented"
     return {
         "index": loop.index,

@@ -162,6 +162,23 @@ def before_a_barrier_of_all():
 
 
 @row(ranks=(2,))
+def of_a_part_that_one_rank_has_whole():
+    """That rank asks nobody, and yet lets the other one ask before it changes the part."""
+    pair = Pair()
+    for rank, at in ((0, 0), (1, 2)):
+        pair.train()
+        parts = [pair.model[at], pair.twin[at]]
+        optimizers = [torch.optim.Adam(part.parameters()) for part in parts]
+        time.sleep(0.0 if dist.get_rank() == rank else 0.5)
+        alike(parts[0].state_dict(), parts[1].state_dict())
+        alike(optimizers[0].state_dict(), optimizers[1].state_dict())
+        for part in parts:
+            part.load_state_dict({name: 2 * value for name, value in part.state_dict().items()})
+    pair.train()
+    pair.check()
+
+
+@row(ranks=(2,))
 def of_tied_weights():
     """Both names have one memory, in a file too."""
     torch.manual_seed(0)

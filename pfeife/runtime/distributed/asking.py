@@ -43,8 +43,14 @@ class Asking:
         """Whether a tensor is absent here, and nothing has been loaded into it since."""
         return self.foreign.lacks(tensor)
 
+    def is_asked_for(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a rank, this one or another, lacks any of some tensors that ranks train."""
+        owned = (self.known[tensor] for tensor in tensors if tensor in self.known)
+        return any(len(one.everywhere) < one.mesh.size for one in owned)
+
     def tensors(self, missing: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The values of absent tensors by their numbers. Raises as `Service.tensors`."""
+        """The values of absent tensors by their numbers. A rank that is `missing` none counts as
+        asking, too: others may ask it at this point. Raises as `Service.tensors`."""
         values: dict[int, torch.Tensor] = {}
         with self.service.script.asking():
             for rank, wanted in self._by_rank(missing).items():

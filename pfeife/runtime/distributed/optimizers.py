@@ -111,7 +111,8 @@ class Optimizers:
         """A hook: the state_dict() with the state of what other ranks train, which replaces what
         may be there for these, and by the indices that it has on one device; all are copies on the
         CPU. Raises as `Service.states`."""
-        if self.asking.foreign.reading:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
             return None
         groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
         pairs = [
@@ -120,8 +121,6 @@ class Optimizers:
             for pair in zip(mine["params"], packed["params"], strict=True)
         ]
         missing = {index: p for p, index in pairs if p in self.asking.foreign}
-        if not missing:
-            return None
         numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.known}
 
         def by_number(states: Mapping[Any, Any]) -> dict[int, Any]:

@@ -63,11 +63,13 @@ class Saving:
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Asks for what is missing below a module, and copies the rest. Raises ValueError where the
         parameters themselves are wanted, and what `Asking.tensors` does."""
-        known, foreign = list(self._known(module.modules())), self.asking.foreign
-        if foreign.reading or not any(tensor in foreign.found for tensor in known):
+        known = list(self._known(module.modules()))
+        if self.asking.foreign.reading or not self.asking.is_asked_for(known):
             return
         missing = [tensor for tensor in known if self.asking.is_missing(tensor)]
-        if keep_vars and missing:
+        if keep_vars and not missing:
+            return
+        if keep_vars:
             raise ValueError(
                 f"{where_trained(self.asking.known[missing[0]])}, so that state_dict() "
                 "cannot give the tensor itself (keep_vars=True): call "
@@ -78,7 +80,7 @@ class Saving:
             batch.by, batch.values = (module, prefix), {}
             here = (tensor for tensor in known if not self.asking.is_missing(tensor))
             copies = {self.asking.number(tensor): copied(tensor) for tensor in here}
-            batch.values = copies | (self.asking.tensors(missing) if missing else {})
+            batch.values = copies | self.asking.tensors(missing)
             self.asking.watch_copies(batch.values)
 
     def after(
