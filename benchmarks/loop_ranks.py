@@ -49,7 +49,11 @@ DOCUMENTED = (
     ("ranks differ", "ValueError", r"the gradient of \w+ is another one on rank \d+ than on"),
     ("ranks differ", "ValueError", r"\[.*\] \(\d+ in all\) are not the same on all ranks\."),
     ("loaded on one rank", "ValueError", r"[\w.]+ has been written to"),
-    ("loaded on one rank", "ValueError", "rank .*has none of this point .* loads of state by now"),
+    (
+        "loaded on one rank",
+        "ValueError",
+        "rank .*has none of this point .* loads of state.* by now",
+    ),
     ("clipped by rank", "ValueError", "between backward.. and optimizer.step.. the gradients"),
     ("state of others", "ValueError", r"state of other ranks: .*full_state_dict\(model\)"),
     ("state of others", "ValueError", "state of other ranks: .*Compute that inside of the step"),

@@ -340,11 +340,24 @@ def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
         return None
     environment = sizes[0].node.shape_env
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    for expression in _asked_of_sizes(environment):
+        here = environment.replace(expression).xreplace(values)
+        if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
+            return str(expression)
+    return None
+
+
+def guard_of_both(sizes: Sequence[Any]) -> str | None:
+    """Something that Python's control flow has asked of symbolic sizes together with others."""
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    asked = _asked_of_sizes(sizes[0].node.shape_env) if sizes else ()
+    both = (one for one in asked if one.free_symbols & symbols and one.free_symbols - symbols)
+    return next(map(str, both), None)
+
+
+def _asked_of_sizes(environment: Any) -> Iterator[Any]:
+    """What Dynamo has assumed of symbolic sizes for Python's control flow."""
     for guard in environment.guards:
         asked = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-        if asked is not None and "_dynamo" not in getattr(asked, "filename", "_dynamo"):
-            continue
-        here = environment.replace(guard.expr).xreplace(values)
-        if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
-            return str(guard.expr)
-    return None
+        if asked is None or "_dynamo" in getattr(asked, "filename", "_dynamo"):
+            yield guard.expr

@@ -45,6 +45,7 @@ __all__ = [
     "leaf_dims",
     "marked_dims",
     "no_dispatch",
+    "open_dims",
     "overlap",
     "plainly",
     "storage_of",
@@ -164,14 +165,25 @@ def marked_dims(tensor: torch.Tensor) -> set[int]:
 
 
 _MARKS = ("_dynamo_", "_has_dynamo_dim_marking", "_specialize_on")
+_OPEN = ("dynamic", "weak_dynamic", "unbacked", "strict_unbacked")
+
+
+def open_dims(tensor: torch.Tensor) -> set[int]:
+    """The dimensions that `mark_dynamic`, `maybe_mark_dynamic` or `mark_unbacked` marked on a
+    tensor."""
+    return {dim for kind in _OPEN for dim in getattr(tensor, f"_dynamo_{kind}_indices", ())}
 
 
 def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Marks on another tensor the sizes as they are on one by torch._dynamo's `mark_dynamic` and
-    `mark_static`, which leave attributes; if these have other names, the marks are not seen. Those
-    of `mark_unbacked` are left: a program plans with sizes, and such ones are unknown."""
+    its like, which leave attributes; if these have other names, the marks are not seen. What is
+    marked by `mark_unbacked` may be dynamic: a program plans with sizes, and such ones are
+    unknown."""
     found = ((name, one) for name, one in vars(tensor).items() if name.startswith(_MARKS))
     vars(other).update({name: one for name, one in found if "unbacked" not in name})
+    unbacked = open_dims(tensor) - open_dims(other)
+    if unbacked:
+        torch._dynamo.maybe_mark_dynamic(other, sorted(unbacked))
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:

@@ -12,7 +12,14 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.backend.options import Options
-from pfeife.frontend.arguments import Argument, Inputs, at_sizes, describe, fake_like
+from pfeife.frontend.arguments import (
+    Argument,
+    Inputs,
+    at_sizes,
+    describe,
+    fake_like,
+    with_open_sizes,
+)
 from pfeife.frontend.capture import with_flags, with_reductions
 from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, part_shape
@@ -106,7 +113,7 @@ class MicrobatchGraph:
         none, for those of the call. Raises ValueError for results that cannot be joined."""
         inputs = self.inputs
         if any(argument.role == Role.SIZE or _is_open(argument) for argument in inputs.arguments):
-            shapes = self._shapes(args, options.cut)
+            shapes = _shapes(args, self.dims, options.cut)
             if self.door == "dynamo":  # else it was traced for the sizes of this call
                 inputs = at_sizes(inputs, shapes)
             try:
@@ -123,14 +130,8 @@ class MicrobatchGraph:
         """The inputs of the first microbatch of a call, for no other sizes."""
         examples = (argument.example for argument in self.inputs.arguments)
         mode = next(one.fake_mode for one in examples if isinstance(one, _torch.FakeTensor))
-        return at_sizes(self.inputs, self._shapes(args, options.cut), fixed=True, mode=mode)
-
-    def _shapes(self, args: Sequence[Any], count: int) -> tuple[Any, ...]:
-        """The shapes of the first microbatch of a call, and its numbers."""
-        return tuple(
-            part_shape(value.shape, dim, count) if isinstance(value, torch.Tensor) else value
-            for value, dim in zip(args, self.dims, strict=True)
-        )
+        shapes = _shapes(args, self.dims, options.cut)
+        return at_sizes(self.inputs, shapes, fixed=True, mode=mode)
 
     def _captured(self, inputs: Inputs, args: Sequence[Any], options: Options) -> Captured:
         if options.microbatches > 1 and all(dim is None for dim in self.dims):
@@ -187,6 +188,14 @@ class MicrobatchGraph:
         )
 
 
+def _shapes(args: Sequence[Any], dims: Sequence[int | None], count: int) -> tuple[Any, ...]:
+    """The shapes of the first of so many microbatches of a call, and the call's numbers."""
+    return tuple(
+        part_shape(value.shape, dim, count) if isinstance(value, torch.Tensor) else value
+        for value, dim in zip(args, dims, strict=True)
+    )
+
+
 def _is_open(argument: Argument) -> bool:
     """Whether a tensor has symbolic sizes."""
     example = argument.example
@@ -222,9 +231,8 @@ class BatchedGraph:
     ):
         self.module, self.inputs = module, describe(module, examples, whole=True)
         nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.shapes: list[Sequence[Any]] = [
-            getattr(n.meta.get("example_value"), "shape", ()) for n in nodes
-        ]
+        self.known = [node.meta.get("example_value") for node in nodes]
+        self.shapes: list[Sequence[Any]] = [getattr(one, "shape", ()) for one in self.known]
         self.step = dynamo_forward(module)
         self.losses = Losses(self.step, {} if losses is None else losses, _torch.frame())
         # dynamic=True hands Python floats over as tensors that the graph only asks for their item.
@@ -246,14 +254,14 @@ class BatchedGraph:
         ]
 
     def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for: the shapes, and the numbers that are baked in."""
+        """What a program is built for, beside the sizes that it assumes: the rows of the batch, and
+        the numbers that are baked in."""
+        triples = zip(args, self.numbers, self.shapes, strict=True)
         return tuple(
             repr(float(value))
             if number
-            else tuple(value.shape)
-            if isinstance(value, torch.Tensor)
-            else int(value)
-            for value, number in zip(args, self.numbers, strict=True)
+            else tuple(value.shape[d] for d, size in enumerate(shape) if self._is_batch(size))
+            for value, number, shape in triples
         )
 
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
@@ -302,13 +310,32 @@ class BatchedGraph:
         if count > 1:
             self._check_rows(args, count, options.apart)
             self._check_pairs()
-        loss = self.losses.asked(options)
+        try:
+            if self.is_open:
+                captured = self._captured(args, options, is_open=True)
+                if not captured.breaks(args, count):
+                    return captured
+        except ValueError as error:
+            log.debug("a program for each size, since there is none for all: %s", error)
+        return attrs.evolve(self._captured(args, options), at=_shapes(args, self.dims, count))
+
+    @functools.cached_property
+    def is_open(self) -> bool:
+        """Whether sizes beside the rows are left open."""
+        rows = {size.node.expr for size in self.sizes}
+        sizes = (size for shape in self.shapes for size in shape if not isinstance(size, int))
+        return any(size.node.expr not in rows for size in sizes)
+
+    def _captured(self, args: Sequence[Any], options: Options, is_open: bool = False) -> Captured:
+        """The program of a microbatch, for the sizes of a call or, `is_open`, for all."""
+        loss, count = self.losses.asked(options), options.cut
         at = functools.partial(self._at, args, count, loss, cache=options.cache)
         captured = with_reductions(
-            at(),
+            at(is_open=is_open),
             options.loss_reduction,
             lambda gradients, times: at(times=times, gradients=gradients).program,
             args if count > 1 and self.shows and options.check else None,
+            lambda: at(gradients=False).program,
         )
         self.losses.note(captured)
         return check_outputs(captured, options.reduce, options.microbatches)
@@ -324,8 +351,10 @@ class BatchedGraph:
         times: int = 1,
         gradients: bool = True,
         cache: Folder = None,
+        is_open: bool = False,
     ) -> Captured:
-        """The program of one of `count` microbatches, or of one that is so many times as large."""
+        """The program of one of `count` microbatches, or of one that is so many times as large.
+        Raises ValueError if sizes shall be open that depend on the rows."""
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
             if number
@@ -335,6 +364,8 @@ class BatchedGraph:
             )
         ]
         inputs = attrs.evolve(self.inputs, arguments=arguments)
+        if is_open:
+            inputs = with_open_sizes(inputs, self.known, self.sizes)
         dims = [self._result_dim(_shape(node)) for node in returned(self.module)]
         return trace(self.step, inputs, loss, dims, gradients, cache)
 

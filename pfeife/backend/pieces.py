@@ -46,6 +46,12 @@ class Piece(BatchedGraph):
         super().__init__(alone, examples)
         self.sure = False  # what the caller has said is about the batch that the step was given
         self.shows = False  # only rules tell what holds for every batch
+        self.is_open = False  # what runs as it is does so at one shape
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What is known of a call: the shapes, and all numbers."""
+        shapes = (tuple(one.shape) if _is_tensor(one) else repr(float(one)) for one in args)
+        return tuple(shapes)
 
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The sizes of the rows that earlier graphs have returned, if they have."""

@@ -186,6 +186,50 @@ def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argumen
     return attrs.evolve(argument, example=fake_like(mode, example, shape, strides))
 
 
+def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -> Inputs:
+    """The same inputs with symbols for the sizes that are symbols where they are `known`, as
+    Dynamo's examples; but not for its sizes that count `rows`. Raises ValueError if something else
+    depends on both."""
+    counted = [size.node.expr for size in rows]
+    mixed = _torch.guard_of_both(rows)
+    if mixed:
+        raise ValueError(f"{mixed} was assumed, of rows and of another size")
+    mode, values = _torch.symbolic_mode(), dict[Any, int]()
+    for argument, example in zip(inputs.arguments, known, strict=True):
+        if isinstance(argument.example, torch.Tensor):  # else a float that Dynamo has as a tensor
+            pairs = zip(example.shape, argument.example.shape, strict=True)
+            values |= {_torch.symbol_named(size): int(n) for size, n in pairs}
+        elif isinstance(example, torch.SymInt):
+            values[_torch.symbol_named(example)] = argument.example
+    symbols = _torch.Symbols(mode, values)
+
+    def opened(size: Any, number: int) -> Any:
+        if not isinstance(size, torch.SymInt) or size.node.expr in counted:
+            return number
+        if any(size.node.expr.free_symbols & expression.free_symbols for expression in counted):
+            raise ValueError(f"the size {size} depends on how many rows there are")
+        return symbols(size)
+
+    def at(argument: Argument, example: Any) -> Argument:
+        if isinstance(example, torch.SymInt):
+            size = opened(example, argument.example)
+            is_open = isinstance(size, torch.SymInt)
+            role, names = (Role.SIZE, (argument.name,)) if is_open else (None, ())
+            return attrs.evolve(argument, role=role, names=names, example=size)
+        if not isinstance(argument.example, torch.Tensor):
+            return argument
+        own, strides = argument.example, None
+        shape = [opened(*pair) for pair in zip(example.shape, own.shape, strict=True)]
+        if argument.batch_dim is None:
+            strides = [opened(*pair) for pair in zip(example.stride(), own.stride(), strict=True)]
+        return attrs.evolve(argument, example=fake_like(mode, own, shape, strides))
+
+    arguments = [at(*pair) for pair in zip(inputs.arguments, known, strict=True)]
+    symbols.assume()
+    taken = {argument.name for argument in arguments}
+    return attrs.evolve(inputs, arguments=_with_names_of_sizes(arguments, taken))
+
+
 def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     """What tells Dynamo's graph from others of the same step: its operations, what it is called
     with, and what of torch its program depends on (where that can be told)."""

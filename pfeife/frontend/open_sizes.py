@@ -24,13 +24,13 @@ def open_places(
 ) -> dict[Place, str]:
     """The sizes that a call leaves open, by their places; those that were alike in all calls have
     one name. Those are open that were others in a call `before` or are marked by torch's
-    `mark_dynamic`, all if `dynamic`. Of 0 and 1 torch makes no symbols."""
+    `mark_dynamic` and its like, all if `dynamic`. Of 0 and 1 torch makes no symbols."""
     if dynamic is False:
         return {}
     names: dict[tuple[int, ...], str] = {}
     found = {}
     for at, leaf in enumerate(call.leaves):
-        marked = _torch.marked_dims(leaf.first)
+        marked = _torch.open_dims(leaf.first)
         for dim, size in enumerate(leaf.first.shape):
             sizes = (*(one[at][dim] for one in before), size)
             if size > 1 and (dynamic or dim in marked or len(set(sizes)) > 1):
