@@ -44,6 +44,7 @@ __all__ = [
     "keeps_graph",
     "leaf_dims",
     "marked_dims",
+    "marked_most",
     "no_dispatch",
     "open_dims",
     "overlap",
@@ -172,6 +173,13 @@ def open_dims(tensor: torch.Tensor) -> set[int]:
     """The dimensions that `mark_dynamic`, `maybe_mark_dynamic` or `mark_unbacked` marked on a
     tensor."""
     return {dim for kind in _OPEN for dim in getattr(tensor, f"_dynamo_{kind}_indices", ())}
+
+
+def marked_most(tensor: torch.Tensor) -> dict[int, int]:
+    """The largest sizes that `mark_dynamic(max=)` marked on a tensor, by the dimensions. Attributes
+    as for `copy_marks`."""
+    ranges = getattr(tensor, "_dynamo_dynamic_range", ())
+    return {one.dim: one.max for one in ranges if one.max is not None}
 
 
 def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -8,7 +8,8 @@ planner, `layout` which ranks are pipelines, `builder` and `build` make a pipeli
 (`compiled`), `call` runs that, `function` does so for autograd, `loss_scale` knows with which
 gradient of the loss, `changed` writes to arguments what the step changes of them in place, `meter`
 measures a call; `residence` has state of one process where it is used; `explain` says what would
-become of a step, `given` checks decisions and functions that are options, `state` reads state that
+become of a step, `given` checks decisions and functions that are options, `declared` has the sizes
+that a caller says will come, `state` reads state that
 is on other ranks, `checkpoints` saves and loads it (`restoring` has the model and optimizers,
 `beside` what else there is), `safetensors` writes models for others, `synced` refuses norms that
 are, and `unchanged` passes of the caller's that compute something else, `values` sees to those of

@@ -7,6 +7,7 @@ from typing import Literal, TypedDict
 
 import torch
 
+from pfeife.backend.declared import Sizes
 from pfeife.backend.meter import OnStep
 from pfeife.backend.options import Batch, Capture
 from pfeife.compilers import Compiler
@@ -67,6 +68,8 @@ class Asked(TypedDict, total=False):
     fit_smaller_batches: bool
     capture: Capture
     dynamic: bool | None
+    max_sizes: Sizes
+    sizes_hint: Sizes
     max_programs: int
     check: bool | float
     compare_batches: bool

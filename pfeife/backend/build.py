@@ -2,8 +2,9 @@
 
 import functools
 import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,8 +12,9 @@ import torch
 
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.compiled import Compiled, worst_at
 from pfeife.backend.decide import Place, costs_of, planned, scheduling
+from pfeife.backend.declared import declared_sizes, marked_most
 from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
@@ -31,6 +33,7 @@ from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.frontend.other_rows import check_traced
 from pfeife.ir.program import Program, Role
+from pfeife.ir.sizes import resized
 from pfeife.lowering.buckets import largest_share
 from pfeife.lowering.lower import lower
 from pfeife.lowering.predict import predict
@@ -107,7 +110,8 @@ class Build:
         machine = self.builder.machine or default_machine(_device_of(program, self.device))
         order = scheduling(self.options, program)
         fused = self._fused(program, splits(order))
-        clusters = self._priced(fused[-1].program, machine)
+        hint, most = self._declared(captured)
+        clusters = self._priced(resized(fused[-1].program, hint), machine)
         text = f"{self.builder.asked}\n{clusters}"
         if self.world:
             self.world.check_agreement(text, "the program")
@@ -119,11 +123,14 @@ class Build:
         if self.world:
             self.builder.lay_out(self.world, self.args, clusters, order, machine, self.passes)
         tried: list[Tried] = []
+        target = self._target(machine)
         plan, history = self._planned(captured, clusters, order, machine, tried)
+        if not _fits(plan, history[-1].program, target, most):
+            clusters = self._priced(resized(fused[-1].program, most), machine)
+            plan, history = self._planned(captured, clusters, order, machine, tried)
         program = history[-1].program
         schedule = verify_schedule(lower(plan.schedule, program))
-        network, links = self.network, self.builder.network
-        between = links.between(self.mesh) if links and self.mesh else None
+        network, between = self.network, target.between
         predicted = functools.partial(predict, program, schedule, machine, network, between)
         self.artifacts.history(history)
         self.artifacts.decisions(plan, schedule, predicted)
@@ -135,15 +142,33 @@ class Build:
         digest = hashlib.sha256(comparable(text).encode()).hexdigest()[:16]
         devices = self._devices(len(plan.schedule.ranks))
         lives = devices_of(program, devices, captured.carried) if devices else {}
-        options = self.options
-        limit = machine.memory if options.memory_limit is None else options.memory_limit
-        apart = options.apart > 1
-        target = Target(machine, network, between, options.optimizer, limit, apart)
         return Compiled(
             *(captured, clusters, plan, program, schedule, pipeline, digest, borrowed, way, lives),
             target,
             tried,
+            fitting=[most],
         )
+
+    def _target(self, machine: Machine) -> Target:
+        """What the step is planned for."""
+        options, links = self.options, self.builder.network
+        between = links.between(self.mesh) if links and self.mesh else None
+        limit = machine.memory if options.memory_limit is None else options.memory_limit
+        return Target(machine, self.network, between, options.optimizer, limit, options.apart > 1)
+
+    def _declared(self, captured: Captured) -> tuple[dict[str, int], dict[str, int]]:
+        """The sizes to plan for, and the largest ones: what is declared of them on rank 0."""
+        if not captured.program.ports(Role.SIZE):
+            return {}, {}
+
+        def declared() -> str:
+            most = {**self.options.max_sizes, **marked_most(captured, self.args)}
+            each = (self.options.sizes_hint, most)
+            return json.dumps([declared_sizes(captured, one, self.options.cut) for one in each])
+
+        text = self.world.decided_by_rank_zero(declared) if self.world else declared()
+        hint, most = json.loads(text)
+        return hint, most
 
     def _capture(self) -> tuple[Captured, History]:
         """The program of a microbatch, and what the passes made of it; if a rank refuses the step,
@@ -385,6 +410,13 @@ class Build:
                 + (", a process each" if self.world else "")
             )
         return [_with_index(torch.device(name)) for name in given]
+
+
+def _fits(plan: Plan, program: Program, target: Target, sizes: Mapping[str, int]) -> bool:
+    """Whether a plan keeps to the limit of memory at such sizes, if any are open."""
+    if not sizes or target.limit is None:
+        return True
+    return worst_at(program, lower(plan.schedule, program), target, sizes).peak <= target.limit
 
 
 def _device_of(program: Program, otherwise: torch.device) -> torch.device:

@@ -1,25 +1,42 @@
 """A graph at one shape, ready to run."""
 
 import functools
+import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
 from pfeife.backend.loss_scale import LossScale, loss_scale_of
-from pfeife.cost import memory_curves
+from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
+from pfeife.data.timeline import MemoryCurve
 from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.ir.sizes import captured_sizes, resized
+from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
 from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.protocols import Pipeline
+from pfeife.sched.cutting.unevenness import unevenness
+
+log = logging.getLogger("pfeife")
+
+
+def worst_at(
+    program: Program, schedule: Schedule, target: Target, sizes: Mapping[str, int]
+) -> MemoryCurve:
+    """The memory of the rank that needs most of it where a program's size ports are such
+    numbers."""
+    optimizer, apart = target.optimizer, target.apart
+    curves = memory_curves(resized(program, sizes), schedule, optimizer=optimizer, apart=apart)
+    return max(curves, key=lambda curve: curve.peak)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -66,17 +83,60 @@ class Compiled:
         known = (captured_sizes(self.program), *self.fitting)
         if any(all(one[name] >= size for name, size in sizes.items()) for one in known):
             return
-        optimizer, apart = self.target.optimizer, self.target.apart
-        program = resized(self.program, sizes)
-        curves = memory_curves(program, self.schedule, optimizer=optimizer, apart=apart)
-        worst = max(curves, key=lambda curve: curve.peak)
+        worst = worst_at(self.program, self.schedule, self.target, sizes)
         if worst.peak > limit:
+            fits = self._most(known[-1], sizes)
             raise Refusal(
-                f"a microbatch of the sizes {dict(sizes)} needs {worst.peak} bytes on rank "
-                f"{worst.rank}, and the limit is {limit} bytes (those that fit: {known[-1]}): pass "
-                "smaller batches, or more microbatches"
+                f"a microbatch of {self._named(sizes)} needs {worst.peak} bytes on rank "
+                f"{worst.rank}, and the limit is {limit} bytes: of such batches those up to "
+                f"{self._named(fits)} fit. Pass smaller batches, or more microbatches"
             )
         self.fitting.append(dict(sizes))
+
+    def tell_of_cuts(self, sizes: Mapping[str, int]) -> None:
+        """Says once, where sizes are others by a factor of two or more, that the cuts are less even
+        there than where they were made, by more than a tenth and a millisecond of a step."""
+        planned, target = captured_sizes(self.program), self.target
+        if not sizes or target is None or "cuts" in self.said or self.plan.stages < 2:
+            return
+        times = round(math.log2(math.prod(sizes.values()) / math.prod(planned.values())))
+        if not times or f"cuts {times}" in self.said:
+            return
+        self.said.add(f"cuts {times}")
+        there = resized(self.clusters, sizes)
+        there = annotate(estimate(there, target.machine))(there)
+        here, now = (unevenness(one, self.plan.stage_of_cluster) for one in (self.clusters, there))
+        seconds = sum(call.seconds or 0.0 for call in there.calls) / self.plan.stages
+        if now > 1.1 * here and (now - here) * seconds * self.microbatches > 1e-3:
+            self.said.add("cuts")
+            log.warning(
+                "the cuts were made for %s; at %s the slowest stage takes %.0f %% longer than with "
+                "cuts for these sizes, by estimate: say sizes_hint= for the sizes that come most",
+                *(self._named(planned), self._named(sizes), 100 * (now / here - 1)),
+            )
+
+    def _named(self, sizes: Mapping[str, int]) -> str:
+        """Sizes by the names that a person knows them by."""
+        names = {port.name: port.fqn for port in self.program.ports(Role.SIZE)}
+        return ", ".join(f"{names[name]} = {size}" for name, size in sizes.items())
+
+    def _most(self, fits: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+        """The largest sizes that keep to the limit of memory, between such that do and such that do
+        not."""
+        assert self.target is not None
+        assert self.target.limit is not None
+        steps = max(abs(size - fits[name]) for name, size in sizes.items())
+        low, high = 0, steps  # of so many parts of the way
+
+        def at(part: int) -> dict[str, int]:
+            way = {name: size - fits[name] for name, size in sizes.items()}
+            return {name: fits[name] + way[name] * part // steps for name in way}
+
+        while high - low > 1:
+            middle = (low + high) // 2
+            peak = worst_at(self.program, self.schedule, self.target, at(middle)).peak
+            low, high = (middle, high) if peak <= self.target.limit else (low, middle)
+        return at(low)
 
     @property
     def microbatches(self) -> int:

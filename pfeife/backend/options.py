@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import attrs
 import torch
 
+from pfeife.backend.declared import Sizes, check_sizes
 from pfeife.backend.given import (
     check_accumulate,
     check_costs,
@@ -253,6 +254,12 @@ class Options:
         True for all, where the step does not depend on them; False for one each; None for one, and
         once a size has changed from call to call, for all that it may be (but with `passes` of your
         own, which may look at shapes: say True if they do not).
+    max_sizes: the most that sizes of the arguments will be, {"tokens": {1: 512}}: by names and
+        dimensions, as the caller's tensors have them. They are open from the first call on, and
+        what does not fit into memory at these sizes is refused before anything runs.
+        `torch._dynamo.mark_dynamic(tensor, 1, max=512)` says the same.
+    sizes_hint: for which sizes of the arguments costs are taken and the cuts and the schedule are
+        made, by names and dimensions; those of the first call unless given.
     max_programs: how many programs are kept of a step; beyond that, those that have not come for
         longest are dropped, with what was compiled of them.
     check: whether the first call is checked: that the rows of what is cut belong together, and that
@@ -340,6 +347,8 @@ class Options:
     fit_smaller_batches: bool = attrs.field(default=True, validator=_flag)
     capture: Capture = attrs.field(default="auto", validator=_capture)
     dynamic: bool | None = attrs.field(default=None, validator=_flag_or_none)
+    max_sizes: Sizes = attrs.field(factory=dict, validator=check_sizes)
+    sizes_hint: Sizes = attrs.field(factory=dict, validator=check_sizes)
     max_programs: int = attrs.field(default=64, validator=_count)
     check: bool | float = attrs.field(default=True, validator=_check)
     compare_batches: bool = attrs.field(default=True, validator=_flag)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.backend.asked import Asked
+from pfeife.backend.declared import mark_declared
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph
 from pfeife.backend.options import Capture, Options
@@ -133,6 +134,7 @@ class Step:
             if world and options.batch == "rank0":
                 args, kwargs, self.sent = self.of_rank_zero(world, args, kwargs)
             call = self.call = self.cutter(args, kwargs, options.apart)
+            mark_declared(call.leaves, options.max_sizes, options.sizes_hint)
             self.presented.look(self.step, call.others, _device_of(call))
             if self.has_values:
                 return self._checked(call, self._result(call)), None

@@ -97,7 +97,10 @@ class Steps:
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
-            compiled.check_memory(compiled.captured.sizes(args, options.cut))
+            sizes = compiled.captured.sizes(args, options.cut)
+            compiled.check_memory(sizes)
+            if not (world and world.rank):
+                compiled.tell_of_cuts(sizes)
             self._settle(compiled, args)
             return run_step(compiled, options, args, self.backend.meter, seed or 0, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
@@ -107,6 +110,7 @@ class Steps:
             compiled = self._built(builder, args, world, show)
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, world)
+        compiled.check_memory(compiled.captured.sizes(args, options.cut))
         if seed is None:  # else one was drawn for what has been found outdated since
             seed = _seed(compiled)
             if world and seed is not None:

@@ -176,3 +176,26 @@ def lengths_that_ranks_do_not_share():
     compiled(*batch(8, 6))
     dist.barrier()
     compiled(*batch(8, 7 + RANK))
+
+
+@row(ranks=(2,))
+def the_most_is_declared():
+    """All ranks refuse what will not fit, before anything runs; a hint changes no numbers."""
+    net, sizes = model(), {"x": {1: 60}, "y": {1: 60}}
+
+    def step(x, y):
+        return loss_of(net(x), y)
+
+    try:
+        pfeife.compile(step, microbatches=2, max_sizes=sizes, memory_limit=30_000)(*batch(8, 6))
+    except ValueError as error:
+        assert "limit" in str(error), error
+    else:
+        raise AssertionError("60 words do not fit")
+    hinted = pfeife.compile(step, microbatches=2, sizes_hint=sizes, max_sizes=sizes)
+    for rows, length in ((8, 6), (8, 19)):
+        x, y = batch(rows, length)
+        loss = hinted(x, y)
+        assert torch.equal(loss.detach(), plain(model(), x, y, 2))
+    (built,) = hinted.backend.compiled
+    assert [p.shape for p in built.program.ports(pfeife.Role.BATCH)] == [(4, 60), (4, 60)]

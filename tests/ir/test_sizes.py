@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from listening import said
 from torch import nn
 
 import pfeife
@@ -53,6 +54,10 @@ class Words(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask)
         return self.head(hidden)
+
+
+def small():
+    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 50))
 
 
 def words(model):
@@ -104,7 +109,7 @@ def test_dynamic_is_that_of_torch_compile(dynamic, capture):
 @pytest.mark.parametrize("capture", ["dynamo", "trace"])
 def test_marks_on_arguments(capture, mark):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    model = small()
     batches = [padded(4, n) for n in (8, 9)]
     for one in batches[0]:
         getattr(torch._dynamo.decorators, mark)(one, 1)
@@ -363,7 +368,7 @@ def test_the_named_backend(dynamic):
     """Dynamo's graph is of the whole batch: its rows are those of the first call, all other sizes
     are open; but not what was asked of both."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    model = small()
 
     def averages(x, y):
         return words(model)(x, y) / x.shape[1]
@@ -486,8 +491,72 @@ def test_the_account_is_that_of_a_program_of_one_size():
     limited = pfeife.compile(words(model), dynamic=True, memory_limit=most + 1000, **options)
     limited(*padded(4, 8))
     limited(*padded(4, 30))
-    with pytest.raises(ValueError, match="and the limit is"):
+    with pytest.raises(ValueError, match=r"size.1 = 60 needs .* up to .*size.1 = 3\d fit"):
         limited(*padded(4, 60))
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+def test_declared_sizes(capture):
+    """They are open from the first call on; a plan is made for the hint, or for the largest sizes
+    if those do not fit otherwise; if they never do, nothing runs."""
+    torch.manual_seed(0)
+    model = small()
+    options = {"microbatches": MICROBATCHES, "stages": 2, "progress": False, "capture": capture}
+
+    def at(**more):
+        compiled = pfeife.compile(words(model), **options, **more)
+        compiled(*padded(4, 8))
+        (built,) = compiled.backend.compiled
+        compiled(*padded(4, 12))
+        assert len(compiled.backend.compiled) == 1
+        return built
+
+    sizes = {"x": {1: 300}, "y": {1: 300}}
+    hinted = at(sizes_hint=sizes)
+    shapes = [port.shape for port in hinted.program.ports(Role.BATCH)]
+    assert shapes == [(2, 300), (2, 300)]
+    fixed = pfeife.compile(words(model), **options, dynamic=False)
+    fixed(*padded(4, 300))
+    assert fixed.backend.compiled[0].plan.stage_of_cluster == hinted.plan.stage_of_cluster
+    most = max(curve.peak for curve in pfeife.cost.memory_curves(hinted.program, hinted.schedule))
+    assert at(max_sizes=sizes, memory_limit=most).program.ports(Role.BATCH)[0].shape[0] == 2
+    with pytest.raises(ValueError, match="limit"):
+        at(max_sizes=sizes, memory_limit=most // 2)
+    with pytest.raises(ValueError, match="z has no dimension 1 among"):
+        at(max_sizes={"z": {1: 3}})
+    with pytest.raises(ValueError, match="must be sizes by the names"):
+        at(max_sizes={"x": 3})
+
+
+def test_the_most_that_a_mark_says():
+    torch.manual_seed(0)
+    model = small()
+    limited = pfeife.compile(words(model), stages=2, microbatches=2, memory_limit=100_000)
+    x, y = padded(4, 8)
+    limited(x, y)
+    for one in (x, y):
+        torch._dynamo.mark_dynamic(one, 1, max=400)
+    torch._dynamo.reset()
+    limited = pfeife.compile(words(model), stages=2, microbatches=2, memory_limit=100_000)
+    with pytest.raises(ValueError, match="limit"):
+        limited(x, y)
+
+
+def test_cuts_that_are_uneven_at_other_sizes():
+    """A head that grows with the square of the length."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def step(x):
+        hidden = last(first(x).tanh())
+        return (hidden @ hidden.transpose(1, 2) @ hidden).tanh().sum(1).square().mean()
+
+    compiled = pfeife.compile(step, microbatches=2, stages=2, dynamic=True, machine="cpu-core")
+    with said() as texts:
+        for size in (4, 1200, 1300):
+            compiled(torch.randn(2, size, 256))
+    (text,) = (one for one in texts if "the cuts were made" in one)
+    assert "size.1 = 1200 the slowest stage takes" in text and "sizes_hint" in text
 
 
 def _arguments(built, batch):

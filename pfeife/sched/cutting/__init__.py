@@ -7,7 +7,8 @@ they make), `blocks` (at whose borders to cut), `cuts` (by hand), `partitions` (
 it), `mixed` (ranks whose machines differ) and `layouts` (stages on ranks).
 `duplicated` finds what stages compute for themselves, `recompute_choice` what a stage computes
 again for a number of bytes, `recompute_policy` what people ask for by a word, `relief` what ranks
-without room do; `room` keeps plans to the memory, by the account of every byte.
+without room do; `room` keeps plans to the memory, by the account of every byte; `unevenness` is
+what cuts lose at other sizes.
 """
 
 from pfeife.sched.cutting.account import Account
