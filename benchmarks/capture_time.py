@@ -1,12 +1,17 @@
 """How long a first call takes until the step runs, beside torch's own `aot_eager`.
 
     python benchmarks/capture_time.py [--repeats 3] [--only gpt] [--door dynamo]
+    python benchmarks/capture_time.py --shapes [--repeats 3] [--only gpt]
     python benchmarks/capture_time.py --what-if [--repeats 3] [--only gpt-48]
 
 For each model one call and its backward by `torch.compile(step, backend="aot_eager")`, and by
 `pfeife.compile` with 4 microbatches in 2 stages, in processes of their own and in turn, so that a
 busy machine slows both. Times are seconds of the CPU, medians; what is captured includes the checks
 of a first call. `gpt2-meta` is of GPT-2's width and lives on no device: captured and planned alone.
+
+With `--shapes` two more calls follow, each with longer sequences or larger pictures than the ones
+before: the second program is for all of them. Of what Dynamo breaks `aot_eager` compiles the
+pieces.
 
 With `--what-if` the two GPTs are captured, fused and planned alone: without a cache of captures,
 with an empty one, and once more with what that has kept.
@@ -21,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,9 +38,11 @@ from pfeife import report, sched
 from pfeife.cost import estimate, machine
 
 MODELS = ("gpt-48", "bert-12", "resnet-50", "gpt2-meta")
+SHAPES = ("gpt-4", "gpt-12", "gpt-48", "bert-12", "longformer", "unet")
 WHAT_IF = ("gpt-48", "gpt2-meta")
 OPTIONS = {"microbatches": 4, "stages": 2, "progress": False}
 PHASES = {"capturing": "capture", "fusing": "fuse", "planning": "plan", "first step": "first step"}
+CALLS = ("first", "second", "third")
 Step = Callable[..., torch.Tensor]
 
 
@@ -68,11 +76,55 @@ def resnet() -> tuple[Step, tuple[torch.Tensor, ...]]:
     return lambda x, y: F.cross_entropy(model(x).logits, y), (images, labels)
 
 
+def longformer() -> tuple[Step, tuple[torch.Tensor, ...]]:
+    """With global attention on the first word, which asks for values of the mask."""
+    from transformers import LongformerConfig, LongformerForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    config = LongformerConfig(
+        num_hidden_layers=2, vocab_size=256, attention_window=[8, 8], pad_token_id=0, **sizes
+    )
+    model, tokens = LongformerForMaskedLM(config), torch.randint(1, 256, (8, 16))
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros_like(tokens)
+        first[:, 0] = 1
+        return model(input_ids=tokens, labels=tokens, global_attention_mask=first).loss
+
+    return step, (tokens,)
+
+
+def unet() -> tuple[Step, tuple[torch.Tensor, ...]]:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=4,
+    )
+    images, times = torch.randn(8, 3, 16, 16), torch.randint(100, (8,))
+    return lambda x, t: model(x, t).sample.square().mean(), (images, times)
+
+
+def larger(batch: Sequence[torch.Tensor], more: int) -> tuple[torch.Tensor, ...]:
+    """Sequences that are so much longer, or pictures that are larger in both dimensions."""
+    pads = {2: (0, more), 4: (0, more, 0, more)}
+    return tuple(F.pad(x, pads[x.dim()], value=1) if x.dim() in pads else x for x in batch)
+
+
 def case(name: str) -> tuple[Step, tuple[torch.Tensor, ...]]:
     found = {
+        "gpt-4": lambda: language(4, 64),
+        "gpt-12": lambda: language(12, 64),
         "gpt-48": lambda: language(48, 64),
         "bert-12": lambda: bert(12),
         "resnet-50": resnet,
+        "longformer": longformer,
+        "unet": unet,
         "gpt2-meta": lambda: language(48, 1600, "meta"),
     }
     return found[name]()
@@ -104,6 +156,17 @@ def one(name: str, how: str, door: str, cache: str | None = None) -> dict[str, f
     log.addHandler(phases)
     log.setLevel(logging.INFO)
     start, begin = time.process_time(), time.perf_counter()
+    if how.startswith("shapes"):
+        compiled = (
+            torch.compile(step, backend="aot_eager")
+            if how == "shapes-aot_eager"
+            else pfeife.compile(step, capture=door, **OPTIONS)
+        )
+        ends = [start]
+        for more in (0, 8, 16):
+            compiled(*larger(batch, more)).backward()
+            ends.append(time.process_time())
+        return dict(zip(CALLS, (after - at for at, after in pairwise(ends)), strict=True))
     if how == "aot_eager":
         torch.compile(step, backend="aot_eager")(*batch).backward()
     elif how == "what-if" or batch[0].is_meta:
@@ -161,6 +224,26 @@ def first_calls(names: Sequence[str], repeats: int, door: str) -> str:
     return report.table(rows, ("model", "aot_eager", "pfeife", *PHASES.values(), "ratio"))
 
 
+def shapes(names: Sequence[str], repeats: int, door: str) -> str:
+    """A table of both ways' first calls with three shapes."""
+    rows = []
+    for name in names:
+        taken: dict[str, list[dict[str, float]]] = {"aot_eager": [], "pfeife": []}
+        for _ in range(repeats):
+            for how, each in taken.items():
+                each.append(measured(name, f"shapes-{how}", door))
+        medians = {
+            how: [statistics.median(found[call] for found in each) for call in CALLS]
+            for how, each in taken.items()
+        }
+        cells = [f"{seconds:.2f}" for how in taken for seconds in medians[how]]
+        both = [sum(medians[how][:2]) for how in ("pfeife", "aot_eager")]
+        rows.append((name, *cells, f"{both[0] / both[1]:.2f}"))
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    theirs = [f"aot_eager {call}" for call in CALLS]
+    return report.table(rows, ("model", *theirs, *CALLS, "ratio of two"))
+
+
 def what_ifs(names: Sequence[str], repeats: int, door: str) -> str:
     """A table of plans alone, by what there is of a cache. Raises RuntimeError for a model of which
     nothing was kept, since its second capture would be a first one."""
@@ -186,6 +269,7 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--only", default="", help="models with this in their names")
     arguments.add_argument("--door", default="auto", choices=("auto", "dynamo", "trace"))
+    arguments.add_argument("--shapes", action="store_true", help="three calls of other shapes")
     arguments.add_argument("--what-if", action="store_true", help="plans, with and without a cache")
     arguments.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--cache", help=argparse.SUPPRESS)
@@ -193,8 +277,9 @@ def main() -> None:
     if given.child:
         print(json.dumps(one(*given.child, given.door, given.cache)))
         return
-    names = [name for name in (WHAT_IF if given.what_if else MODELS) if given.only in name]
-    print((what_ifs if given.what_if else first_calls)(names, given.repeats, given.door))
+    ways = {"what-if": (WHAT_IF, what_ifs), "shapes": (SHAPES, shapes), "": (MODELS, first_calls)}
+    known, table = ways["what-if" if given.what_if else "shapes" if given.shapes else ""]
+    print(table([name for name in known if given.only in name], given.repeats, given.door))
 
 
 if __name__ == "__main__":
