@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -17,7 +18,7 @@ from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
-from pfeife.ir.sizes import captured_sizes, resized
+from pfeife.ir.sizes import broken_limit, captured_sizes, resized
 from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
@@ -73,6 +74,13 @@ class Compiled:
         stages, ranks = self.program.units, len(self.schedule.ranks) * self.program.replicas
         each = f" of {min(rows)} rows" if rows else ""
         return f"{stages} stages on {ranks} ranks, {self.microbatches} microbatches{each}"
+
+    def breaks(self, args: Sequence[Any], count: int) -> str:
+        """What the program, as passes have left it, assumes of the sizes of arguments and is
+        otherwise in a call of so many microbatches, "" if nothing."""
+        return self.captured.breaks(args, count) or broken_limit(
+            self.program, self.captured.sizes(args, count)
+        )
 
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """Raises Refusal for values of size ports at which a rank would need more than the limit of

@@ -126,7 +126,7 @@ class Steps:
         """What was built for such a call, under the key that it is kept by; or a key for another
         build, as what there is has assumed something else of the sizes of its arguments."""
         for known in reversed([one for one in self.known if one[:-1] == key]):
-            if not self.known[known].captured.breaks(args, count):
+            if not self.known[known].breaks(args, count):
                 return known, self.known[known]
         return (*key, next(self.builds)), None
 

@@ -4,7 +4,9 @@ import itertools
 import logging
 import random
 
+import attrs
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from listening import said
@@ -12,7 +14,7 @@ from torch import nn
 
 import pfeife
 from pfeife.ir.program import Role
-from pfeife.ir.sizes import resized
+from pfeife.ir.sizes import captured_sizes, resized
 from pfeife.testing import eager_accumulation
 
 MICROBATCHES = 2
@@ -540,6 +542,24 @@ def test_the_most_that_a_mark_says():
     limited = pfeife.compile(words(model), stages=2, microbatches=2, memory_limit=100_000)
     with pytest.raises(ValueError, match="limit"):
         limited(x, y)
+
+
+@pytest.mark.parametrize("level", ["flat", "ranks"])
+def test_what_a_pass_assumes_of_sizes(level):
+    """Where that does not hold, there is one more program."""
+    torch.manual_seed(0)
+    model = small()
+
+    def assumes(program):
+        limits = [*program.limits]
+        for name, now in captured_sizes(program).items():
+            size = sympy.Symbol(name, integer=True, positive=True)
+            limits.append(sympy.Le(size, 10) if now <= 10 else sympy.Gt(size, 10))
+        return attrs.evolve(program, limits=tuple(limits))
+
+    batches = [padded(4, n) for n in (8, 9, 12, 13, 7)]
+    built = compared(words(model), model, batches, dynamic=True, passes={level: [assumes]})
+    assert len(built) == 2
 
 
 def test_cuts_that_are_uneven_at_other_sizes():
