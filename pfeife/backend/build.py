@@ -13,7 +13,7 @@ import torch
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.compiled import Compiled, worst_at
-from pfeife.backend.decide import Place, costs_of, planned, scheduling
+from pfeife.backend.decide import Place, Planned, costs_of, planned, scheduling
 from pfeife.backend.declared import declared_sizes, marked_most
 from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
@@ -82,6 +82,7 @@ class Build:
     show: Shown
     artifacts: Artifacts
     passes: Passes
+    earlier: Sequence[Planned] = ()  # what was built before
 
     @property
     def options(self) -> Options:
@@ -303,6 +304,7 @@ class Build:
                 network=self.network,
                 progress=phase.progress,
                 watched=tried.append,
+                earlier=self.earlier,
             )
             history = record(clusters, *passes_of(plan, clusters, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else described(order)

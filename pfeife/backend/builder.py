@@ -10,6 +10,7 @@ import torch
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.build import Build
 from pfeife.backend.compiled import Compiled
+from pfeife.backend.decide import Planned
 from pfeife.backend.given import described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.layout import laid_out
@@ -53,9 +54,10 @@ class Builder:
         device: torch.device,
         show: Shown,
         artifacts: Artifacts,
+        earlier: Sequence[Planned] = (),
     ) -> Compiled:
-        """What runs a graph's step on the given shapes. Raises ValueError on all ranks for what
-        cannot be built."""
+        """What runs a graph's step on the given shapes, by the plan of an `earlier` build if that
+        is of the same program. Raises ValueError on all ranks for what cannot be built."""
         options = self.options
         if options.runtime is not None and (world or options.devices):
             raise ValueError(
@@ -63,7 +65,8 @@ class Builder:
                 "where devices are its own matter; leave it out under torchrun, and devices with it"
             )
         passes = guarded(options.passes)
-        return Build(self, graph, args, world, device, show, artifacts, passes).compiled()
+        given = (self, graph, args, world, device, show, artifacts, passes)
+        return Build(*given, earlier).compiled()
 
     def seconds(self, graph: Graph, args: Sequence[Any], artifacts: Artifacts) -> float | None:
         """What a graph that is not cut would take, by estimate; None if it cannot be captured."""

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from pfeife.backend.decide import UNEVEN
 from pfeife.backend.loss_scale import LossScale, loss_scale_of
 from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
@@ -115,7 +116,7 @@ class Compiled:
         there = annotate(estimate(there, target.machine))(there)
         here, now = (unevenness(one, self.plan.stage_of_cluster) for one in (self.clusters, there))
         seconds = sum(call.seconds or 0.0 for call in there.calls) / self.plan.stages
-        if now > 1.1 * here and (now - here) * seconds * self.microbatches > 1e-3:
+        if now > UNEVEN * here and (now - here) * seconds * self.microbatches > 1e-3:
             self.said.add("cuts")
             log.warning(
                 "the cuts were made for %s; at %s the slowest stage takes %.0f %% longer than with "

@@ -1,7 +1,7 @@
 """From what was asked for to a plan: costs, cuts, and what the planner is told."""
 
-import functools
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -17,13 +17,16 @@ from pfeife.data.progress import Progress, Shown
 from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Watched
+from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Program, Role
+from pfeife.ir.travel import holders
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World
 from pfeife.sched import plan as make_plan
 from pfeife.sched.by_family import Scheduling
-from pfeife.sched.cutting import partitioned, split_at
+from pfeife.sched.cutting import cheap_to_recompute, partitioned, split_at
 from pfeife.sched.cutting.room import curves_of
+from pfeife.sched.cutting.unevenness import unevenness
 from pfeife.sched.families import gpipe
 from pfeife.sched.given import adopted
 
@@ -61,6 +64,10 @@ def costs_of(options: Options, clusters: Program, target: Machine, show: Shown) 
         return measure(clusters, compiler=compiler, cache=cache, progress=phase.progress)
 
 
+UNEVEN = 1.1  # times as uneven stages as those of the sizes that a plan was made for: plan anew
+Planned = tuple[Program, Plan]  # of clusters, and what was decided for it
+
+
 @attrs.frozen
 class Place:
     """Where a program is to run: the machine, the ranks that own state, what becomes of replicas,
@@ -82,18 +89,84 @@ def planned(
     network: Network | None,
     progress: Progress | None,
     watched: Watched | None = None,
+    earlier: Sequence[Planned] = (),
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank. Raises ValueError
+    """The plan of a program of clusters with costs, that of rank 0 on every rank: one of an
+    `earlier` program, if that is the same one of other sizes and there is room. Raises ValueError
     as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
-    make = functools.partial(
-        planner_of(options, clusters, order, ranks, place),
-        network,
-        progress,
-        watched,
-    )
+
+    def make() -> Plan:
+        again = _planned_before(options, clusters, ranks, place, earlier)
+        if again is not None:
+            return again
+        return planner_of(options, clusters, order, ranks, place)(network, progress, watched)
+
     return _decided(make, world) if world else make()
+
+
+def _planned_before(
+    options: Options,
+    clusters: Program,
+    ranks: int | None,
+    place: Place,
+    earlier: Sequence[Planned],
+) -> Plan | None:
+    """The plan of the last one of some programs that train with as many clusters, each of the same
+    parameters, if any is and its stages are about as even here: without seconds, which were those
+    of other sizes. Where a plan names what is recomputed, all operations must be the same."""
+    if not clusters.ports(Role.TANGENT) or isinstance(options.plan, Plan):
+        return None
+    digest, microbatches = program_digest(clusters), options.microbatches // options.replicas
+    for before, plan in reversed(earlier):
+        same = _units_of(before) == _units_of(clusters)
+        same &= plan.schedule.microbatches == microbatches
+        recomputed = any(option.names for option in plan.recompute)
+        if not same or (recomputed and plan.program != digest):
+            continue
+        then, now = (unevenness(one, plan.stage_of_cluster) for one in (before, clusters))
+        if now <= UNEVEN * then:
+            cut = attrs.evolve(
+                plan,
+                duplicated=cheap_to_recompute(clusters, place.machine, place.owners),
+                stage_seconds=None,
+                step_seconds=None,
+                bound_seconds=None,
+                program=digest,
+            )
+            with contextlib.suppress(ValueError):
+                return _adopted(cut, options, clusters, ranks, place)
+    return None
+
+
+def _units_of(clusters: Program) -> tuple[int, dict[str, set[int]]]:
+    """How many clusters there are, and which of them read each parameter."""
+    held = holders(clusters, Role.PARAMETER)
+    return clusters.units, {name: {call.unit for call in calls} for name, calls in held.items()}
+
+
+def _adopted(
+    plan: Plan,
+    options: Options,
+    clusters: Program,
+    ranks: int | None,
+    place: Place,
+    cuts: tuple[int, ...] | None = None,
+) -> Plan:
+    """A plan that was made before, as `sched.given.adopted` takes it."""
+    optimizer, limit = options.optimizer, options.memory_limit
+    machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
+    return adopted(
+        plan,
+        clusters,
+        microbatches=options.microbatches // options.replicas,
+        memory_limit=machine.memory if limit is None else limit,
+        curves=lambda plan: curves_of(clusters, plan, optimizer, replicas, owners, passes),
+        ranks=ranks,
+        owners=owners,
+        cuts=cuts,
+    )
 
 
 def planner_of(
@@ -110,15 +183,8 @@ def planner_of(
     machine, owners, replicas, passes = place.machine, place.owners, place.replicas, place.passes
     if isinstance(options.plan, Plan) and clusters.ports(Role.TANGENT):
         given = options.plan
-        return lambda network, progress, watched: adopted(
-            given,
-            clusters,
-            microbatches=microbatches,
-            memory_limit=machine.memory if limit is None else limit,
-            curves=lambda plan: curves_of(clusters, plan, optimizer, replicas, owners, passes),
-            ranks=ranks,
-            owners=owners,
-            cuts=cuts,
+        return lambda network, progress, watched: _adopted(
+            given, options, clusters, ranks, place, cuts
         )
     return lambda network, progress, watched: make_plan(
         clusters,

@@ -153,7 +153,8 @@ class Steps:
         self, builder: Builder, args: Sequence[Any], world: World | None, show: Shown
     ) -> Compiled:
         device = self._device(args)
-        return builder.build(self.graph, args, world, device, show, self.artifacts)
+        earlier = [(compiled.clusters, compiled.plan) for compiled in self.backend.compiled]
+        return builder.build(self.graph, args, world, device, show, self.artifacts, earlier)
 
     def _summary(self, compiled: Compiled) -> str:
         return compiled.summary

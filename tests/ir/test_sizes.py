@@ -544,6 +544,20 @@ def test_the_most_that_a_mark_says():
         limited(x, y)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+def test_the_second_program_has_the_plan_of_the_first(schedule):
+    """Nothing is searched again for another length, or other rows."""
+    torch.manual_seed(0)
+    model = small()
+    batches = [padded(rows, n) for rows, n in ((4, 8), (4, 9), (8, 10))]
+    built = compared(words(model), model, batches, stages=2, schedule=schedule)
+    first, *others = [one.plan for one in built]
+    assert first.step_seconds is not None
+    assert others and all(one.step_seconds is None for one in others)
+    assert {one.schedule for one in others} == {first.schedule}
+    assert {one.stage_of_cluster for one in others} == {first.stage_of_cluster}
+
+
 @pytest.mark.parametrize("level", ["flat", "ranks"])
 def test_what_a_pass_assumes_of_sizes(level):
     """Where that does not hold, there is one more program."""
