@@ -26,7 +26,7 @@ from pfeife.data.network import Network
 from pfeife.frontend.arguments import text_of
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
-from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.process_group import is_one_of_several
 from pfeife.runtime.distributed.world import World
 
 
@@ -130,7 +130,7 @@ class Backend:
         """The same steps, or on ranks those of an earlier graph that is the same one: Dynamo
         compiles a step once more where its parameters have left this rank, and on other ranks it
         does not."""
-        if world_so_far() is None:
+        if not is_one_of_several():
             return steps
         inputs = steps.graph.inputs
         text = f"{type(steps).__name__} {steps.name} {text_of(module, inputs)}"

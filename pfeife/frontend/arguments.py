@@ -240,7 +240,11 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
         for name, value in (*vars(graph).items(), *graph.named_buffers(recurse=False))
         if isinstance(value, torch.Tensor)
     ]
-    arguments = [attrs.evolve(a, example=_layout(a.example)) for a in inputs.arguments]
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    arguments = [
+        attrs.evolve(argument, example=_layout(argument.example, node.meta.get("example_value")))
+        for argument, node in zip(inputs.arguments, nodes, strict=True)
+    ]
     tensors = (one.example for one in inputs.arguments if isinstance(one.example, torch.Tensor))
     devices = {tensor.device for tensor in tensors}
     try:
@@ -252,10 +256,12 @@ def text_of(module: fx.GraphModule, inputs: Inputs) -> str:
     return "\n".join(map(str, (*(graph.graph for graph in graphs), constants, rest, modes)))
 
 
-def _layout(example: Any) -> Any:
+def _layout(example: Any, known: Any) -> Any:
+    """What a text has of an argument: the sizes that Dynamo leaves open are not those of a call."""
     if not isinstance(example, torch.Tensor):
-        return example
-    return example.shape, example.stride(), example.dtype, example.device, example.requires_grad
+        return known if isinstance(known, torch.SymInt) else example
+    like = known if isinstance(known, torch.Tensor) else example
+    return like.shape, like.stride(), example.dtype, example.device, example.requires_grad
 
 
 class _Describer:

@@ -59,7 +59,7 @@ def plain(model, x, y, count):
     return total
 
 
-def trained(compiled, ours, whole=lambda *values: values, count=2):
+def trained(compiled, ours, whole=lambda *values: values, count=2, backend=None):
     """Trains with batches of many sizes beside one device; how many programs there are."""
     other = copy.deepcopy(ours)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (ours, other)]
@@ -75,7 +75,7 @@ def trained(compiled, ours, whole=lambda *values: values, count=2):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return len(compiled.backend.compiled)
+    return len((backend or compiled.backend).compiled)
 
 
 @row(ranks=(1, 2, 3))
@@ -83,6 +83,15 @@ def one_program_for_all():
     ours = model()
     compiled = pfeife.compile(lambda x, y: loss_of(ours(x), y), microbatches=2, **STAGES)
     assert trained(compiled, ours) <= 3
+
+
+@row(ranks=(1, 2))
+def the_named_backend_has_one_for_each_number_of_rows():
+    ours, backend = model(), pfeife.backend(microbatches=2, **STAGES)
+    step = torch.compile(lambda x, y: loss_of(ours(x), y), backend=backend, dynamic=True)
+    traced_again = int(RANKS > 1)  # by Dynamo, with one more size that nothing reads
+    rows = {rows for rows, _ in SIZES}
+    assert trained(step, ours, backend=backend) <= len(rows) + traced_again
 
 
 @row(ranks=(1, 2))

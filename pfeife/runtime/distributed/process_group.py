@@ -63,6 +63,13 @@ def _trained_before() -> Ownership | None:
     return before.ownership if before and (before.rank, before.size) == here else None
 
 
+def is_one_of_several() -> bool:
+    """Whether there are several processes, whose world may yet have to be joined."""
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    return number_of("WORLD_SIZE", 1, default="1") > 1
+
+
 def world_so_far() -> World | None:
     """The world that this process is in already (collective after a failure), None without one."""
     if not _worlds or not dist.is_initialized() or _worlds[0].default is not dist.group.WORLD:
