@@ -114,13 +114,15 @@ def _planned_before(
     earlier: Sequence[Planned],
 ) -> Plan | None:
     """The plan of the last one of some programs that train with as many clusters, each of the same
-    parameters, if any is and its stages are about as even here: without seconds, which were those
-    of other sizes. Where a plan names what is recomputed, all operations must be the same."""
+    parameters, and the loss at the same place, if any is and its stages are about as even here:
+    without seconds, which were those of other sizes. Where a plan names what is recomputed, all
+    operations must be the same."""
     if not clusters.ports(Role.TANGENT) or isinstance(options.plan, Plan):
         return None
     digest, microbatches = program_digest(clusters), options.microbatches // options.replicas
     for before, plan in reversed(earlier):
         same = _units_of(before) == _units_of(clusters)
+        same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
         same &= plan.schedule.microbatches == microbatches
         recomputed = any(option.names for option in plan.recompute)
         if not same or (recomputed and plan.program != digest):
