@@ -191,9 +191,8 @@ def markdown(found: Found) -> str:
 
         `bitwise`: all bits are the same. A number: two sums are re-associated there (replicas, a
         weight that several stages have), and that is the largest difference, in units of the
-        largest value of its tensor, in float64 (wrong beyond {LIMIT:.0e}, or the `limit` that a
-        script argues for). `refused`: it ends with the sentence below. On "1 ranks" two stages run
-        in one process.
+        largest value of its tensor, in float64 (wrong beyond {LIMIT:.0e}). `refused`: it ends with
+        the sentence below. On "1 ranks" two stages run in one process.
 
         Parts may be of other days (`--kept`), and then of other code.
 

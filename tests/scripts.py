@@ -1084,16 +1084,15 @@ class Doubled(nn.Module):
         return 2 * weight.tanh()
 
 
-@script(tied=True, limit=1e-7)
+@script(tied=True)
 def parametrized(run):
-    """A spectral norm reads its weight twice, perhaps in two stages. On 8 stages this loop does not
-    converge: plain torch makes up to 6.3e-8 in 20 steps of one unit in the last place of a weight.
-    """
+    """A spectral norm reads its weight twice, perhaps in two stages. At the other scripts' rate of
+    0.05 it diverges on 8 stages: of a last bit plain torch makes 6e-8; at this rate 5e-12."""
     model = run.model()
     parametrizations.weight_norm(model.blocks[0].inner)
     parametrizations.spectral_norm(model.blocks[1].inner)
     parametrize.register_parametrization(model.last, "weight", Doubled())
-    train(run, model, sgd(model))
+    train(run, model, sgd(model, lr=0.02))
 
 
 @script()

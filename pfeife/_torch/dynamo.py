@@ -341,7 +341,7 @@ def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
     environment = sizes[0].node.shape_env
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     for expression in _asked_of_sizes(environment):
-        here = environment.replace(expression).xreplace(values)
+        here = expression.xreplace(values)
         if here.xreplace({s: hints[s] for s in here.free_symbols if s in hints}) == False:  # noqa: E712  sympy
             return str(expression)
     return None
@@ -360,4 +360,4 @@ def _asked_of_sizes(environment: Any) -> Iterator[Any]:
     for guard in environment.guards:
         asked = getattr(getattr(guard, "sloc", None), "framework_loc", None)
         if asked is None or "_dynamo" in getattr(asked, "filename", "_dynamo"):
-            yield guard.expr
+            yield environment.replace(guard.expr)  # sizes found to be one since are one symbol

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "is_shared",
     "keeps_graph",
     "leaf_dims",
+    "mark_open",
     "marked_dims",
     "marked_most",
     "no_dispatch",
@@ -175,6 +176,11 @@ def open_dims(tensor: torch.Tensor) -> set[int]:
     return {dim for kind in _OPEN for dim in getattr(tensor, f"_dynamo_{kind}_indices", ())}
 
 
+def mark_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Marks dimensions of a tensor that may be dynamic."""
+    torch._dynamo.maybe_mark_dynamic(tensor, sorted(dims))
+
+
 def marked_most(tensor: torch.Tensor) -> dict[int, int]:
     """The largest sizes that `mark_dynamic(max=)` marked on a tensor, by the dimensions. Attributes
     as for `copy_marks`."""
@@ -189,9 +195,7 @@ def copy_marks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     unknown."""
     found = ((name, one) for name, one in vars(tensor).items() if name.startswith(_MARKS))
     vars(other).update({name: one for name, one in found if "unbacked" not in name})
-    unbacked = open_dims(tensor) - open_dims(other)
-    if unbacked:
-        torch._dynamo.maybe_mark_dynamic(other, sorted(unbacked))
+    mark_open(other, open_dims(tensor) - open_dims(other))
 
 
 def leaf_dims(in_dims: Any, tree: Any) -> list[int | None]:

@@ -14,7 +14,7 @@ from pfeife import report
 from pfeife.backend.artifacts import Artifacts
 from pfeife.backend.compiled import Compiled, worst_at
 from pfeife.backend.decide import Place, Planned, costs_of, planned, scheduling
-from pfeife.backend.declared import declared_sizes, marked_most
+from pfeife.backend.declared import declared_sizes, with_marks
 from pfeife.backend.given import boundaries, described
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
@@ -163,7 +163,7 @@ class Build:
             return {}, {}
 
         def declared() -> str:
-            most = {**self.options.max_sizes, **marked_most(captured, self.args)}
+            most = with_marks(self.options.max_sizes, captured, self.args)
             each = (self.options.sizes_hint, most)
             return json.dumps([declared_sizes(captured, one, self.options.cut) for one in each])
 
@@ -300,11 +300,10 @@ class Build:
                 clusters,
                 order,
                 world,
-                Place(machine, owners, replicas, self.passes),
+                Place(machine, owners, replicas, self.passes, self.earlier),
                 network=self.network,
                 progress=phase.progress,
                 watched=tried.append,
-                earlier=self.earlier,
             )
             history = record(clusters, *passes_of(plan, clusters, replicas, owners, self.passes))
             asked = order if isinstance(order, str) else described(order)

@@ -112,9 +112,10 @@ class Compiled:
         if not times or f"cuts {times}" in self.said:
             return
         self.said.add(f"cuts {times}")
-        there = resized(self.clusters, sizes)
-        there = annotate(estimate(there, target.machine))(there)
-        here, now = (unevenness(one, self.plan.stage_of_cluster) for one in (self.clusters, there))
+        both = self.clusters, resized(self.clusters, sizes)
+        priced = [annotate(estimate(one, target.machine))(one) for one in both]
+        here, now = (unevenness(one, self.plan.stage_of_cluster) for one in priced)
+        there = priced[1]
         seconds = sum(call.seconds or 0.0 for call in there.calls) / self.plan.stages
         if now > UNEVEN * here and (now - here) * seconds * self.microbatches > 1e-3:
             self.said.add("cuts")

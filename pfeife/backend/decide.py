@@ -71,12 +71,13 @@ Planned = tuple[Program, Plan]  # of clusters, and what was decided for it
 @attrs.frozen
 class Place:
     """Where a program is to run: the machine, the ranks that own state, what becomes of replicas,
-    and the passes that its programs go through."""
+    the passes that its programs go through, and `earlier` programs and their plans."""
 
     machine: Machine
     owners: Mapping[str, frozenset[int]]
     replicas: Replicas
     passes: Passes
+    earlier: Sequence[Planned] = ()
 
 
 def planned(
@@ -89,16 +90,15 @@ def planned(
     network: Network | None,
     progress: Progress | None,
     watched: Watched | None = None,
-    earlier: Sequence[Planned] = (),
 ) -> Plan:
-    """The plan of a program of clusters with costs, that of rank 0 on every rank: one of an
-    `earlier` program, if that is the same one of other sizes and there is room. Raises ValueError
+    """The plan of a program of clusters with costs, that of rank 0 on every rank: that of an
+    earlier program, if that is the same one of other sizes and there is room. Raises ValueError
     as `sched.plan` does, or for a given plan as `sched.given.adopted` does."""
     ranks = world.size // options.replicas if world else None
     ranks = len(options.devices) if options.devices else ranks
 
     def make() -> Plan:
-        again = _planned_before(options, clusters, ranks, place, earlier)
+        again = _planned_before(options, clusters, ranks, place)
         if again is not None:
             return again
         return planner_of(options, clusters, order, ranks, place)(network, progress, watched)
@@ -107,20 +107,16 @@ def planned(
 
 
 def _planned_before(
-    options: Options,
-    clusters: Program,
-    ranks: int | None,
-    place: Place,
-    earlier: Sequence[Planned],
+    options: Options, clusters: Program, ranks: int | None, place: Place
 ) -> Plan | None:
-    """The plan of the last one of some programs that train with as many clusters, each of the same
-    parameters, and the loss at the same place, if any is and its stages are about as even here:
-    without seconds, which were those of other sizes. Where a plan names what is recomputed, all
-    operations must be the same."""
+    """The plan of the last one of earlier programs that train with as many clusters, each of the
+    same parameters, and the loss at the same place, if any is and its stages are about as even
+    here: without seconds, which were those of other sizes. Where a plan names what is recomputed,
+    all operations must be the same."""
     if not clusters.ports(Role.TANGENT) or isinstance(options.plan, Plan):
         return None
     digest, microbatches = program_digest(clusters), options.microbatches // options.replicas
-    for before, plan in reversed(earlier):
+    for before, plan in reversed(place.earlier):
         same = _units_of(before) == _units_of(clusters)
         same &= len(before.ports(Role.LOSS)) == len(clusters.ports(Role.LOSS))
         same &= plan.schedule.microbatches == microbatches

@@ -45,17 +45,17 @@ def mark_declared(leaves: Iterable[Leaf], *declared: Sizes) -> None:
                 f"max_sizes and sizes_hint: {name} has no dimension {max(dims, default=0)} among "
                 f"the tensors of this call, whose microbatches are {known}"
             )
-        torch._dynamo.maybe_mark_dynamic(tensor, [*dims])
+        _torch.mark_open(tensor, dims)
 
 
-def marked_most(captured: Captured, args: Sequence[Any]) -> Sizes:
-    """The largest sizes that `mark_dynamic(max=)` has declared on the arguments of a call."""
-    marked = (
-        (port.fqn, _torch.marked_most(value))
-        for port, value in zip(captured.ports, args, strict=True)
-        if port is not None and isinstance(value, torch.Tensor)
-    )
-    return {name: most for name, most in marked if most}
+def with_marks(declared: Sizes, captured: Captured, args: Sequence[Any]) -> Sizes:
+    """Declared sizes, and those that `mark_dynamic(max=)` has declared on the arguments of a
+    call."""
+    found = dict(declared)
+    for port, value in zip(captured.ports, args, strict=True):
+        if port is not None and isinstance(value, torch.Tensor):
+            found[port.fqn] = {**found.get(port.fqn, {}), **_torch.marked_most(value)}
+    return found
 
 
 def declared_sizes(captured: Captured, declared: Sizes, count: int) -> dict[str, int]:

@@ -375,11 +375,12 @@ def test_the_named_backend(dynamic):
     def averages(x, y):
         return words(model)(x, y) / x.shape[1]
 
-    def asks(x, y):
-        return words(model)(x, y) * (2 if x.shape[0] < x.shape[1] else 3)
+    def asks(x, y):  # before the loss tells that both have as many rows
+        times = 2 if y.shape[0] < x.shape[1] else 3
+        return words(model)(x, y) * times
 
     sizes = [(4, 16), (4, 9), (4, 30), (8, 30), (8, 13), (4, 11)]
-    for step, most in ((words(model), 2), (averages, 2), (asks, 6)):
+    for step in (words(model), averages, asks):
         backend = pfeife.backend(microbatches=MICROBATCHES, progress=False)
         compiled = torch.compile(step, backend=backend, dynamic=dynamic)
         for batch in itertools.starmap(padded, sizes):
@@ -389,13 +390,18 @@ def test_the_named_backend(dynamic):
             loss = compiled(*batch)
             loss.backward()
             parts = list(zip(*(one.chunk(MICROBATCHES) for one in batch), strict=True))
-            if step is not asks:
-                expected = eager_accumulation(step, model, parts)
-                assert torch.equal(loss.detach(), expected.loss)
-                for name, parameter in model.named_parameters():
-                    assert torch.equal(parameter.grad, expected.gradients[name]), name
-        more = 1 if dynamic is None else 0
-        assert len(backend.compiled) <= most + more, step.__name__
+            expected = eager_accumulation(step, model, parts)
+            assert torch.equal(loss.detach(), expected.loss)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.grad, expected.gradients[name]), name
+        fixed = [one for one in backend.compiled if one.captured.at is not None]
+        if step is asks:
+            assert len(fixed) == len(backend.compiled) == len(sizes)
+            with pytest.raises(ValueError, match="depends on the batch size"):
+                compiled(*padded(8, 6))  # 8 rows are not fewer than 6, the 4 of a microbatch are
+        else:
+            assert len(fixed) == (dynamic is None), "that of the first length"
+            assert len(backend.compiled) == len(fixed) + 2, "of 4 rows, and of 8"
         torch._dynamo.reset()
 
 

@@ -67,9 +67,9 @@ class Saving:
         if self.asking.foreign.reading or not self.asking.is_asked_for(known):
             return
         missing = [tensor for tensor in known if self.asking.is_missing(tensor)]
-        if keep_vars and not missing:
-            return
         if keep_vars:
+            if not missing:
+                return
             raise ValueError(
                 f"{where_trained(self.asking.known[missing[0]])}, so that state_dict() "
                 "cannot give the tensor itself (keep_vars=True): call "

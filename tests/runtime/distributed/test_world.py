@@ -8,9 +8,7 @@ import pytest
 from processes import bounded
 
 ROOT = Path(__file__).parents[3]
-# Seconds in which all ranks have come out of all faults: a hang is told from an end by far less
-# than the 300 of a step's timeout, and twelve processes on two busy cores took up to 16.5.
-SOON = 30.0
+SOON = 15.0  # seconds in which all ranks have come out of all faults, on a busy machine
 
 
 @pytest.fixture(scope="module")
