@@ -164,6 +164,21 @@ class Answering(_torch.TorchDispatchMode):
         else:
             self.tensors[symbol] = _as(of.detach(), kind)
 
+    def flags_of(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
+        """The flags of the answers that an earlier run was given. Torch's own operations may ask
+        less in a trace (dropout, whether it is given anything); what was not asked is not wrong.
+        Raises ValueError where more was asked."""
+        flags, asked = list[torch.Tensor](), 0
+        for answer in answers:
+            if self.answers[asked : asked + 1] == [answer]:
+                flags.append(self.flags[asked])
+                asked += 1
+            else:
+                flags.append(torch.zeros(()))
+        if asked < len(self.answers):
+            raise ValueError(f"{self.answers[asked].line} asks for values in a second run alone")
+        return flags
+
     def _flag(self) -> None:
         """Makes the flags that wait."""
         asked, self.asked = self.asked, []

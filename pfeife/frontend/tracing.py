@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.answers import Answering, Known, Noting, Spelling
+from pfeife.frontend.answers import Answer, Answering, Known, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
@@ -240,7 +240,7 @@ class _Tracer:
         taken: set[str] = set()
         arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
         examples = tuple(one.example for one in arguments)
-        run = self._forward(reads, leaves, kept, len(second.answers))
+        run = self._forward(reads, leaves, kept, second.answers)
         changing = {slot for read in reads for slot in read if isinstance(slot, Slot)} | {*kept}
         made = Traced(
             Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
@@ -341,9 +341,14 @@ class _Tracer:
             yield
 
     def _forward(
-        self, reads: Sequence[Read], leaves: Sequence[Result], kept: Sequence[Slot], asked: int
+        self,
+        reads: Sequence[Read],
+        leaves: Sequence[Result],
+        kept: Sequence[Slot],
+        answers: Sequence[Answer],
     ) -> Callable[..., list[torch.Tensor]]:
-        """Runs the step on values of its arguments."""
+        """Runs the step on values of its arguments, once more than where it was given `answers`.
+        (Eager needs none.)"""
 
         def run(*values: Any) -> list[torch.Tensor]:
             pairs = [(one, v) for r, v in zip(reads, values, strict=True) for one in r]
@@ -362,12 +367,11 @@ class _Tracer:
             found = list(tensors_in(result))
             after = {change.slot: change.after for change in held.changes}
             same = [path for path, _ in found] == [leaf.path for leaf in leaves]
-            flags = told.flags if traced else [torch.zeros(())] * asked  # eager answers itself
-            if not same or len(flags) != asked or any(slot not in after for slot in kept):
+            if not same or any(slot not in after for slot in kept):
                 raise ValueError("the step returns something else in a second run")
             distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
             ordered = [distinct[at] for at in sorted(distinct)]
-            return [*ordered, *(after[slot] for slot in kept), *flags]
+            return [*ordered, *(after[slot] for slot in kept), *told.flags_of(answers)]
 
         return run
 

@@ -194,6 +194,18 @@ def rows_of_an_expert_traced():
     same(Net(some_rows), capture="trace")
 
 
+@row(ranks=(1, 2))
+def rows_that_are_dropped_out():
+    """Dropout asks whether it is given anything, but not while it is traced. With this probability
+    it leaves all there is."""
+
+    def dropped(x):
+        (chosen,) = (x.sum(1) > 0.5).nonzero(as_tuple=True)
+        return x.index_add(0, chosen, nn.functional.dropout(x[chosen], 1e-12))
+
+    same(Net(dropped), capture="trace")
+
+
 class Masked(Net):
     def forward(self, x):
         x = torch.relu(self.first(x))
