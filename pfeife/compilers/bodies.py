@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.compilers.cuda_graphs import as_cuda_graph, check_devices
+from pfeife.compilers.cuda_graphs import as_cuda_graph, check_devices, graphs_by_size
 from pfeife.compilers.draws import around_draws, draws
 from pfeife.compilers.open_sizes import is_open
 from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, example, fingerprint
@@ -54,7 +54,8 @@ def compile_bodies(
 
     Random operations run as without a compiler, between the compiled pieces of their body; a
     body with effects (a node that prints, say) or with numbers or sizes that data decide runs as
-    its graph. With `cuda_graphs` every piece of every call is captured once, see `as_cuda_graph`.
+    its graph. With `cuda_graphs` every piece of every call is captured once, see `as_cuda_graph`,
+    one with open sizes for each that comes again, see `graphs_by_size`.
 
     Raises ValueError for a compiler that fails, naming the stage and the line of the model, and
     for `cuda_graphs` where a value is not on a CUDA device. `progress` is called with how many of
@@ -130,8 +131,10 @@ def _compiled(
         key = fingerprint(piece)
         if key not in known:
             known[key] = compile_piece(piece, compiler)
-        if not cuda_graphs or any(map(is_open, piece.graph.nodes)):
+        if not cuda_graphs:
             return known[key]
+        if any(map(is_open, piece.graph.nodes)):
+            return graphs_by_size(known[key])
         slots = [example(node.meta["val"]) for node in inputs_of(piece)]
         return as_cuda_graph(known[key], slots) if slots else known[key]
 

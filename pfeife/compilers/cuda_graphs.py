@@ -1,7 +1,9 @@
 """CUDA graphs of compiled pieces. Not yet run on a GPU."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from pfeife.compilers.draws import draws
 from pfeife.ir.program import Call, Program, value_of
 
 WARM_UPS = 3  # as in torch's documentation: lazy initialisation, then two that are like the capture
+MOST = 8  # sizes of a piece for which a graph is kept: each has memory of its own
 
 
 def check_devices(program: Program, calls: Sequence[Call]) -> None:
@@ -62,3 +65,38 @@ def as_cuda_graph(run: Callable, slots: list[torch.Tensor]) -> Callable:
         return results
 
     return replay
+
+
+def graphs_by_size(
+    run: Callable, record: Callable[[Callable, list[torch.Tensor]], Callable] = as_cuda_graph
+) -> Callable:
+    """A function of tensors and sizes, of any shapes: shapes that come again are recorded as a
+    graph. What has not come for longest of more than `MOST` is forgotten."""
+    graphs: OrderedDict[tuple, Callable | None] = OrderedDict()  # None for what came once
+    turn = threading.Lock()
+
+    def replay(*values: Any) -> Sequence[torch.Tensor | None]:
+        sizes = tuple(one.shape if isinstance(one, torch.Tensor) else one for one in values)
+        tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        with turn:
+            comes_again = sizes in graphs
+            graph = graphs.pop(sizes, None)
+            if comes_again and not graph and tensors:
+                graph = record(_of_tensors(run, values), [one.clone() for one in tensors])
+            graphs[sizes] = graph
+            if len(graphs) > MOST:
+                graphs.popitem(last=False)
+        return graph(*tensors) if graph else run(*values)
+
+    return replay
+
+
+def _of_tensors(run: Callable, values: Sequence[Any]) -> Callable:
+    """A function of the tensors among its arguments, with the sizes among them as they are."""
+    numbers = [None if isinstance(one, torch.Tensor) else one for one in values]
+
+    def run_with(*tensors: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        rest = iter(tensors)
+        return run(*(next(rest) if one is None else one for one in numbers))
+
+    return run_with

@@ -15,7 +15,7 @@ from torch import fx, nn
 import pfeife
 from pfeife import _torch, sched
 from pfeife.backend.options import options_from
-from pfeife.compilers import BodyCompiler, compile_bodies, compiler_name, fingerprint
+from pfeife.compilers import BodyCompiler, compile_bodies, compiler_name, cuda_graphs, fingerprint
 from pfeife.cost import estimate, machine, measure
 from pfeife.ir.digest import fingerprint as text_of
 from pfeife.ir.program import Kind
@@ -343,6 +343,34 @@ def test_cuda_graphs_need_cuda():
         step(*one.batch(4))
     with pytest.raises(ValueError, match="cuda_graphs"):
         options_from({"cuda_graphs": 1})
+
+
+def test_sizes_that_come_again_are_recorded_and_no_more_than_a_bound():
+    """What records is CUDA's alone; here it notes for which tensors, and replays copies of them."""
+    recorded = []
+
+    def record(run, slots):
+        recorded.append([tuple(slot.shape) for slot in slots])
+
+        def replay(*values):
+            for slot, value in zip(slots, values, strict=True):
+                slot.copy_(value)
+            return run(*slots)
+
+        return replay
+
+    run = cuda_graphs.graphs_by_size(lambda x, n, y: (x + n * y,), record)
+
+    def calls(*sizes):
+        recorded.clear()
+        for size in sizes:
+            x, y = torch.randn(size, 2), torch.randn(2)
+            assert torch.equal(run(x, size, y)[0], x + size * y)
+        return [shapes[0][0] for shapes in recorded]
+
+    assert calls(3, 4, 3, 3, 4, 5) == [3, 4]
+    assert calls(*range(6, 6 + cuda_graphs.MOST - 2)) == []  # 3 is forgotten
+    assert calls(4, 4) == [] and calls(3, 3) == [3]
 
 
 def test_the_options_read_the_same_on_every_rank():
