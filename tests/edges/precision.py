@@ -194,8 +194,8 @@ class Mixed(nn.Module):
         return self.b(h.relu())
 
 
-def tokens(seed, count=16):
-    return torch.randint(11, (count, 5), generator=torch.Generator().manual_seed(seed))
+def tokens(seed, count=16, length=5):
+    return torch.randint(11, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
 def cross_entropy(model, x):
@@ -249,7 +249,7 @@ ADAM = {"rtol": 1e-3, "atol": 1e-3}
 EXACT, CLOSE = {"rtol": 0, "atol": 0}, {"rtol": 1e-4, "atol": 1e-5}
 
 
-def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, **options):
+def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, lengths=(5, 5, 5, 5), **options):
     """Training with copies in bfloat16, beside plain torch that makes a copy a step."""
     with made():
         model = Mixed()
@@ -257,10 +257,10 @@ def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, **options):
     given = {"microbatches": 4, "param_dtype": "bfloat16", **options, **cut}
     step = pfeife.compile(lambda x: cross_entropy(model, x), **given)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, other)]
-    for seed, count in enumerate((16, 16, 8, 16)):  # another shape: captured with gradients there
-        loss = step(tokens(seed, count))
+    for seed, shape in enumerate(zip((16, 16, 8, 16), lengths, strict=True)):
+        loss = step(tokens(seed, *shape))  # of another shape: captured with gradients there
         loss.backward()
-        total, sums = summed(copy.deepcopy(other).bfloat16(), tokens(seed, count), 4)
+        total, sums = summed(copy.deepcopy(other).bfloat16(), tokens(seed, *shape), 4)
         torch.testing.assert_close(loss.detach(), total, **near)
         for name, parameter in other.named_parameters():
             parameter.grad = sums[name]
@@ -290,6 +290,12 @@ def float32_master_weights():
     sent = [m.bytes for m in pfeife.ir.travel.messages(built.program)]
     assert all(port.dtype == torch.bfloat16 for port in built.program.ports(pfeife.Role.PARAMETER))
     assert sent and max(sent) <= 4 * 5 * 16 * 2
+
+
+@row(ranks=(1, 2))
+def float32_master_weights_of_batches_of_many_lengths():
+    step = master(lengths=(5, 6, 9, 7))
+    assert len(step.backend.compiled) <= 3
 
 
 @row(ranks=(1, 2))
