@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from listening import said
 from rows import Row, add, row
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import pfeife
 from pfeife.integrations.together import from_main
@@ -220,6 +220,13 @@ def what_the_main_process_has() -> None:
     refused("", from_main, object(), "a value")
 
 
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 @row(ranks=(2,))
 def a_loader_that_ends_fails_or_is_slow() -> None:
     """All ranks know of it; one that waits for the loader waits for as long as it takes."""
@@ -245,6 +252,9 @@ def a_loader_that_ends_fails_or_is_slow() -> None:
     assert len(pfeife.from_rank0([1, 2, 3] if RANK == 0 else None)) == 3
     names = pfeife.from_rank0(["a", {"b": (None, 0.5)}] if RANK == 0 else None)
     assert list(names) == ["a", {"b": (None, 0.5)}] == list(names)
+    stream = DataLoader(Stream(), batch_size=2)  # its iterators know no length, and say so
+    parts = list(pfeife.from_rank0(stream if RANK == 0 else None))
+    assert [part.tolist() for part in parts] == [[0, 1], [2]]
     endless = pfeife.from_rank0((n for n in range(3)) if RANK == 0 else None)
     assert list(endless) == [0, 1, 2]
     try:

@@ -83,12 +83,9 @@ class RankZeroLoader:
         if world is None:
             yield from self._given()
             return
-        mine: Iterator[Any] | None = None
-        sent: list[torch.Tensor] = []
+        mine, sent = self._each(), list[torch.Tensor]()
 
         def find() -> Structure | None:
-            nonlocal mine
-            mine = mine or iter(self._given())
             for value in mine:
                 structure, sent[:] = structure_of(value)
                 return structure
@@ -118,6 +115,9 @@ class RankZeroLoader:
         if found is None:
             raise TypeError("the loader that rank 0 has given to from_rank0 has no length")
         return int(found.filled(()))
+
+    def _each(self) -> Iterator[Any]:
+        yield from self._given()
 
     def _given(self) -> Iterable[Any]:
         if self.loader is None:
