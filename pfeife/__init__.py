@@ -22,6 +22,10 @@ __all__ = sorted(_PLACES)
 
 def __getattr__(name: str) -> Any:
     """A folder of the package (`backend` can be called as well), or a name of those."""
+    if name == "__version__":
+        from importlib.metadata import version  # takes longer than all else that is imported here
+
+        return version("pfeife")
     if importlib.util.find_spec(f"pfeife.{name}") is not None:
         found = importlib.import_module(f"pfeife.{name}")
     elif name in _PLACES:
@@ -33,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return [*__all__, "__version__"]

@@ -51,6 +51,8 @@ from pfeife.runtime.distributed.loading import data_sampler, from_rank0
 from pfeife.runtime.failure import PipelineError
 from pfeife.sched.families.family import Family
 
+__version__: str
+
 __all__ = [
     "Action",
     "Call",

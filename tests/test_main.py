@@ -25,6 +25,8 @@ def test_what_is_not_asked_for_is_not_imported():
     assert {name for name in pfeife.__all__ if not hasattr(pfeife, name)} == set()
     assert pfeife.sched.plan is sys.modules["pfeife.sched"].plan and pfeife.ir is not None
     assert not hasattr(pfeife, "no_such_name")
+    assert dir(pfeife) == sorted([*pfeife.__all__, "__version__"])
+    assert pfeife.__version__ == version("pfeife")
 
 
 def test_the_machines_on_the_command_line(capsys):

@@ -1,6 +1,7 @@
 """What a step has taken, measured on all ranks: data for a callback, and for a line of the log."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -57,6 +58,16 @@ class StepFigures:
         """The share of the machines' peak (model FLOP/s utilization; Chowdhery et al., PaLM, 2022,
         appendix B)."""
         return self.peak_seconds / self.whole_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures by their names, those that are computed of others too, for JSON or a
+        tracker; `mfu` is the utilization."""
+        computed = ("whole_seconds", "samples_per_second", "tokens_per_second", "flops_per_second")
+        return {
+            **attrs.asdict(self),
+            **{name: getattr(self, name) for name in computed},
+            "mfu": self.utilization,
+        }
 
     @property
     def waits_most(self) -> int | None:

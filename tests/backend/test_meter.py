@@ -1,5 +1,6 @@
 """The figures of steps, in one process; on ranks `distributed/loops.py` has a row."""
 
+import json
 import logging
 
 import pytest
@@ -43,6 +44,7 @@ def test_figures_of_calls_that_train():
     assert all(0 <= waits <= figures.seconds for waits in figures.waiting_seconds)
     assert figures.peak_bytes[0] > max(figures.account_bytes) > 0
     assert plain.from_json(StepFigures, plain.to_json(figures)) == figures
+    assert json.loads(json.dumps(figures.as_dict()))["mfu"] == figures.utilization
 
 
 def test_a_line_every_so_many_calls():
