@@ -11,7 +11,7 @@ import json
 import accelerate
 import torch
 from gpt import GPT
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import pfeife
 from pfeife.integrations.accelerate import Accelerator  # in place of Accelerate's own
@@ -22,6 +22,7 @@ def main() -> None:
     told.add_argument("--one-device", action="store_true")
     told.add_argument("--save", help="a folder for the state after the first epoch")
     told.add_argument("--load", help="a folder with such a state: only the second epoch is run")
+    told.add_argument("--lengths", action="store_true", help="each batch has a length of its own")
     options = told.parse_args()
     torch.set_num_threads(1)
 
@@ -32,7 +33,9 @@ def main() -> None:
     accelerator = kind(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=4)
-    loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=8)
+    ends = (17, 13, 16, 9) if options.lengths else (17,) * 4  # of 8 rows each
+    rows = [row[: ends[index // 8]] for index, row in enumerate(text)]
+    loader = DataLoader([(row[:-1], row[1:]) for row in rows], batch_size=8)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     compiled = pfeife.compile(model.loss, microbatches=4, stages=2)
     step = model.loss if options.one_device else compiled

@@ -45,15 +45,18 @@ if __name__ == "__main__":
     told.add_argument("--one-device", action="store_true", help="accumulates what is cut otherwise")
     told.add_argument("--save", help="a folder for checkpoints")
     told.add_argument("--resume", help="a checkpoint")
+    told.add_argument("--lengths", action="store_true", help="each batch has a length of its own")
     options = told.parse_args()
     torch.set_num_threads(1)  # the same kernels, and so the same bits
     torch.manual_seed(0)
     module, text, cut = Language(), torch.randint(64, (32, 17)), 4 if options.one_device else 1
+    ends = (17, 13, 16, 9) if options.lengths else (17,) * 4  # of 8 rows each
+    rows = [row[: ends[index // 8]] for index, row in enumerate(text)]
     trainer = Trainer(
         strategy="auto" if cut > 1 else PipelineStrategy(microbatches=4, stages=2),  # two
         accelerator="cpu", devices=1, max_epochs=3, gradient_clip_val=0.5, log_every_n_steps=1,
         accumulate_grad_batches=cut, enable_progress_bar=False, logger=False,
         callbacks=[ModelCheckpoint(options.save, save_top_k=-1 if options.save else 0)],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(text, 8 // cut), DataLoader(text, 8), ckpt_path=options.resume)
+    trainer.fit(module, DataLoader(rows, 8 // cut), DataLoader(rows, 8), ckpt_path=options.resume)
     print(f"rank {trainer.global_rank} has logged {json.dumps(module.lines)}")

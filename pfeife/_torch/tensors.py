@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ __all__ = [
     "marked_most",
     "no_dispatch",
     "open_dims",
+    "opened",
     "overlap",
     "plainly",
     "storage_of",
@@ -179,6 +180,20 @@ def open_dims(tensor: torch.Tensor) -> set[int]:
 def mark_open(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """Marks dimensions of a tensor that may be dynamic."""
     torch._dynamo.maybe_mark_dynamic(tensor, sorted(dims))
+
+
+@contextlib.contextmanager
+def opened(tensors: Sequence[tuple[torch.Tensor, Collection[int]]]) -> Iterator[None]:
+    """While dimensions of tensors are marked as in `mark_open`."""
+    before = [(vars(tensor), {**vars(tensor)}) for tensor, _ in tensors]
+    try:
+        for tensor, dims in tensors:
+            mark_open(tensor, dims)
+        yield
+    finally:
+        for attributes, earlier in before:
+            attributes.clear()
+            attributes.update(earlier)
 
 
 def marked_most(tensor: torch.Tensor) -> dict[int, int]:

@@ -66,7 +66,8 @@ def check_settled(
     def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
         return str(module.graph), describe(module, examples, given=given)
 
-    other, then = dynamo_graph(step, call.args, call.kwargs, read)
+    with _torch.opened([*_open_sizes(call, inputs)]):  # else it is another graph for its sizes
+        other, then = dynamo_graph(step, call.args, call.kwargs, read, dynamic=None)
     moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
     if moving or other != graph:
         name = (moving or names)[0]
@@ -76,6 +77,17 @@ def check_settled(
             "keep it in a tensor, such as a buffer, or set it outside of the step (for what is "
             "set once, run the step once without pfeife)"
         )
+
+
+def _open_sizes(call: Arguments, inputs: Inputs) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """The tensors of a call with the dimensions that Dynamo has left open."""
+    for argument in inputs.arguments:
+        if argument.given and isinstance(argument.example, torch.Tensor):
+            shape = enumerate(argument.example.shape)
+            yield (
+                call.leaves[argument.position].first,
+                [dim for dim, size in shape if type(size) is not int],
+            )
 
 
 def _second(leaf: Leaf) -> torch.Tensor:

@@ -20,9 +20,11 @@ def dynamo_graph(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     read: Callable[[fx.GraphModule, list[Any]], T],
+    dynamic: bool | None = False,
 ) -> T:
     """What is `read` from Dynamo's graph of a call and its inputs, while Dynamo compiles it (it
-    may empty the graph afterwards); nothing is run. Raises ValueError when there is no single
+    may empty the graph afterwards); nothing is run. It is for the sizes of the call alone, or
+    open in those that are marked if `dynamic` is None. Raises ValueError when there is no single
     graph."""
     found: list[T] = []
 
@@ -32,7 +34,7 @@ def dynamo_graph(
 
     try:
         with _torch.willing():
-            _torch.whole_graph(step, backend)(*args, **kwargs)
+            _torch.whole_graph(step, backend, dynamic)(*args, **kwargs)
     except Exception as error:
         if not found:
             raise plain_error(error) from error

@@ -85,6 +85,20 @@ def one_program_for_all():
     assert trained(compiled, ours) <= 3
 
 
+@row()
+def what_is_set_at_a_later_size():
+    """Dynamo's graph is looked at once more, with the same sizes left open."""
+    ours, seen = model(), {}
+
+    def step(x, y):
+        if x.shape[1] > 10:
+            seen["long"] = True
+        return loss_of(ours(x), y)
+
+    assert trained(pfeife.compile(step, microbatches=2, **STAGES), ours) <= 4  # 2 for each branch
+    assert seen == {"long": True}
+
+
 @row(ranks=(1, 2))
 def the_named_backend_has_one_for_each_number_of_rows():
     ours, backend = model(), pfeife.backend(microbatches=2, **STAGES)

@@ -12,14 +12,14 @@ SCRIPT = "hf_accelerate.py"
 
 @pytest.mark.whole
 def test_two_ranks_have_the_losses_of_one_device(tmp_path):
-    """Within rounding: one device does not cut its batches. What they save, they and one device
-    load."""
-    (log,) = logged(SCRIPT, "--one-device")
-    found = logged(SCRIPT, "--save", tmp_path, ranks=2)
+    """Within rounding: one device does not cut its batches. These have many lengths. What they
+    save, they and one device load."""
+    (log,) = logged(SCRIPT, "--one-device", "--lengths")
+    found = logged(SCRIPT, "--save", tmp_path, "--lengths", ranks=2)
     assert found == [pytest.approx(log, rel=1e-5)] * 2
-    again = logged(SCRIPT, "--load", tmp_path, ranks=2)
+    again = logged(SCRIPT, "--load", tmp_path, "--lengths", ranks=2)
     assert again == [one[4:] for one in found]
-    (alone,) = logged(SCRIPT, "--one-device", "--load", tmp_path)
+    (alone,) = logged(SCRIPT, "--one-device", "--load", tmp_path, "--lengths")
     assert alone == pytest.approx(log[4:], rel=1e-5)
 
 

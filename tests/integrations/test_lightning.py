@@ -1,4 +1,4 @@
-"""Lightning's Trainer on ranks beside the same on one device."""
+"""Lightning's Trainer on ranks beside the same on one device. Batches have many lengths."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ LAST = "epoch=2-step=12.ckpt"
 def one_device(tmp_path_factory):
     """The folder and the log of a run without Pfeife, in which four batches are one."""
     folder = tmp_path_factory.mktemp("one")
-    (log,) = logged(SCRIPT, "--one-device", "--save", folder)
+    (log,) = logged(SCRIPT, "--lengths", "--one-device", "--save", folder)
     return folder, [together(log[at : at + 4]) for at in range(0, len(log), 4)]
 
 
@@ -41,7 +41,7 @@ def close(found, log):
 def test_two_ranks_log_and_save_what_one_device_does(one_device, tmp_path):
     """The logs within rounding: one device logs the parts of a batch."""
     folder, log = one_device
-    for found in logged(SCRIPT, "--save", tmp_path, ranks=2):
+    for found in logged(SCRIPT, "--lengths", "--save", tmp_path, ranks=2):
         close(found, log)
     same_checkpoints(folder, tmp_path)
 
@@ -52,6 +52,6 @@ def test_a_checkpoint_of_one_device(one_device, tmp_path, ranks):
     """As if nobody had interrupted it."""
     folder, log = one_device
     first = folder / "epoch=0-step=4.ckpt"
-    for found in logged(SCRIPT, "--save", tmp_path, "--resume", first, ranks=ranks):
+    for found in logged(SCRIPT, "--lengths", "--save", tmp_path, "--resume", first, ranks=ranks):
         close(found, log[4:])
     same_checkpoints(folder, tmp_path)
