@@ -95,7 +95,7 @@ def one(name: str, order: str, steps: int, device: bool, out: Path) -> None:
             disable_tqdm=True,
             per_device_train_batch_size=8,
             max_steps=steps,
-            learning_rate=3e-3,
+            learning_rate=3e-4,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
