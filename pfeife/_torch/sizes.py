@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
@@ -159,6 +160,18 @@ def symbol_named(value: Any) -> Any:
     for an expression or a plain number."""
     expression = value.node._expr if isinstance(value, torch.SymInt) else None
     return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def python_kernels() -> contextlib.AbstractContextManager[None]:
+    """While operations run by torch's kernels in Python where there are such: those in C++ may ask
+    fake tensors for sizes as numbers. If the name moves: AOTAutograd's tracing uses it."""
+    found: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return found
+
+
+def is_fixed(size: torch.SymInt) -> bool:
+    """Whether a trace takes a symbolic size for a certain number."""
+    return bool(size.node.expr.is_number)
 
 
 def name_of_size(name: str) -> sympy.Symbol:

@@ -90,6 +90,10 @@ class Opening:
         pairs = ((one, self.places[name]) for name, one in self.symbols.items())
         return {_torch.symbol_named(one): (one, self.shapes[at][dim]) for one, (at, dim) in pairs}
 
+    def fixed(self) -> list[str]:
+        """The names of those sizes that a run has taken for certain numbers."""
+        return [name for name, one in self.symbols.items() if _torch.is_fixed(one)]
+
     def _layout(self, first: torch.Tensor, names: Mapping[int, str]) -> tuple[list, list]:
         """The shape and the strides of a tensor: those of rows that lie one behind another are
         expressions of the sizes."""

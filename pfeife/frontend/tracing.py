@@ -60,14 +60,17 @@ def traced(
     draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
     numbers or objects of Python's behind.
     """
-    make = partial(_Tracer, step, call, device)
-    if not places:
-        return _told(partial(make, {}), warm)
-    try:
-        return _told(partial(make, places), warm)
-    except Exception as error:
-        log.debug("a trace for each size, since there is none for all: %s", error)
-        refused = str(error)
+    make, refused = partial(_Tracer, step, call, device), ""
+    while places:
+        try:
+            return _told(partial(make, places), warm)
+        except _Fixed as error:
+            places = {place: name for place, name in places.items() if name not in error.names}
+            refused = str(error)
+        except Exception as error:
+            places, refused = {}, str(error)
+    if refused:
+        log.debug("a trace for each size, since there is none for all: %s", refused)
     found = _told(partial(make, {}), warm)
     return attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
 
@@ -159,6 +162,9 @@ class _Tracer:
                 "the step seeds torch's default generator, or draws from it for tensors that do "
                 "not depend on its arguments: seed outside of the step"
             )
+        fixed = self.opening.fixed()
+        if fixed:
+            raise _Fixed(fixed)
         return found
 
     def _on_fakes(self) -> Run:
@@ -166,7 +172,9 @@ class _Tracer:
         symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
         numbers = _torch.numbers_for_kernels()
-        run = (held, self.mode, symbols, seen, self.told(), told, writes, numbers)
+        # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
+        kernels = _torch.python_kernels() if self.opening.places else nullcontext()
+        run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers)
         with ExitStack() as stack:
             for one in run:
                 stack.enter_context(one)
@@ -214,7 +222,13 @@ class _Tracer:
         """The step's forward, after a run, which perhaps `is_first`."""
         steering = Steering(self.step, self.call.others, first.executed)
         before, second = steering.guards(), self.run()
-        check_alike(first, second)
+        try:
+            check_alike(first, second)
+        except ValueError:
+            if not is_first or not self.opening.places:
+                raise
+            # What the first run has learned of open sizes spares others some operations.
+            return self.traced(second, warm, is_first=False)
         check_steady(before, second)
         if not first.executed.has_run(second.executed):
             if not is_first:
@@ -391,6 +405,14 @@ def plain_reason(error: Exception) -> Exception:
         text = f"it asks for the value of a tensor ({text})"
     kind = _Asks if asks else ValueError
     return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
+
+
+class _Fixed(Exception):
+    """Raised for open sizes, by their names, that a run takes for certain numbers."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(f"the step takes {', '.join(names)} for certain numbers")
+        self.names = names
 
 
 class _Asks(ValueError):

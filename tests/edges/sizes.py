@@ -59,11 +59,11 @@ def plain(model, x, y, count):
     return total
 
 
-def trained(compiled, ours, whole=lambda *values: values, count=2, backend=None):
+def trained(compiled, ours, whole=lambda *values: values, count=2, backend=None, sizes=SIZES):
     """Trains with batches of many sizes beside one device; how many programs there are."""
     other = copy.deepcopy(ours)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (ours, other)]
-    for rows, length in SIZES:
+    for rows, length in sizes:
         x, y = batch(rows, length)
         loss = compiled(*whole(x, y))
         loss.backward()
@@ -122,6 +122,31 @@ def traced_as_it_runs():
     compiled = pfeife.compile(step, microbatches=2, **STAGES)
     assert trained(compiled, ours) <= 3
     assert compiled.backend.compiled[-1].captured.door == "trace"
+
+
+@row()
+def traced_with_padding():
+    """Torch's kernel of it in C++ asks for sizes as numbers."""
+    ours = model()
+    ours.layers[1] = nn.Sequential(nn.ZeroPad2d((1, 0, 0, 0)), nn.Linear(9, 8))
+    compiled = pfeife.compile(
+        lambda x, y: loss_of(ours(x), y), microbatches=2, capture="trace", **STAGES
+    )
+    assert trained(compiled, ours) <= 3
+
+
+@row()
+def traced_with_rows_for_a_number():
+    """The lengths are open all the same."""
+    ours = model()
+
+    def step(x, y):
+        scores = ours(x)
+        return loss_of(torch.stack([scores[at] for at in range(int(x.shape[0]))]), y)
+
+    compiled = pfeife.compile(step, microbatches=2, capture="trace", **STAGES)
+    sizes = ((8, 6), (8, 7), (16, 12), (16, 9), (16, 10))
+    assert trained(compiled, ours, sizes=sizes) <= 3
 
 
 @row(ranks=(1, 2))
