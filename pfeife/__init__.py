@@ -18,6 +18,7 @@ _PLACES = {
     for name in one.names
 }
 __all__ = sorted(_PLACES)
+_FOLDERS = ("cost", "integrations", "report", "runtime", "sched", "testing")  # of the reference
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_FOLDERS, "__version__"]

@@ -99,6 +99,7 @@ class Answering(_torch.TorchDispatchMode):
         super().__init__()
         self.mode, self.known, self.sizes = mode, known, sizes
         self.calls: Counter[str] = Counter()
+        self.of_data = False  # whether data decide any
         self.values: dict[Any, Any] = {}  # by symbols
         self.tensors: dict[Any, torch.Tensor] = {}
         self.asked: list[tuple[Any, Any]] = []  # expressions whose flags are not yet made
@@ -131,7 +132,9 @@ class Answering(_torch.TorchDispatchMode):
         if getattr(func, "namespace", "") != "prim":  # autograd asks so for devices; errors end it
             self._flag()
         func, args, kwargs = _as_number(func, args, kwargs or {})
-        noted = self._noted(func) if self.known.noted and _torch.is_decided_by_data(func) else []
+        of_data = _torch.is_decided_by_data(func)
+        self.of_data |= of_data
+        noted = self._noted(func) if self.known.noted and of_data else []
         if noted and func is _NUMBER and self.known.pinned:
             (value,) = noted
             self.answers.append(Answer(value, calling_line()))

@@ -30,6 +30,7 @@ class Run:
     executed: Executed
     flags: Sequence[torch.Tensor]
     answers: Sequence[Answer]
+    of_data: bool  # whether data decide a size or a number
 
 
 _OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional")  # namespaces of torch's operations

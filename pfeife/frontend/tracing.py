@@ -61,9 +61,12 @@ def traced(
     numbers or objects of Python's behind.
     """
     make, refused = partial(_Tracer, step, call, device), ""
+    kernels = True
     while places:
         try:
-            return _told(partial(make, places), warm)
+            return _told(partial(make, places, kernels), warm)
+        except _OfData:
+            kernels = False
         except _Fixed as error:
             places = {place: name for place, name in places.items() if name not in error.names}
             refused = str(error)
@@ -71,7 +74,7 @@ def traced(
             places, refused = {}, str(error)
     if refused:
         log.debug("a trace for each size, since there is none for all: %s", refused)
-    found = _told(partial(make, {}), warm)
+    found = _told(partial(make, {}, False), warm)
     return attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
 
 
@@ -116,11 +119,14 @@ class _Tracer:
         call: Arguments,
         device: torch.device | None,
         places: Mapping[Place, str],
+        kernels: bool,
         told: Told,
         known: Known | None = None,
     ):
         self.step, self.call, self.told, self.known = step, call, told, known or Known()
         self.places = Places(step, call.others)
+        # Not where data decide sizes: what torch then checks of both has no flag.
+        self.kernels = kernels and not self.known.noted
         self.mode = _torch.symbolic_mode()
         self.opening = Opening(self.mode, call, places)
         fakes = {
@@ -163,7 +169,9 @@ class _Tracer:
                 "not depend on its arguments: seed outside of the step"
             )
         fixed = self.opening.fixed()
-        if fixed:
+        if self.kernels and found.of_data:
+            raise _OfData
+        if self.kernels and fixed:
             raise _Fixed(fixed)
         return found
 
@@ -173,7 +181,7 @@ class _Tracer:
         writes = DataWrites(self.values.values(), self.batch)
         numbers = _torch.numbers_for_kernels()
         # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
-        kernels = _torch.python_kernels() if self.opening.places else nullcontext()
+        kernels = _torch.python_kernels() if self.kernels else nullcontext()
         run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers)
         with ExitStack() as stack:
             for one in run:
@@ -182,7 +190,7 @@ class _Tracer:
                 result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations
-        return Run(*known, result, changes, executed, told.flags, told.answers)
+        return Run(*known, result, changes, executed, told.flags, told.answers, told.of_data)
 
     def _answering(self) -> Answering:
         return Answering(self.mode, self.known, self.opening.known)
@@ -225,7 +233,7 @@ class _Tracer:
         try:
             check_alike(first, second)
         except ValueError:
-            if not is_first or not self.opening.places:
+            if not is_first or not self.kernels:
                 raise
             # What the first run has learned of open sizes spares others some operations.
             return self.traced(second, warm, is_first=False)
@@ -413,6 +421,10 @@ class _Fixed(Exception):
     def __init__(self, names: Sequence[str]):
         super().__init__(f"the step takes {', '.join(names)} for certain numbers")
         self.names = names
+
+
+class _OfData(Exception):
+    """Raised where data decide sizes, beside those that are open."""
 
 
 class _Asks(ValueError):

@@ -149,6 +149,19 @@ def traced_with_rows_for_a_number():
     assert trained(compiled, ours, sizes=sizes) <= 3
 
 
+@row()
+def traced_with_sizes_of_data():
+    """What data and lengths decide together may be for one length: never an error."""
+    ours = model()
+
+    def step(x, y):
+        scores = nn.functional.pad(ours(x), (0, 0, 0, 1))
+        kept = scores[:, :-1].flatten(0, 1)[(x >= 0).flatten().nonzero()[:, 0]]
+        return loss_of(kept.view(*x.shape, -1), y)
+
+    trained(pfeife.compile(step, microbatches=2, capture="trace", **STAGES), ours)
+
+
 @row(ranks=(1, 2))
 def with_backwards_that_are_split():
     ours = model()
