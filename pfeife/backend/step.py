@@ -24,7 +24,6 @@ from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
 from pfeife.backend.values import with_values
 from pfeife.frontend.again import check_again, check_settled
-from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.arguments import Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
@@ -240,27 +239,36 @@ class Step:
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it. Where a trace has another
         answer than the call, another one is taken, with the same random numbers. (On ranks those
-        that there are: each lacks parameters, without which nobody knows the answers.)"""
+        that there are: each lacks parameters, without which nobody knows the answers.) Where a new
+        trace for several sizes cannot be built, there is one for each."""
         self.asked = "trace"
-        states, tried = torchs_states(), list[Traced]()
+        states, tried, refused = torchs_states(), list[Traced](), ""
         while True:
-            traced, steps, is_new = self._fitting(call, tried)
+            traced, steps, is_new = self._fitting(call, tried, refused)
             try:
                 return traced.returned(self._run(steps, traced.values(call.leaves)))
             except PipelineError:
                 raise
-            except (WrongAnswer, IndexError, RuntimeError) as error:
-                found = traced.unfit(error)
-                tried.append(traced)
-                if found is error:
-                    raise
-                if is_new or (world_so_far() and not self._untried(call, tried)):
-                    raise found from error
-                log.debug("%s is traced anew: %s", self.name, found)
+            except (ValueError, IndexError, RuntimeError) as error:
+                if is_new and traced.sizes.places and not steps.known:
+                    refused = str(error)
+                    self.traced.pop()
+                else:
+                    tried.append(traced)
+                    found = traced.unfit(error)
+                    if found is error:
+                        raise
+                    if is_new or (world_so_far() and not self._untried(call, tried)):
+                        raise found from error
+                    refused = ""
+                log.debug("%s is traced anew: %s", self.name, refused or found)
             set_states(states)
 
-    def _fitting(self, call: Arguments, tried: Sequence[Traced]) -> tuple[Traced, Steps, bool]:
-        """What was traced last of those that hold for a call and were not tried, or a new trace."""
+    def _fitting(
+        self, call: Arguments, tried: Sequence[Traced], refused: str
+    ) -> tuple[Traced, Steps, bool]:
+        """What was traced last of those that hold for a call and were not tried, or a new trace;
+        `refused` says why its sizes are not open, "" if they may be."""
         with self.presented.seen():
             found = self._untried(call, tried)
         if not found and len(self.traced) == self.most:
@@ -269,7 +277,7 @@ class Step:
             self.traced.remove(found)
         else:
             log.debug("%s is traced because of %s", self.name, self._broken(call))
-        self.traced.append(found or self._traced(call))
+        self.traced.append(found or self._traced(call, refused))
         return *self.traced[-1], not found
 
     def _drop_oldest(self, call: Arguments) -> None:
@@ -307,19 +315,22 @@ class Step:
             return "nothing was traced"
         return self.traced[-1][0].broken(call) or "the values of tensors that it asks for"
 
-    def _traced(self, call: Arguments) -> tuple[Traced, Steps]:
-        """A new trace for a call: of its kind, those sizes are open that are others now."""
+    def _traced(self, call: Arguments, refused: str) -> tuple[Traced, Steps]:
+        """A new trace for a call: of its kind, those sizes are open that are others now, unless
+        they were `refused`."""
         self._everything()
         kind = kind_of(call)
         known = [one for one, _ in self.traced if one.kind == kind]
         sizes = [one.sizes for one in known]
         places = {}
-        if not any(one.refused for one in sizes):
+        if not refused and not any(one.refused for one in sizes):
             places = open_places(call, [one.shapes for one in sizes], self.dynamic)
         # On ranks, each of which lacks parameters by then, the answers are those of before.
         warm = known[-1].warm if known and world_so_far() else None
         with self.presented.seen(values=True):
             found = traced(self.step, call, places=places, warm=warm)
+        if refused:
+            found = attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
         self.presented.check(found.inputs)
 
         def grown(times: int) -> tuple[Forward, Inputs]:

@@ -117,7 +117,7 @@ class Traced:
                 "the step was traced, and is not in each microbatch of this call, so the step "
                 "would do something else there; compute it with tensors (torch.where)"
             )
-        if not self.answers or isinstance(error, torch.OutOfMemoryError):
+        if not self.answers or isinstance(error, ValueError | torch.OutOfMemoryError):
             return error
         return fails_elsewhere([answer.line for answer in self.answers], error)
 

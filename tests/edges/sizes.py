@@ -163,6 +163,19 @@ def traced_with_sizes_of_data():
 
 
 @row(ranks=(1, 2))
+def traced_with_a_check_of_sizes_of_data():
+    """What only a program of one size can have checked is a program for each size."""
+    ours = model()
+
+    def step(x, y):
+        at = (x >= 0).flatten().nonzero()[:, 0]
+        torch._check(at.shape[0] <= x.numel())
+        return loss_of(ours(x).flatten(0, 1)[at].view(*x.shape, -1), y)
+
+    trained(pfeife.compile(step, microbatches=2, capture="trace", **STAGES), ours)
+
+
+@row(ranks=(1, 2))
 def with_backwards_that_are_split():
     ours = model()
     compiled = pfeife.compile(
