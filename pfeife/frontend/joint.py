@@ -55,9 +55,12 @@ class _Joint(nn.Module):
         shared = self.step.shared()
         results = [r.clone() if i in shared else r for i, r in enumerate(results)]
         # Beside a loss, other results are for looking at: without the detach each one would get a
-        # tangent that no schedule knows before the last forward.
-        if self.loss is not None:
-            results = [r if i == self.loss else r.detach() for i, r in enumerate(results)]
+        # tangent that no schedule knows before the last forward. A forward alone has none at all,
+        # even if the step switches gradients on again at the end of its own torch.no_grad().
+        results = [
+            r if one.requires_grad and self.loss in (None, i) else r.detach()
+            for i, (r, one) in enumerate(zip(results, self.step.results, strict=True))
+        ]
         return (*results, *numbers)
 
 

@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pfeife
 from pfeife import Role
+from pfeife.frontend.batch import Cutter
+from pfeife.frontend.capture import _Doors
+from pfeife.frontend.joint import trace
 from pfeife.testing import assert_same, eager_accumulation
 
 
@@ -256,3 +259,19 @@ def test_a_size_of_data_is_where_the_data_are():
     values = [node.meta.get("val") for node in program.module.graph.nodes]
     places = [one.device.type for one in values if isinstance(one, torch.Tensor)]
     assert places == ["meta"] * 5  # x, a mask, what it selects, how many these are, their mean
+
+
+def test_a_forward_alone_of_a_step_that_switches_gradients_on():
+    """As it does at the end of its own torch.no_grad()."""
+    net, table = nn.Linear(4, 4), torch.randn(8, 4)
+
+    def step(x):
+        with torch.no_grad():
+            found = table[: x.shape[0]].sin()
+        return net(x + found).mean()
+
+    x = torch.ones(2, 4)
+    doors = _Doors(step, Cutter(step, None, 1)((x,), {}), x.device)
+    program = trace(*doors.by("dynamo"), None, gradients=False).program
+    assert [port.name for port in program.outputs] == ["loss"]
+    assert not program.ports(Role.TANGENT)
