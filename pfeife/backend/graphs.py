@@ -123,7 +123,10 @@ class MicrobatchGraph:
             except ValueError as error:
                 log.debug("a program for each size, since there is none for all: %s", error)
             inputs = self._fixed(args, options)
-            return attrs.evolve(self._captured(inputs, args, options), at=shapes)
+            try:
+                return attrs.evolve(self._captured(inputs, args, options), at=shapes)
+            except ValueError as error:
+                raise NotOpen(str(error)) from error
         return self._captured(inputs, args, options)
 
     def _fixed(self, args: Sequence[Any], options: Options) -> Inputs:
@@ -217,6 +220,11 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 def _grown(shape: Sequence[int], other: Sequence[int]) -> int | None:
     grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
     return grown[0] if len(grown) == 1 else None
+
+
+class NotOpen(ValueError):
+    """Raised for a step of open sizes of which there is no program, neither for all of them nor for
+    those of a call; what is traced for these alone may still have one."""
 
 
 class BatchedGraph:

@@ -16,7 +16,7 @@ from pfeife import _torch
 from pfeife.backend.asked import Asked
 from pfeife.backend.declared import mark_declared
 from pfeife.backend.entry import Backend, backend
-from pfeife.backend.graphs import Losses, MicrobatchGraph
+from pfeife.backend.graphs import Losses, MicrobatchGraph, NotOpen
 from pfeife.backend.options import Capture, Options
 from pfeife.backend.pipelined import P, PipelinedStep, R
 from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
@@ -239,8 +239,8 @@ class Step:
     def _by_trace(self, call: Arguments) -> Any:
         """Runs what was traced of the step for such a call, or traces it. Where a trace has another
         answer than the call, another one is taken, with the same random numbers. (On ranks those
-        that there are: each lacks parameters, without which nobody knows the answers.) Where a new
-        trace for several sizes cannot be built, there is one for each."""
+        that there are: each lacks parameters, without which nobody knows the answers.) Where there
+        is no program of a new trace for several sizes, there is a trace for each."""
         self.asked = "trace"
         states, tried, refused = torchs_states(), list[Traced](), ""
         while True:
@@ -250,7 +250,7 @@ class Step:
             except PipelineError:
                 raise
             except (ValueError, IndexError, RuntimeError) as error:
-                if is_new and traced.sizes.places and not steps.known:
+                if is_new and any(isinstance(e, NotOpen) for e in (error, error.__cause__)):
                     refused = str(error)
                     self.traced.pop()
                 else:
