@@ -1,7 +1,6 @@
 """A graph at one shape, ready to run."""
 
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,8 +26,6 @@ from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness
-
-log = logging.getLogger("pfeife")
 
 
 def worst_at(
@@ -102,28 +99,30 @@ class Compiled:
             )
         self.fitting.append(dict(sizes))
 
-    def tell_of_cuts(self, sizes: Mapping[str, int]) -> None:
-        """Says once, where sizes are others by a factor of two or more, that the cuts are less even
-        there than where they were made, by more than a tenth and a millisecond of a step."""
+    def uneven_at(self, sizes: Mapping[str, int]) -> str:
+        """How much less even the cuts are at sizes than where they were made, in words; "" if that
+        is not more than a tenth and a millisecond of a step, or the sizes are not others by a
+        factor of two or more, or it was said before."""
         planned, target = captured_sizes(self.program), self.target
         if not sizes or target is None or "cuts" in self.said or self.plan.stages < 2:
-            return
+            return ""
         times = round(math.log2(math.prod(sizes.values()) / math.prod(planned.values())))
         if not times or f"cuts {times}" in self.said:
-            return
+            return ""
         self.said.add(f"cuts {times}")
         both = self.clusters, resized(self.clusters, sizes)
         priced = [annotate(estimate(one, target.machine))(one) for one in both]
         here, now = (unevenness(one, self.plan.stage_of_cluster) for one in priced)
         there = priced[1]
         seconds = sum(call.seconds or 0.0 for call in there.calls) / self.plan.stages
-        if now > UNEVEN * here and (now - here) * seconds * self.microbatches > 1e-3:
-            self.said.add("cuts")
-            log.warning(
-                "the cuts were made for %s; at %s the slowest stage takes %.0f %% longer than with "
-                "cuts for these sizes, by estimate: say sizes_hint= for the sizes that come most",
-                *(self._named(planned), self._named(sizes), 100 * (now / here - 1)),
-            )
+        if now <= UNEVEN * here or (now - here) * seconds * self.microbatches <= 1e-3:
+            return ""
+        self.said.add("cuts")
+        return (
+            f"the cuts were made for {self._named(planned)}; at {self._named(sizes)} the slowest "
+            f"stage takes {100 * (now / here - 1):.0f} % longer than with cuts for these sizes, by "
+            "estimate"
+        )
 
     def _named(self, sizes: Mapping[str, int]) -> str:
         """Sizes by the names that a person knows them by."""

@@ -19,6 +19,7 @@ from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.backend.residence import may_move
+from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
@@ -94,13 +95,14 @@ class Steps:
     ) -> list[torch.Tensor]:
         """The call that all ranks make. `seed` is None if none has been drawn for it."""
         options = builder.options
+        said: set[str] = set()
+        if compiled is not None and self._replans(compiled, args, options, world):
+            self._drop(key)
+            said, compiled = compiled.said, None
         if compiled is not None:
             self.known[key] = self.known.pop(key)
             agree_on_changed(compiled.captured, args, world)
-            sizes = compiled.captured.sizes(args, options.cut)
-            compiled.check_memory(sizes)
-            if not (world and world.rank):
-                compiled.tell_of_cuts(sizes)
+            compiled.check_memory(compiled.captured.sizes(args, options.cut))
             self._settle(compiled, args)
             return run_step(compiled, options, args, self.backend.meter, seed or 0, sent=sent)
         show = shown(log, progress=options.progress, rank=world.rank if world else 0)
@@ -110,6 +112,7 @@ class Steps:
             compiled = self._built(builder, args, world, show)
             agree_on_changed(compiled.captured, args, world)
         self._keep(key, compiled, world)
+        compiled.said.update(said)
         compiled.check_memory(compiled.captured.sizes(args, options.cut))
         if seed is None:  # else one was drawn for what has been found outdated since
             seed = _seed(compiled)
@@ -119,6 +122,24 @@ class Steps:
         results = run_step(compiled, options, args, self.backend.meter, seed or 0, show, sent)
         log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
         return results
+
+    def _replans(
+        self, compiled: Compiled, args: Sequence[Any], options: Options, world: World | None
+    ) -> bool:
+        """Whether a program is built anew, once, as its cuts are uneven at the sizes of a call: by
+        all ranks or none, which estimate the same. Ranks have their state by then, so that cuts
+        stay, and only a search or recomputation finds something else."""
+        uneven = compiled.uneven_at(compiled.captured.sizes(args, options.cut))
+        if not uneven:
+            return False
+        moves = world is None or options.schedule == "search" or options.recompute is not None
+        replans = moves and not options.sizes_hint and not isinstance(options.plan, Plan)
+        if not (world and world.rank):
+            then = (
+                "planned anew for these" if replans else "say sizes_hint= for those that come most"
+            )
+            log.warning("%s: %s", uneven, then)
+        return replans
 
     def _fitting(
         self, key: tuple, args: Sequence[Any], count: int

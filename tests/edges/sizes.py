@@ -10,6 +10,7 @@ from rows import row
 from torch import nn
 
 import pfeife
+from pfeife.ir.sizes import captured_sizes
 from pfeife.testing import own_gradients
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -173,6 +174,33 @@ def traced_with_a_check_of_sizes_of_data():
         return loss_of(ours(x).flatten(0, 1)[at].view(*x.shape, -1), y)
 
     trained(pfeife.compile(step, microbatches=2, capture="trace", **STAGES), ours)
+
+
+@row(ranks=(2,))
+def planned_anew_where_cuts_are_uneven():
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+
+    def step(model, x):
+        hidden = model(x)
+        return (hidden @ hidden.transpose(1, 2) @ hidden).tanh().sum(1).square().mean()
+
+    other = copy.deepcopy(ours)
+    options = {"microbatches": 2, "machine": "cpu-core", "recompute": "auto"}
+    compiled = pfeife.compile(lambda x: step(ours, x), dynamic=True, **options)
+    wanted = dict(other.named_parameters())
+    for size, planned in ((4, 4), (1200, 1200), (4, 1200)):
+        torch.manual_seed(size)
+        x = torch.randn(2, size, 256)
+        compiled(x).backward()
+        for part in x.chunk(2):
+            (step(other, part) / 2).backward()
+        for name, gradient in own_gradients(ours).items():
+            assert torch.equal(gradient, wanted[name].grad), (name, size)
+        for one in (ours, other):
+            one.zero_grad()
+        (built,) = compiled.backend.compiled
+        assert planned in captured_sizes(built.program).values()
 
 
 @row(ranks=(1, 2))

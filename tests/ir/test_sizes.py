@@ -582,8 +582,10 @@ def test_what_a_pass_assumes_of_sizes(level):
     assert len(built) == 2
 
 
-def test_cuts_that_are_uneven_at_other_sizes():
-    """A head that grows with the square of the length."""
+@pytest.mark.parametrize("hint", [{}, {"x": {1: 4}}])
+def test_cuts_that_are_uneven_at_other_sizes(hint):
+    """A head that grows with the square of the length: it is planned anew, once, unless somebody
+    has said what for."""
     torch.manual_seed(0)
     first, last = nn.Linear(256, 256), nn.Linear(256, 256)
 
@@ -591,12 +593,19 @@ def test_cuts_that_are_uneven_at_other_sizes():
         hidden = last(first(x).tanh())
         return (hidden @ hidden.transpose(1, 2) @ hidden).tanh().sum(1).square().mean()
 
-    compiled = pfeife.compile(step, microbatches=2, stages=2, dynamic=True, machine="cpu-core")
+    options = {"microbatches": 2, "stages": 2, "machine": "cpu-core", "sizes_hint": hint}
+    compiled = pfeife.compile(step, dynamic=True, **options)
+    cuts = []
     with said() as texts:
-        for size in (4, 1200, 1300):
-            compiled(torch.randn(2, size, 256))
+        for size in (4, 1200, 1300, 4):
+            x = torch.randn(2, size, 256)
+            assert torch.equal(compiled(x).detach(), (step(x[:1]) / 2 + step(x[1:]) / 2).detach())
+            (built,) = compiled.backend.compiled
+            cuts.append(built.plan.stage_of_cluster)
     (text,) = (one for one in texts if "the cuts were made" in one)
-    assert "size.1 = 1200 the slowest stage takes" in text and "sizes_hint" in text
+    assert "size.1 = 1200 the slowest stage takes" in text
+    assert ("sizes_hint" in text) == bool(hint)
+    assert len(set(cuts)) == (1 if hint else 2) and len(set(cuts[1:])) == 1
 
 
 def _arguments(built, batch):
