@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from listening import said
+from share import crossed, some
 from torch import nn
 
 import pfeife
@@ -72,7 +73,7 @@ def padded(rows, length):
     return x, y
 
 
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+@pytest.mark.parametrize("capture", some(["dynamo", "trace"]))
 def test_one_program_for_all_lengths(capture):
     torch.manual_seed(0)
     model = Words()
@@ -85,7 +86,7 @@ def test_one_program_for_all_lengths(capture):
     assert program.ports(Role.BATCH)[0].sizes is not None
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("schedule", some(["zb-h1", "1f1b", "interleaved", "gpipe"]))
 def test_schedules_and_rows(schedule):
     torch.manual_seed(0)
     model = Words(4)
@@ -97,8 +98,7 @@ def test_schedules_and_rows(schedule):
     assert len(built) <= 3
 
 
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(("dynamic", "capture"), crossed([True, False], ["dynamo", "trace"]))
 def test_dynamic_is_that_of_torch_compile(dynamic, capture):
     torch.manual_seed(0)
     model = Words()
@@ -107,8 +107,10 @@ def test_dynamic_is_that_of_torch_compile(dynamic, capture):
     assert len(built) == (1 if dynamic else 3)
 
 
-@pytest.mark.parametrize("mark", ["mark_dynamic", "maybe_mark_dynamic", "mark_unbacked"])
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+@pytest.mark.parametrize(
+    ("mark", "capture"),
+    crossed(["mark_dynamic", "maybe_mark_dynamic", "mark_unbacked"], ["dynamo", "trace"]),
+)
 def test_marks_on_arguments(capture, mark):
     torch.manual_seed(0)
     model = small()
@@ -183,7 +185,7 @@ def test_speech_of_several_lengths():
     assert built[0].captured.door == "trace" and len(built) == 2
 
 
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+@pytest.mark.parametrize("capture", some(["dynamo", "trace"]))
 def test_packed_documents(capture):
     """Rows of one length, in which documents end where the numbers say."""
     torch.manual_seed(0)
@@ -254,7 +256,7 @@ def test_a_program_for_each_size_where_none_is_for_all():
     assert fixed == [False, True, True, True, True], "4 by the first graph, and by the second"
 
 
-@pytest.mark.parametrize("capture", ["auto", "trace"])
+@pytest.mark.parametrize("capture", some(["auto", "trace"]))
 def test_a_returned_size(capture):
     """There is no graph for all sizes, and then one for each."""
     torch.manual_seed(0)
@@ -268,7 +270,7 @@ def test_a_returned_size(capture):
         assert found == size and torch.equal(loss, model(x).square().mean())
 
 
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+@pytest.mark.parametrize("capture", some(["dynamo", "trace"]))
 def test_programs_that_are_kept(capture):
     """Where each size has a program, so many are kept; that is said once."""
     torch.manual_seed(0)
@@ -302,6 +304,7 @@ def test_targets_that_a_size_says_are_ignored():
     assert len(compiled.backend.compiled) == 2
 
 
+@pytest.mark.whole
 def test_t5_of_several_lengths():
     """Its graphs of one size and of all differ in the names of nodes, its counts do not."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -333,7 +336,7 @@ def test_traced_sizes_that_part():
     assert len(compared(step, model, batches, stages=1, capture="trace")) == 3
 
 
-@pytest.mark.parametrize("capture", ["auto", "trace"])
+@pytest.mark.parametrize("capture", some(["auto", "trace"]))
 def test_sizes_that_steer(capture):
     """A loop over a size, a size that Python makes a number of, a cut of a transposed tensor, and
     what data say of a size, each as on one device."""
@@ -503,7 +506,7 @@ def test_the_account_is_that_of_a_program_of_one_size():
         limited(*padded(4, 60))
 
 
-@pytest.mark.parametrize("capture", ["dynamo", "trace"])
+@pytest.mark.parametrize("capture", some(["dynamo", "trace"]))
 def test_declared_sizes(capture):
     """They are open from the first call on; a plan is made for the hint, or for the largest sizes
     if those do not fit otherwise; if they never do, nothing runs."""
@@ -550,7 +553,7 @@ def test_the_most_that_a_mark_says():
         limited(x, y)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "search"])
+@pytest.mark.parametrize("schedule", some(["1f1b", "search"]))
 def test_the_second_program_has_the_plan_of_the_first(schedule):
     """Nothing is searched again for another length, or other rows."""
     torch.manual_seed(0)
