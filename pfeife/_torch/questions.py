@@ -19,6 +19,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import TensorReferenceAnalysis
 
 from pfeife._torch.kernel_numbers import is_unknown
+from pfeife._torch.sizes import is_unbacked
 from pfeife._torch.tensors import FakeTensorMode
 
 Tell = Callable[[Any], Any]  # the value of an expression, None where it is not known
@@ -188,6 +189,12 @@ def sizes_and_numbers(result: Any) -> list[Any]:
     for leaf in pytree.tree_leaves(result):
         found += leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]
     return found
+
+
+def is_of_data(value: Any) -> bool:
+    """Whether data decide a size or a number."""
+    symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and any(map(is_unbacked, value.node.expr.free_symbols))
 
 
 def symbol_of(value: Any) -> Any:

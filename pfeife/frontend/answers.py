@@ -132,9 +132,9 @@ class Answering(_torch.TorchDispatchMode):
         if getattr(func, "namespace", "") != "prim":  # autograd asks so for devices; errors end it
             self._flag()
         func, args, kwargs = _as_number(func, args, kwargs or {})
-        of_data = _torch.is_decided_by_data(func)
-        self.of_data |= of_data
-        noted = self._noted(func) if self.known.noted and of_data else []
+        noted: Sequence[Any] = []
+        if self.known.noted and _torch.is_decided_by_data(func):
+            noted = self._noted(func)
         if noted and func is _NUMBER and self.known.pinned:
             (value,) = noted
             self.answers.append(Answer(value, calling_line()))
@@ -142,6 +142,7 @@ class Answering(_torch.TorchDispatchMode):
             return value
         found = func(*args, **kwargs)
         sizes = _torch.sizes_and_numbers(found)
+        self.of_data = self.of_data or any(map(_torch.is_of_data, sizes))
         if len(noted) == len(sizes):
             of = args[0] if func is _NUMBER else None
             for symbolic, value in zip(sizes, noted, strict=True):
