@@ -109,8 +109,9 @@ class MicrobatchGraph:
         return ()
 
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
-        """The program, for all sizes of its arguments that Dynamo has left open; where there is
-        none, for those of the call. Raises ValueError for results that cannot be joined."""
+        """The program, for all sizes of its arguments that are open; where there is none, for those
+        of the call. Raises ValueError for results that cannot be joined, NotOpen for a trace with
+        open sizes of which there is no program for all of them."""
         inputs = self.inputs
         if any(argument.role == Role.SIZE or _is_open(argument) for argument in inputs.arguments):
             shapes = _shapes(args, self.dims, options.cut)
@@ -118,15 +119,16 @@ class MicrobatchGraph:
                 inputs = at_sizes(inputs, shapes)
             try:
                 captured = self._captured(inputs, args, options)
-                if not captured.breaks(args, options.cut):
+                broken = captured.breaks(args, options.cut)
+                if not broken:
                     return captured
             except ValueError as error:
-                log.debug("a program for each size, since there is none for all: %s", error)
+                broken = str(error)
+            log.debug("a program for each size, since there is none for all: %s", broken)
+            if self.door == "trace":  # in which answers are those for the sizes of its call
+                raise NotOpen(broken)
             inputs = self._fixed(args, options)
-            try:
-                return attrs.evolve(self._captured(inputs, args, options), at=shapes)
-            except ValueError as error:
-                raise NotOpen(str(error)) from error
+            return attrs.evolve(self._captured(inputs, args, options), at=shapes)
         return self._captured(inputs, args, options)
 
     def _fixed(self, args: Sequence[Any], options: Options) -> Inputs:
@@ -223,8 +225,8 @@ def _grown(shape: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 class NotOpen(ValueError):
-    """Raised for a step of open sizes of which there is no program, neither for all of them nor for
-    those of a call; what is traced for these alone may still have one."""
+    """Raised for a trace with open sizes of which there is no program; what is traced for those of
+    a call alone may still have one."""
 
 
 class BatchedGraph:

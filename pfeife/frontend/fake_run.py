@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -74,6 +75,20 @@ class Seen(_torch.TorchDispatchMode):
                 said.append(repr(one))
         if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
             self.operations.append((str(func), *said))
+
+
+class Resizing(torch.overrides.TorchFunctionMode):
+    """Has padding and interpolation run by kernels in Python, as in AOTAutograd: those in C++ ask
+    for sizes as numbers. Not of tensors whose sizes data decide, of which the former ask more."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        asks = func in (F.pad, F.interpolate)
+        if asks and not any(map(_torch.is_of_data, _torch.sizes_and_numbers((args, kwargs)))):
+            with _torch.python_kernels():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def stand_ins(

@@ -22,7 +22,15 @@ from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.data_writes import DataWrites
 from pfeife.frontend.executed import Executed, noting
-from pfeife.frontend.fake_run import Run, Seen, check_alike, check_steady, kept_slots, stand_ins
+from pfeife.frontend.fake_run import (
+    Resizing,
+    Run,
+    Seen,
+    check_alike,
+    check_steady,
+    kept_slots,
+    stand_ins,
+)
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.frozen import drawing_line, refusal, watching
 from pfeife.frontend.guards import Steering
@@ -171,7 +179,7 @@ class _Tracer:
         fixed = self.opening.fixed()
         if self.kernels and found.of_data:
             raise _OfData
-        if self.kernels and fixed:
+        if fixed:
             raise _Fixed(fixed)
         return found
 
@@ -181,7 +189,7 @@ class _Tracer:
         writes = DataWrites(self.values.values(), self.batch)
         numbers = _torch.numbers_for_kernels()
         # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
-        kernels = _torch.python_kernels() if self.kernels else nullcontext()
+        kernels = _torch.python_kernels() if self.kernels else Resizing()
         run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers)
         with ExitStack() as stack:
             for one in run:
