@@ -23,6 +23,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.node import has_side_effect
 
+from pfeife._torch import grouped
 from pfeife._torch.recurrent import FLOPS
 from pfeife._torch.sizes import with_assertions
 
@@ -187,7 +188,8 @@ def inductor(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Calla
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """A FLOP formula by operation: those of torch.utils.flop_counter (whose table has no
-    documented name), and of the CPU's kernels of attention and LSTMs, which that table lacks."""
+    documented name), and of the CPU's kernels of attention and LSTMs and of products by groups,
+    which that table lacks."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
     aten = torch.ops.aten
@@ -195,4 +197,4 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
     }
-    return extra | FLOPS | flop_registry
+    return extra | FLOPS | grouped.formulas() | flop_registry

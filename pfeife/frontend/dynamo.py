@@ -82,7 +82,8 @@ class _Run(WritingData):
 
 def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.GraphModule:
     """A copy of Dynamo's graph, which outlives Dynamo's compilation, with another `device`
-    wherever it names the meta device."""
+    wherever it names the meta device. What counts integers there counts floats on a CPU, which has
+    no kernel for them."""
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
 
@@ -94,6 +95,9 @@ def copied(module: fx.GraphModule, device: torch.device | None = None) -> fx.Gra
         copied = here[node] = graph.node_copy(node, here.__getitem__)
         copied.args = fx.node.map_aggregate(copied.args, moved)
         copied.kwargs = fx.node.map_aggregate(copied.kwargs, moved)
+        if node.target is torch.histc and device is not None and device.type == "cpu":
+            with graph.inserting_before(copied):
+                copied.args = (graph.call_method("float", copied.args[:1]), *copied.args[1:])
     return _torch.graph_module(module, graph)
 
 

@@ -109,6 +109,23 @@ def test_a_configuration_is_planned_by_its_class_or_its_file(said, tmp_path):
     assert third[:2] == again[:2] and kept and "from the cache" in third[2]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_a_mixture_of_experts_is_planned(said, precision):
+    """Its products are those of the experts that each token goes to, whichever these are."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    options = [f"{name}={value}" for name, value in (LLAMA | experts).items()]
+    shape = ("--batch", "4", "--sequence", "32", "--precision", precision, "--json", "-")
+    settings = [word for one in options for word in ("--set", one)]
+    status, out, err = said("plan", "transformers:MixtralConfig", *settings, *ASKED, *shape)
+    assert status == 0, err
+    attention = 2 * 32 * (2 * 32 + 2 * 16)  # q and o, k and v; and its scores with the values
+    scores = 2 * 32 * 32 * 2
+    expert = 2 * 3 * 32 * 64
+    layer = attention + scores + 2 * expert + 2 * 32 * 4
+    forward = 4 * 32 * (4 * layer + 2 * 32 * 128)
+    assert json.loads(out)["flops"] == pytest.approx(3 * forward, rel=0.05)
+
+
 def test_what_is_compared_is_captured_once(said, tmp_path):
     """The fastest first; what does not fit has a reason; memory decides between the rest."""
     small = tmp_path / "small.json"

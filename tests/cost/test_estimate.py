@@ -107,6 +107,20 @@ def test_flops_of_a_convolution():
     assert set(found) == {"aten.convolution.default", "aten.convolution_backward.default"}
 
 
+def test_flops_of_products_by_groups():
+    """Two for each row and column of its group's matrix, and twice as many backward, even if the
+    groups are of different sizes."""
+    matrices = nn.Parameter(torch.randn(3, 16, 8, dtype=torch.bfloat16))
+    ends = torch.tensor([1, 6, 10], dtype=torch.int32)
+
+    def step(x):
+        return torch.nn.functional.grouped_mm(x * 2, matrices, offs=ends).float().sum()
+
+    rows = torch.randn(10, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = flops_by_operation(nodes_of(step, rows))
+    assert found == {"aten._grouped_mm.default": [2 * 10 * 16 * 8] * 3}
+
+
 def test_roofline_by_hand():
     """An operation takes the longer of computing and moving its bytes, and a launch."""
     weight = nn.Parameter(torch.randn(5, 7))
