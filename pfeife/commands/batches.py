@@ -31,10 +31,7 @@ def batch_of(
                 f"--input {name}: the forward of {type(model).__name__} takes {list(takes)}"
             )
     if not sizes:
-        raise ValueError(
-            f"what {type(model).__name__} is given cannot be told from its configuration: say it "
-            f"with --input NAME=SIZES:DTYPE, without the rows; its forward takes {list(takes)}"
-        )
+        raise ValueError(_unsaid(type(model).__name__, takes, said))
     looks = {
         name: _tensor((rows, *size), _dtype(dtype, wanted.dtype), device)
         for name, (size, dtype) in sizes.items()
@@ -51,6 +48,19 @@ def batch_of(
     _check_positions(model, said, looks)
     left = {"use_cache": False} if "use_cache" in takes else {}
     return batch, left, looks
+
+
+def _unsaid(name: str, takes: Mapping[str, Any], said: "_Config") -> str:
+    """What a configuration lacks to tell what its model is given, and the words that say it."""
+    side = "image_size" if "pixel_values" in takes else "sample_size"
+    if {"pixel_values", "sample"} & set(takes) and said.knows(side):
+        return f"{name} does not say how large its inputs are: --set {side}=64, or what yours have"
+    wanted = [n for n, one in takes.items() if one.default is one.empty and n != "kwargs"]
+    example = wanted[0] if wanted else "x"
+    return (
+        f"{name} does not say what its inputs are: say {' and '.join(wanted) or 'them'}, each with "
+        f"sizes (without the rows) and a dtype, as --input {example}=3x32x32:float32"
+    )
 
 
 def _check_positions(model: nn.Module, said: "_Config", looks: Mapping[str, torch.Tensor]) -> None:
@@ -73,6 +83,12 @@ class _Config:
 
     def __init__(self, config: Any):
         self.config = config
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a setting, perhaps None."""
+        return (
+            name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)
+        )
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         for name in names:

@@ -392,13 +392,16 @@ def _in_its_place(argument: Argument, value: torch.Tensor) -> bool:
     return old.shape == value.shape and old.dtype == value.dtype and not old.requires_grad
 
 
+_HELD = re.compile(r"(?:__dict__\['_modules'\]|_modules)\['([^']+)'\]")  # Dynamo's for a module's
+
+
 def _module_stack(node: fx.Node, roots: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The modules that a forward node comes from, the innermost last: their paths ("" for the
     outermost) and the names of their classes; `roots` has the readable names of the outermost."""
     found = []
     for path, kind in (node.meta.get("nn_module_stack") or {}).values():
         root = next((root for root in roots if is_below(path, root)), "")
-        rest = path.removeprefix(root).removeprefix(".")
+        rest = _HELD.sub(r"\1", path.removeprefix(root).removeprefix("."))
         name = f"{roots[root]}.{rest}".rstrip(".") if len(roots) > 1 and root else rest
         found.append((name, getattr(kind, "__name__", str(kind))))
     return tuple(found)
