@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -41,7 +42,8 @@ COMMANDS: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for a mistake, which is said in a line."""
     parser = _parser()
-    given = parser.parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    given = parser.parse_args(typed, argparse.Namespace(typed=shlex.join(["pfeife", *typed])))
     if given.command is None:
         print(parser.format_help().rstrip())
         return 0

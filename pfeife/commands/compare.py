@@ -61,9 +61,12 @@ def run(given: argparse.Namespace) -> str:
     import logging
 
     from pfeife.commands.plan import writable, write
+    from pfeife.commands.programs import saved, with_precision
     from pfeife.data.progress import shown
 
     writable(given.json, given.csv)
+    stored = saved(given.what)
+    given = with_precision(given, stored)
     every = [
         dict(zip(_AXES, chosen, strict=True))
         for chosen in itertools.product(*(getattr(given, axis) for axis in _AXES))
@@ -72,7 +75,7 @@ def run(given: argparse.Namespace) -> str:
     rows = []
     with shown(logging.getLogger("pfeife")).phase("comparing") as phase:
         for done, choices in enumerate(every):
-            rows.append(_planned(given, choices, programs))
+            rows.append(_planned(given, choices, programs, stored))
             if phase.progress:
                 phase.progress(done + 1, len(every))
     rows.sort(key=lambda row: (bool(row.refused), _order(row, given.sort)))
@@ -83,14 +86,16 @@ def run(given: argparse.Namespace) -> str:
         write(given.csv, text)
     if "-" in (given.json, given.csv):
         return data if given.json == "-" else text.rstrip("\n")
-    return _table(rows)
+    return f"{_table(rows)}\n\nasked   {given.typed}"
 
 
 def _order(row: Row, how: str) -> float:
     return row.step_seconds if how == "step" else -row.each
 
 
-def _planned(given: argparse.Namespace, choices: dict[str, Any], programs: dict[int, Any]) -> Row:
+def _planned(
+    given: argparse.Namespace, choices: dict[str, Any], programs: dict[int, Any], stored: Any
+) -> Row:
     """One of the plans; programs are captured once for a size of the microbatch."""
     from pfeife.commands.plan import question_of
     from pfeife.commands.programs import program_of
@@ -102,7 +107,7 @@ def _planned(given: argparse.Namespace, choices: dict[str, Any], programs: dict[
         question = question_of(given, **choices)
         Question(**question)  # what is wrong is said before a capture
         if rows not in programs:
-            programs[rows] = program_of(given, count).program  # type: ignore[index]
+            programs[rows] = program_of(given, count, stored).program  # type: ignore[index]
         found = forecast(programs[rows], **question).forecast  # type: ignore[index]
     except ValueError as error:
         return Row(choices, refused=" ".join(str(error).split()))

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from pfeife.commands.words import PRECISIONS, number_or_text, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
@@ -50,12 +52,16 @@ def run(given: argparse.Namespace) -> str:
     from pfeife.data import plain
     from pfeife.forecasting import Question
 
+    stored = programs.saved(given.what)
+    given = programs.with_precision(given, stored)
     question = question_of(given)
     Question(**question)  # what is wrong is said before a capture that takes a minute
-    found = programs.program_of(given, given.microbatches)
+    found = programs.program_of(given, given.microbatches, stored)
+    words = programs.words_of(given, found.program)
     if given.save_program:
-        programs.save(found.program, given.save_program)
+        programs.save(found.program, given.save_program, words)
     outlook = answered(found.program, question)
+    outlook = attrs.evolve(outlook, forecast=attrs.evolve(outlook.forecast, asked=words))
     if given.out:
         plain.save(outlook.plan, given.out)
     if given.trace:
@@ -155,7 +161,7 @@ def page(outlook: "Outlook", title: str) -> str:
 
     found = outlook.forecast
     lines = report.forecast_summary(found).splitlines()
-    shown = ("plan", "network", "cuts", "step", "MFU", "advice")
+    shown = ("asked", "with", "plan", "network", "cuts", "step", "MFU", "advice")
     words = (line.split(maxsplit=1) for line in lines)
     notes = (f"{word[:1].upper() + word[1:]}: {text}" for word, text in words if word in shown)
     about = report.About(title, found.machine, found.memory_limit, tuple(notes))

@@ -22,6 +22,7 @@ from pfeife.frontend import capture_cache
 from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.capture_key import sources
 from pfeife.frontend.stored import StoredProgram, restore, store
+from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.program import Program, Role
 
 log = logging.getLogger("pfeife")
@@ -35,9 +36,48 @@ class Found:
     note: str = ""
 
 
+def saved(what: str) -> StoredProgram | None:
+    """The saved program of a path, None if it is that of something else."""
+    if not what.endswith(".json") or not Path(what).is_file():
+        return None
+    text = files.read_text(Path(what), plain.LARGEST_FILE)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # who reads it as a configuration says what is wrong
+    if not isinstance(data, Mapping) or not {"nodes", "texts"} <= set(data):
+        return None
+    return plain.load(StoredProgram, what)
+
+
+def with_precision(given: argparse.Namespace, stored: StoredProgram | None) -> argparse.Namespace:
+    """The options with the precision that was asked for, or else that of a saved program. Raises
+    ValueError for a saved one that is none."""
+    told = stored.asked.get("precision", "fp32") if stored else "fp32"
+    if told not in PRECISIONS:
+        raise ValueError(f"{given.what}: it says the precision {told[:80]!r}, which there is not")
+    return argparse.Namespace(**{**vars(given), "precision": given.precision or told})
+
+
+def words_of(given: argparse.Namespace, program: Program) -> dict[str, str]:
+    """What was asked for, by names, and the command that asks so."""
+    rows, tokens = rows_and_tokens(program)
+    batch = given.batch or rows * given.microbatches
+    words = {
+        "precision": given.precision,
+        "optimizer": given.optimizer or "none",
+        "batch": batch,
+        "sequence": tokens // rows if tokens else "",
+        "microbatches": given.microbatches,
+        "machine": given.machine,
+        "command": given.typed,
+    }
+    return {name: str(word) for name, word in words.items() if word != ""}
+
+
 def wanted_of(given: argparse.Namespace, microbatches: int) -> Wanted:
     """What the options of a step say."""
-    dtype = getattr(torch, PRECISIONS[given.precision][0])
+    dtype = getattr(torch, PRECISIONS[given.precision or "fp32"][0])
     rows = given.batch or microbatches
     settings, inputs = dict(given.settings), dict(given.inputs)
     return Wanted(given.what, settings, rows, given.batch, given.sequence, inputs, dtype)
@@ -52,9 +92,15 @@ def folder_of(given: argparse.Namespace) -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfeife"
 
 
-def program_of(given: argparse.Namespace, microbatches: int, show: Shown | None = None) -> Found:
-    """The program of a microbatch of the step. Raises ValueError if there is none."""
-    found = _found(given, microbatches, show or shown(log))
+def program_of(
+    given: argparse.Namespace,
+    microbatches: int,
+    stored: StoredProgram | None,
+    show: Shown | None = None,
+) -> Found:
+    """The program of a microbatch of the step, or the saved one. Raises ValueError if there is
+    none."""
+    found = _found(given, microbatches, stored, show or shown(log))
     wanted = str(wanted_of(given, microbatches).dtype).removeprefix("torch.")
     ports = found.program.ports(Role.PARAMETER)
     kinds = sorted({str(port.dtype).removeprefix("torch.") for port in ports})
@@ -67,8 +113,9 @@ def program_of(given: argparse.Namespace, microbatches: int, show: Shown | None 
     return found
 
 
-def _found(given: argparse.Namespace, microbatches: int, show: Shown) -> Found:
-    stored = _saved(given.what)
+def _found(
+    given: argparse.Namespace, microbatches: int, stored: StoredProgram | None, show: Shown
+) -> Found:
     if stored is not None:
         return Found(_meant(restore(stored)))
     with show.phase("making the model"):
@@ -78,23 +125,9 @@ def _found(given: argparse.Namespace, microbatches: int, show: Shown) -> Found:
         return Found(_captured(one, microbatches, folder_of(given)), one.note)
 
 
-def save(program: Program, path: str) -> None:
-    """Writes a flat program so that it can be planned again."""
-    plain.save(store(_bare(program), "saved"), path)
-
-
-def _saved(what: str) -> StoredProgram | None:
-    """The saved program of a path, None if it is that of something else."""
-    if not what.endswith(".json") or not Path(what).is_file():
-        return None
-    text = files.read_text(Path(what), plain.LARGEST_FILE)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None  # who reads it as a configuration says what is wrong
-    if not isinstance(data, Mapping) or not {"nodes", "texts"} <= set(data):
-        return None
-    return plain.load(StoredProgram, what)
+def save(program: Program, path: str, asked: Mapping[str, str]) -> None:
+    """Writes a flat program, and what it was asked for with, so that it can be planned again."""
+    plain.save(attrs.evolve(store(_bare(program), "saved"), asked=dict(asked)), path)
 
 
 def _meant(found: Program) -> Program:

@@ -112,8 +112,8 @@ def step_arguments(parser: argparse.ArgumentParser, *, batched: bool = True) -> 
     step.add_argument(
         "--precision",
         choices=tuple(PRECISIONS),
-        default="fp32",
-        help="of the model; -mixed has float32 master weights, gradients and optimizer beside it",
+        help="of the model (fp32, or that of a saved program); -mixed has float32 master weights, "
+        "gradients and optimizer beside it",
     )
     cache = step.add_mutually_exclusive_group()
     cache.add_argument("--cache", metavar="FOLDER", help="of captures; $XDG_CACHE_HOME/pfeife")

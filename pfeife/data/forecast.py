@@ -66,6 +66,7 @@ class Forecast:
     stages undercuts, None where that is not known. `waits` is the critical path, the longest part
     first. `network` says what joins the ranks, where that was asked for; `cut_blocks` are the
     model's repeated blocks that several stages share. `parameter_bytes` are those of `parameters`.
+    `asked` is what was asked for in words, by their names, if the command line was.
     """
 
     machine: str
@@ -87,6 +88,7 @@ class Forecast:
     network: str = ""
     cut_blocks: tuple[str, ...] = ()
     parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
+    asked: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def world(self) -> int:

@@ -68,7 +68,8 @@ class Constant:
 @attrs.frozen
 class StoredProgram:
     """A flat program, and the `key` of what it was captured from. `texts` are spelled values, each
-    of them once; `result` spells what the graph returns, and `limits` what is so of its sizes."""
+    of them once; `result` spells what the graph returns, and `limits` what is so of its sizes.
+    `asked` is what was asked for in words where somebody has saved it."""
 
     key: str
     texts: tuple[str, ...]
@@ -78,6 +79,7 @@ class StoredProgram:
     outputs: tuple[StoredPort, ...]
     constants: tuple[Constant, ...]
     limits: tuple[int, ...] = ()
+    asked: dict[str, str] = attrs.field(factory=dict)
 
 
 def _is_name(text: str) -> bool:

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -97,10 +97,14 @@ def forecast_summary(found: Forecast) -> str:
         each = found.tokens_per_second / found.world
         rate = f"{count(found.tokens_per_second)} tokens/s ({count(each)} a rank), {rate}"
     of = f"{found.replicas} x {found.ranks}" if found.replicas > 1 else f"{found.ranks}"
+    kind, _, mixed = found.asked.get("precision", "").partition("-")
+    kinds = f" in {kind}{', float32 beside it' if mixed else ''}" if kind else ""
     lines = [
+        *([("asked", found.asked["command"])] if "command" in found.asked else []),
+        *([("with", _with(found.asked))] if found.asked else []),
         ("plan", f"{found.schedule}, {of} ranks of {found.machine}, {len(found.stages)} stages, "
          f"{found.microbatches} microbatches, {count(found.parameters)} parameters "
-         f"({size(found.parameter_bytes)})"),
+         f"({size(found.parameter_bytes)}{kinds})"),
         *([("network", found.network)] if found.network else []),
         *([("cuts", _cuts(found.cut_blocks))] if found.cut_blocks else []),
         ("step", f"{found.step_seconds:.4g} s: {rate}"),
@@ -115,6 +119,11 @@ def forecast_summary(found: Forecast) -> str:
                   f"{size(found.memory_limit)}"))  # fmt: skip
     lines += [("limit", found.limited_by), ("advice", advice(found))]
     return "\n".join(f"{word:7} {text}" for word, text in lines)
+
+
+def _with(asked: Mapping[str, str]) -> str:
+    """What a plan was asked for, in a line."""
+    return ", ".join(f"{name} {text}" for name, text in asked.items() if name != "command")
 
 
 def _cuts(blocks: Sequence[str]) -> str:
@@ -135,7 +144,7 @@ def forecast_csv(found: Forecast) -> str:
     names = [field.name for field in attrs.fields(StageForecast)]
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words])
+    rows.writerow([*names, "computing_seconds", "bubble", "peak_bytes", *words, *found.asked])
     for one in found.stages:
         rank = by_rank[one.rank]
         rows.writerow(
@@ -145,6 +154,7 @@ def forecast_csv(found: Forecast) -> str:
                 rank.bubble,
                 rank.peak_bytes,
                 *(rank.bytes.get(word, 0) for word in words),
+                *found.asked.values(),
             ]
         )
     return text.getvalue()

@@ -104,9 +104,29 @@ def test_a_configuration_is_planned_by_its_class_or_its_file(said, tmp_path):
     )
     kept = list((tmp_path / "cache").rglob("*.json"))
     again = said("plan", "config.json", *ASKED, *shape)
-    assert json.loads(again[1]) == found
+    told = found["asked"].pop("command"), json.loads(again[1])["asked"]["command"]
+    assert [one.split()[2] for one in told] == ["transformers:LlamaConfig", "config.json"]
+    assert found["asked"] == {
+        **{"precision": "bf16-mixed", "optimizer": "none", "batch": "4", "sequence": "32"},
+        **{"microbatches": "4", "machine": "h100-sxm"},
+    }
+    assert json.loads(again[1]) == found | {"asked": found["asked"] | {"command": told[1]}}
     third = said("plan", "config.json", *ASKED, *shape)
     assert third[:2] == again[:2] and kept and "from the cache" in third[2]
+
+
+def test_a_saved_program_keeps_what_was_asked(said):
+    """Its precision too, which says how large master weights and gradients are."""
+    options = [word for name, value in LLAMA.items() for word in ("--set", f"{name}={value}")]
+    shape = ("--batch", "4", "--sequence", "32", "--precision", "bf16-mixed", "--json", "-")
+    saving = ("--save-program", "saved.json")
+    first = said("plan", "transformers:LlamaConfig", *options, *ASKED, *shape, *saving)
+    again = said("plan", "saved.json", *ASKED, "--json", "-")
+    found, other = (json.loads(out) for _, out, _ in (first, again))
+    commands = [one["asked"].pop("command") for one in (found, other)]
+    assert found == other and commands[0] != commands[1]
+    text = said("plan", "saved.json", *ASKED)[1]
+    assert "pfeife plan saved.json --ranks 2" in text and "precision bf16-mixed" in text
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
