@@ -43,7 +43,8 @@ class Compiled:
     """One graph at one shape, ready to run: what was captured, decided and built. `history` has the
     programs on the way, `devices` where its state shall live in one process, by its ports, `target`
     what was planned for, `tried` what a search has looked at here, `said` what has been
-    logged, and `fitting` the sizes that were found to keep to the limit of memory."""
+    logged, `fitting` the sizes that were found to keep to the limit of memory, and `asked` the call
+    that it was built for, in words by what they are about."""
 
     captured: Captured
     clusters: Program
@@ -59,6 +60,7 @@ class Compiled:
     tried: Sequence[Tried] = attrs.field(default=(), repr=False)
     said: set[str] = attrs.field(factory=set, repr=False)
     fitting: list[dict[str, int]] = attrs.field(factory=list, repr=False)
+    asked: Mapping[str, str] = attrs.field(factory=dict, repr=False)
 
     def __repr__(self) -> str:
         """A page: what was built and decided, and a line for each pass on the way."""

@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pfeife")
 Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
 _ARGUMENTS = "the arguments of this call"
+_MANY = 2  # earlier programs of a step, at which a person should know why there are so many
 
 
 class Steps:
@@ -109,8 +111,12 @@ class Steps:
         with world.building("a step") if world else contextlib.nullcontext():
             if sent:
                 sent.everything()
-            compiled = self._built(builder, args, world, show)
+            began = time.perf_counter()
+            compiled = attrs.evolve(
+                self._built(builder, args, world, show), asked=self._described(args)
+            )
             agree_on_changed(compiled.captured, args, world)
+        earlier = [one.asked for one in self.backend.compiled if one.asked.get("step") == self.name]
         self._keep(key, compiled, world)
         compiled.said.update(said)
         compiled.check_memory(compiled.captured.sizes(args, options.cut))
@@ -120,8 +126,31 @@ class Steps:
                 seed = _common_seed(world, world.agreed("", "the seed", number=seed).numbers)
         self._settle(compiled, args)
         results = run_step(compiled, options, args, self.backend.meter, seed or 0, show, sent)
-        log.log(show.level, "%scompiled %s: %s", show.who, self.name, self._summary(compiled))
+        took = f"{time.perf_counter() - began:.2g} s{_why(earlier, compiled.asked)}"
+        words = show.who, self.name, took, self._summary(compiled)
+        log.log(show.level, "%scompiled %s in %s: %s", *words)
+        if len(earlier) == _MANY and not (world and world.rank):
+            log.warning(
+                "%s is compiled for the third time: %s. Each time takes as long as the first: keep "
+                "alike what need not change, or say dynamic=True where lengths do",
+                *(self.name, "; ".join(map(_changes, earlier, [*earlier[1:], compiled.asked]))),
+            )
         return results
+
+    def _described(self, args: Sequence[Any]) -> dict[str, str]:
+        """A call in words: what may be otherwise in another one."""
+        found = {
+            "step": self.name,
+            "gradients": "on" if torch.is_grad_enabled() else "off",
+            "modules": self.graph.inputs.mode,
+        }
+        for argument, value in zip(self.graph.inputs.arguments, args, strict=True):
+            name = argument.names[0] if argument.names else argument.name
+            if isinstance(value, torch.Tensor) and argument.given:
+                found[name] = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            elif not isinstance(value, torch.Tensor) and argument.role != Role.SIZE:
+                found[name] = f"{value!r}"[:80]
+        return found
 
     def _replans(
         self, compiled: Compiled, args: Sequence[Any], options: Options, world: World | None
@@ -302,6 +331,21 @@ class Steps:
         state = [value for role, value in tensors if role == Role.PARAMETER]
         found = [*state, *(value for _, value in tensors)]
         return found[0].device if found else torch.device("cpu")
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """What is otherwise in a call than in one before."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    pairs = [(n, after.get(n, "not there"), before.get(n, "not there")) for n in names]
+    return ", ".join(f"{name} {now} (before: {then})" for name, now, then in pairs)
+
+
+def _why(earlier: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> str:
+    """Why a step is compiled once more, "" at the first time."""
+    if not earlier:
+        return ""
+    changed = _changes(earlier[-1], now) or "other state, or what it assumes of its arguments"
+    return f" (program {len(earlier) + 1} of it, for {changed})"
 
 
 def is_trained(argument: Argument, value: Any) -> bool:

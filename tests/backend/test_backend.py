@@ -1,12 +1,14 @@
 """An unchanged training loop: the same losses, gradients and buffers as plain accumulation."""
 
 import copy
+import logging
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from listening import Lines
 from models import CASES, EQUAL_TO_EAGER, case
 from share import crossed, some
 from torch import nn
@@ -393,3 +395,28 @@ def test_two_dropouts_of_one_shape():
     assert not torch.equal(*found)
     parts = torch.stack(found).unflatten(1, (2, 4)).flatten(0, 1)  # of each microbatch
     assert len({str(part.tolist()) for part in parts}) == 4
+
+
+def test_a_step_that_is_compiled_again_says_why():
+    """In the line of each program; the third time in a warning."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    log, lines = logging.getLogger("pfeife"), Lines()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    try:
+        step = pfeife.compile(lambda x: net(x).square().mean(), microbatches=2, stages=2)
+        step(torch.ones(8, 8)).backward()
+        with torch.no_grad():
+            step(torch.ones(8, 8))
+        net.eval()
+        step(torch.ones(4, 8)).backward()
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(lines)
+    texts = [text for text in map(logging.LogRecord.getMessage, lines.records)]
+    texts = [text for text in texts if text.startswith("compiled ")]
+    assert "(program" not in texts[0]
+    assert "(program 2 of it, for gradients off (before: on))" in texts[1]
+    assert "modules in evaluation (before: in training), x float32 [4, 8]" in texts[2]
+    (warning,) = (one.getMessage() for one in lines.records if one.levelno == logging.WARNING)
+    assert "is compiled for the third time: gradients off (before: on); gradients on" in warning
