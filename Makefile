@@ -5,7 +5,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: demo test test-all check lint docs benchmarks coverage clean
 
 demo: .venv/run
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py \
+		--report demo.html
 
 test: .venv/dev
 	$(BIN)/python -m pytest -q -n 2
@@ -31,7 +32,7 @@ lint: .venv/dev
 	$(PYTHON) -m venv .venv
 
 .venv/run: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e .
+	$(PIP) -e '.[report]'
 	@touch $@
 
 .venv/dev: .venv/run
@@ -64,4 +65,4 @@ benchmarks: .venv/dev
 	$(BIN)/python benchmarks/faults.py
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build *.egg-info demo.html

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py     two pipeline ranks
     python examples/train_gpt.py --stages 2               two stages in one process
 
-Then trains the same model on one device by gradient accumulation and compares every loss.
+Then trains the same model on one device by gradient accumulation and compares every loss. With
+`--report demo.html` it leaves a page: the plan, what a step was predicted to take and took, memory.
 """
 
 import argparse
@@ -77,10 +78,24 @@ def train(name, run, model, text, steps, chatty):
     return losses
 
 
+def where_it_would_be_faster(built):
+    """What the same step is expected to take on GPUs, by estimate."""
+    asked = {"machine": "h100-sxm", "microbatches": MICROBATCHES}
+    one, two = (
+        pfeife.forecast(built.captured.program, ranks=n, **asked).plan.step_seconds for n in (1, 2)
+    )
+    return (
+        f"two ranks that share {os.cpu_count()} CPU cores with everything else are no faster than "
+        f"one device. On one H100 a step of this tiny model is expected to take {1e3 * one:.2f} "
+        f"ms, on two {1e3 * two:.2f} ms; larger models gain more (pfeife plan --help)"
+    )
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--stages", type=int, default=None)
+    arguments.add_argument("--report", metavar="FILE", help="where a page about the step goes")
     options = arguments.parse_args()
     torch.set_num_threads(1)  # the same kernels, and so the same bits, for every way to run
     chatty = os.environ.get("RANK", "0") == "0"
@@ -101,6 +116,8 @@ def main() -> None:
 
     shown = []
     losses = train("pipeline  ", pipelined, model, text, options.steps, chatty)
+    if options.report:  # all ranks measure a step for it
+        step.report(options.report, *next(batches(text, 1)))
     if chatty:  # the check needs one process only
         torch.manual_seed(0)
         alone = GPT(CONTEXT)
@@ -110,6 +127,9 @@ def main() -> None:
         )
         same = sum(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
         print(f"{same} of {options.steps} losses are the same, bit for bit")
+        print(where_it_would_be_faster(shown[0]))
+        if options.report:
+            print(f"look at {Path(options.report).absolute()}: the plan, both timelines, memory")
         sys.exit(same != options.steps)
 
 

@@ -104,6 +104,14 @@ def test_training_on_two_ranks():
 
 
 @pytest.mark.whole
+def test_the_demo_leaves_a_page(run, tmp_path):
+    page = tmp_path / "demo.html"
+    said = run("train_gpt.py", "--steps", "2", "--stages", "2", "--report", str(page))
+    assert f"look at {page}" in said and "On one H100" in said
+    assert "measured" in page.read_text()
+
+
+@pytest.mark.whole
 def test_a_run_that_is_interrupted(run, tmp_path):
     """On two ranks, and goes on in one process."""
 
