@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
 from pfeife.runtime.distributed.interface import choose_interface
+from pfeife.runtime.distributed.last_words import tell_torchrun
 from pfeife.runtime.distributed.ownership import Ownership
 from pfeife.runtime.distributed.rendezvous import rendezvous
 from pfeife.runtime.distributed.starting import start_group
@@ -121,6 +122,7 @@ def number_of(name: str, least: int, most: int | None = None, default: str = "")
 
 
 def _leave() -> None:
+    tell_torchrun()
     while _worlds:
         _worlds.pop().leave()
 
