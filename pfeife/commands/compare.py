@@ -19,13 +19,18 @@ examples:
   which schedule, on how many ranks?
     pfeife compare train.py:example --machine h100-sxm --ranks 4,8 --microbatches 16,32 \\
       --schedule 1f1b,interleaved,zb-h1
+  which links, or how many nodes?
+    pfeife compare config.json --ranks 16 --microbatches 32 --nodes 2,4 --inside nvlink4 \\
+      --between ib-ndr,25GB/s,20us
   which machine?
     pfeife compare config.json --batch 32 --ranks 8 --microbatches 32 --precision bf16 \\
       --machine a100-sxm-80gb,h100-sxm,h200-sxm,b200-hgx --optimizer AdamW
 
 A row a plan, the fastest first; `best` marks the fastest, and the one with most tokens (or samples)
 a second and rank. What cannot be planned stands below, with the reason."""
-_AXES = ("machine", "ranks", "replicas", "microbatches", "schedule")
+_AXES = ("machine", "ranks", "replicas", "microbatches", "schedule")  # which are always shown
+_LINKS, _DECIDED = ("nodes", "inside", "between"), ("recompute", "data_parallel", "cut_at")
+_MORE = (*_LINKS, "memory", "batch", "sequence", "stages", "optimizer", *_DECIDED)
 
 
 @attrs.frozen
@@ -45,9 +50,15 @@ class Row:
         """Tokens or samples a second and rank."""
         return self.per_second / self.choices["ranks"]
 
+    @property
+    def said(self) -> str:
+        """Its choices and its step, in a line."""
+        words = ", ".join(f"{n} {one}" for n, one in self.choices.items() if one is not None)
+        return f"{words}: {self.refused or f'{self.step_seconds:.4g} s'}"
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    step_arguments(parser)
+    step_arguments(parser, lists=True)
     plan_arguments(parser, lists=True)
     parser.add_argument(
         "--sort", choices=("step", "rate"), default="step", help="rate: tokens a second and rank"
@@ -67,17 +78,17 @@ def run(given: argparse.Namespace) -> str:
     writable(given.json, given.csv)
     stored = saved(given.what)
     given = with_precision(given, stored)
-    every = [
-        dict(zip(_AXES, chosen, strict=True))
-        for chosen in itertools.product(*(getattr(given, axis) for axis in _AXES))
-    ]
-    programs: dict[int, Any] = {}
+    every = [_asked(given, choices) for choices in _choices(given)]  # before any capture
+    programs: dict[Any, Any] = {}
     rows = []
-    with shown(logging.getLogger("pfeife")).phase("comparing") as phase:
-        for done, choices in enumerate(every):
-            rows.append(_planned(given, choices, programs, stored))
+    log = logging.getLogger("pfeife")
+    with shown(log).phase("comparing") as phase:
+        for done, (choices, question) in enumerate(every, 1):
+            rows.append(_planned(given, choices, question, programs, stored))
             if phase.progress:
-                phase.progress(done + 1, len(every))
+                phase.progress(done, len(every))
+            else:
+                log.info("%d of %d: %s", done, len(every), rows[-1].said)
     rows.sort(key=lambda row: (bool(row.refused), _order(row, given.sort)))
     data, text = _json(rows), _csv(rows)
     if given.json not in (None, "-"):
@@ -93,22 +104,50 @@ def _order(row: Row, how: str) -> float:
     return row.step_seconds if how == "step" else -row.each
 
 
+def _choices(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each plan is asked for: all combinations, but nothing is between the nodes of one."""
+    axes = (*_AXES, *_MORE)
+    lists = [getattr(given, axis) or (None,) for axis in axes]
+    found = [dict(zip(axes, chosen, strict=True)) for chosen in itertools.product(*lists)]
+    known = [one | {"between": None} if one["nodes"] == 1 else one for one in found]
+    return list({tuple(one.values()): one for one in known}.values())
+
+
+def _asked(
+    given: argparse.Namespace, choices: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | Row]:
+    """The choices of a plan with its question, or with the reason that there is none."""
+    from pfeife.commands.plan import question_of
+    from pfeife.forecasting import Question
+
+    try:
+        question = question_of(argparse.Namespace(**{**vars(given), **choices}))
+        Question(**question)
+    except ValueError as error:
+        return choices, Row(choices, refused=" ".join(str(error).split()))
+    return choices, question
+
+
 def _planned(
-    given: argparse.Namespace, choices: dict[str, Any], programs: dict[int, Any], stored: Any
+    given: argparse.Namespace,
+    choices: dict[str, Any],
+    question: dict[str, Any] | Row,
+    programs: dict[Any, Any],
+    stored: Any,
 ) -> Row:
     """One of the plans; programs are captured once for a size of the microbatch."""
-    from pfeife.commands.plan import question_of
     from pfeife.commands.programs import program_of
-    from pfeife.forecasting import Question, forecast
+    from pfeife.forecasting import forecast
 
-    count = choices["microbatches"]
-    rows = given.batch / count if given.batch else 1.0
+    if isinstance(question, Row):
+        return question
+    count, batch = choices["microbatches"], choices["batch"]
+    rows = batch / count if batch else 1.0, choices["sequence"]
     try:
-        question = question_of(given, **choices)
-        Question(**question)  # what is wrong is said before a capture
         if rows not in programs:
-            programs[rows] = program_of(given, count, stored).program  # type: ignore[index]
-        found = forecast(programs[rows], **question).forecast  # type: ignore[index]
+            one = argparse.Namespace(**{**vars(given), **choices})
+            programs[rows] = program_of(one, count, stored).program
+        found = forecast(programs[rows], **question).forecast
     except ValueError as error:
         return Row(choices, refused=" ".join(str(error).split()))
     return Row(
@@ -126,11 +165,13 @@ def _table(rows: Sequence[Row]) -> str:
     from pfeife.report import table
 
     good = [row for row in rows if not row.refused]
+    several = [one for one in _MORE if len({row.choices[one] for row in rows}) > 1]
+    axes = (*_AXES, *several)
     fastest = min(good, key=lambda row: row.step_seconds, default=None)
     dense = max(good, key=lambda row: row.each, default=None)
     shown = [
         (
-            *(row.choices[axis] for axis in _AXES),
+            *(_shown(row.choices[axis]) for axis in axes),
             f"{row.step_seconds:.4g} s",
             count(row.per_second),
             count(row.each),
@@ -141,12 +182,18 @@ def _table(rows: Sequence[Row]) -> str:
         )
         for row in good
     ]
-    head = (*_AXES, "step", "rate/s", "a rank", "MFU", "bubble", "peak", "best")
+    head = (*axes, "step", "rate/s", "a rank", "MFU", "bubble", "peak", "best")
     text = table(shown, head) if shown else "none of them can be planned"
     refused = [
-        (*(row.choices[axis] for axis in _AXES), _word(row.refused)) for row in rows if row.refused
+        (*(_shown(row.choices[axis]) for axis in axes), _word(row.refused))
+        for row in rows
+        if row.refused
     ]
-    return f"{text}\n\n{table(refused, (*_AXES, 'not planned'))}" if refused else text
+    return f"{text}\n\n{table(refused, (*axes, 'not planned'))}" if refused else text
+
+
+def _shown(choice: Any) -> Any:
+    return "-" if choice is None else choice
 
 
 def _word(reason: str) -> str:

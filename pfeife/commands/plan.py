@@ -101,15 +101,15 @@ def _in_float32(outlook: "Outlook", precision: str) -> list[str]:
     ]
 
 
-def question_of(given: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """The fields of a `Question` that options say; `more` are in the place of theirs."""
-    known = {
+def question_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `Question` that options say."""
+    return {
         "machine": given.machine,
         "ranks": given.ranks,
-        "network": None,
+        "network": network_of(given, given.ranks),
         "microbatches": given.microbatches,
         "replicas": given.replicas,
-        "schedule": given.schedule,
+        "schedule": _schedule(given.schedule),
         "stages": given.stages,
         "memory_limit": given.memory,
         "recompute": number_or_text(given.recompute),
@@ -119,10 +119,6 @@ def question_of(given: argparse.Namespace, **more: Any) -> dict[str, Any]:
         "search_seconds": given.search_seconds,
         "master": PRECISIONS[given.precision][1],
     }
-    found = known | more
-    found["schedule"] = _schedule(found["schedule"])
-    found["network"] = network_of(given, found["ranks"])
-    return found
 
 
 def network_of(given: argparse.Namespace, ranks: int) -> Any:

@@ -73,13 +73,25 @@ def several(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """An argument that is a list with commas."""
 
     def read(text: str) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(one(part) for part in text.split(",")))
+        parts = re.split(r",(?!\d+(?:\.\d+)?(?:ns|us|ms|s)\b)", text)  # 25GB/s,20us is one
+        return tuple(dict.fromkeys(one(part) for part in parts))
 
     return read
 
 
-def step_arguments(parser: argparse.ArgumentParser, *, batched: bool = True) -> None:
-    """Those that say which step."""
+def one_of(*words: str) -> Callable[[str], str]:
+    """An argument that is one of some words."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {list(words)}")
+        return text
+
+    return read
+
+
+def step_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
+    """Those that say which step; with commas between several, where `lists` are taken."""
     parser.add_argument(
         "what",
         metavar="STEP",
@@ -96,9 +108,15 @@ def step_arguments(parser: argparse.ArgumentParser, *, batched: bool = True) -> 
         default=[],
         help="an option of the configuration, or an argument of the function; may be repeated",
     )
-    step.add_argument("--batch", type=count, help="rows of a step; one a microbatch unless given")
     step.add_argument(
-        "--sequence", type=count, help="tokens of a row; 2048 unless given, or the model's most"
+        "--batch",
+        **_one_or_more(lists, count),
+        help="rows of a step; one a microbatch unless given",
+    )
+    step.add_argument(
+        "--sequence",
+        **_one_or_more(lists, count),
+        help="tokens of a row; 2048 unless given, or the model's most",
     )
     step.add_argument(
         "--input",
@@ -125,7 +143,7 @@ def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
     _machine_arguments(parser.add_argument_group("the machines"), lists)
     how = parser.add_argument_group("the plan")
     _division_arguments(how, lists)
-    _decision_arguments(how)
+    _decision_arguments(how, lists)
 
 
 def _one_or_more(
@@ -149,12 +167,24 @@ def _machine_arguments(where: argparse._ArgumentGroup, lists: bool) -> None:
         "--ranks", **_one_or_more(lists, count), required=True, help="of all replicas"
     )
     where.add_argument(
-        "--nodes", type=count, default=1, help="of equal size; ranks are neighbours in them"
+        "--nodes",
+        **_one_or_more(lists, count, default=1),
+        help="of equal size; ranks are neighbours in them",
     )
-    where.add_argument("--inside", metavar="LINK", help="what joins the ranks of a node: nvlink4")
-    where.add_argument("--between", metavar="LINK", help="what joins the nodes: ib-ndr, ...")
+    where.add_argument(
+        "--inside",
+        **_one_or_more(lists, str, "LINK"),
+        help="what joins the ranks of a node: nvlink4, or figures such as 25GB/s,20us",
+    )
+    where.add_argument(
+        "--between",
+        **_one_or_more(lists, str, "LINK"),
+        help="what joins the nodes: ib-ndr, or figures",
+    )
     where.add_argument("--network", metavar="FILE", help="what `pfeife bench-network` has measured")
-    where.add_argument("--memory", metavar="BYTES", type=bytes_of, help="of a rank, such as 80GB")
+    where.add_argument(
+        "--memory", **_one_or_more(lists, bytes_of, "BYTES"), help="of a rank, such as 80GB"
+    )
 
 
 def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
@@ -170,7 +200,9 @@ def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
         **_one_or_more(lists, count, default=1),
         help="pipelines that share the batch; each has ranks / replicas ranks",
     )
-    how.add_argument("--stages", type=count, help="of a pipeline; one a rank unless given")
+    how.add_argument(
+        "--stages", **_one_or_more(lists, count), help="of a pipeline; one a rank unless given"
+    )
     how.add_argument(
         "--schedule",
         **_one_or_more(lists, str, "NAME", "1f1b"),
@@ -178,26 +210,29 @@ def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
     )
 
 
-def _decision_arguments(how: argparse._ArgumentGroup) -> None:
+def _decision_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
     """What the planner may decide, and what counts for it."""
     how.add_argument(
         "--cut-at",
-        choices=("anywhere", "blocks"),
-        default="anywhere",
-        help="where stages may end; blocks: only between those of the model",
+        **_one_or_more(lists, one_of("anywhere", "blocks"), "WHERE", "anywhere"),
+        help="where stages may end, anywhere or blocks: only between those of the model",
     )
     how.add_argument("--search-seconds", type=seconds, help="of a search; 20 unless given")
     how.add_argument(
-        "--recompute", help="never, always, except_last, auto (what memory asks for), or a number"
+        "--recompute",
+        **_one_or_more(lists, str, "WHAT"),
+        help="never, always, except_last, auto (what memory asks for), or a number",
     )
     how.add_argument(
-        "--optimizer", help="whose state counts: AdamW, SGD, ... or bytes for each parameter"
+        "--optimizer",
+        **_one_or_more(lists, str, "NAME"),
+        help="whose state counts: AdamW, SGD, ... or bytes for each parameter",
     )
     how.add_argument(
         "--data-parallel",
-        choices=("average", "shard"),
-        default="average",
-        help="what replicas do with gradients; shard: each owns a part of the optimizer's state",
+        **_one_or_more(lists, one_of("average", "shard"), "HOW", "average"),
+        help="what replicas do with gradients, average or shard: each owns a part of the "
+        "optimizer's state",
     )
 
 

@@ -1,6 +1,7 @@
 """Links between ranks: measured ones, and kinds whose figures come with the package."""
 
 import functools
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -104,6 +105,11 @@ class LinkKind:
     receive_seconds = send_seconds
 
 
+_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)([KMGT]B)/s(?:,(\d+(?:\.\d+)?)(ns|us|ms|s))?", re.ASCII)
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
 @functools.cache
 def link_kinds() -> tuple[str, ...]:
     """The names of the kinds whose figures come with the package."""
@@ -113,7 +119,11 @@ def link_kinds() -> tuple[str, ...]:
 
 @functools.cache
 def link_kind(name: str) -> LinkKind:
-    """The shipped figures of this name. Raises ValueError for another one.
+    """The shipped figures of this name, or figures as text: bytes a second of one direction, and
+    the latency. Raises ValueError for another one.
+
+    >>> link_kind("25GB/s,20us").transfer_seconds(0)
+    2e-05
 
     >>> link_kind("ib-ndr").bandwidth  # bytes per second
     48000000000.0
@@ -121,10 +131,15 @@ def link_kind(name: str) -> LinkKind:
     Traceback (most recent call last):
     ValueError: link 'nvlink' is none of [...]; the nearest is 'nvlink5'
     """
+    figures = _WRITTEN.fullmatch(str(name))
+    if figures:
+        rate, unit, latency, short = figures.groups()
+        seconds = float(latency or 0) * _SECONDS[short or "s"]
+        return LinkKind(name, float(rate) * _BYTES[unit], seconds)
     if name not in link_kinds():
         near = get_close_matches(str(name).lower(), link_kinds(), n=1, cutoff=0.0)
         raise ValueError(
             f"link {name!r} is none of {list(link_kinds())}; the nearest is {near[0]!r}; "
-            "a LinkKind has figures of your own"
+            "figures of your own are a LinkKind, or a text such as '25GB/s,20us'"
         )
     return plain.from_json(LinkKind, (_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))

@@ -167,6 +167,23 @@ def test_what_is_compared_is_captured_once(said, tmp_path):
     assert json.loads(machine[1])[0]["refused"] == ""
 
 
+def test_lists_of_all_that_a_plan_is_asked_for(said):
+    """Links by figures, too; what cannot be is known before a capture, and nothing is twice."""
+    asked = ("--ranks", "4", "--microbatches", "4", "--batch", "8,16", "--machine", "cpu-core")
+    links = ("--nodes", "1,2,3", "--inside", "nvlink4", "--between", "ib-ndr,25GB/s,20us")
+    more = ("--recompute", "never,always", "--cut-at", "anywhere,blocks")
+    status, out, err = said("compare", "mine.py:example", *asked, *links, *more, "--no-cache")
+    assert status == 0, err
+    rows = [line for line in out.splitlines() if line.startswith("cpu-core")]
+    assert len(rows) == 8 * (1 + 2 + 2)
+    assert sum("25GB/s,20us" in row for row in rows) == 16
+    assert sum("nodes are of equal size" in row for row in rows) == 16
+    assert err.count("capturing") == 2 and "40 of 40: " in err
+    assert "asked   pfeife compare mine.py:example --ranks 4" in out
+    with pytest.raises(SystemExit):  # argparse has said that it is none of those
+        said("compare", "mine.py:example", *asked, "--cut-at", "nowhere")
+
+
 def test_schedules_are_simulated_and_go_to_torch_and_back(said):
     status, drawn, err = said("simulate", "1f1b", "--stages", "2", "--microbatches", "4")
     assert status == 0 and "20.0% of the ranks' time is bubble" in drawn, err  # (p-1)/(m+p-1)
