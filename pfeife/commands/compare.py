@@ -5,12 +5,12 @@ import csv
 import io
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from pfeife.commands.fit import about_memory
 from pfeife.commands.words import plan_arguments, step_arguments
 
 HELP = "plan a step in many ways (lists with commas), and say which is best"
@@ -198,7 +198,7 @@ def _shown(choice: Any) -> Any:
 
 def _word(reason: str) -> str:
     """A refusal in a few words."""
-    if "bytes" in reason and re.search("limit|fits|memory|machine", reason):
+    if about_memory(reason):
         return f"memory: {reason[:100]}"
     return reason[:100]
 

@@ -138,10 +138,16 @@ def step_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> N
     cache.add_argument("--no-cache", action="store_true", help="capture anew and keep nothing")
 
 
-def plan_arguments(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
-    """Those that say how it is to run; with commas between several, where `lists` are taken."""
-    _machine_arguments(parser.add_argument_group("the machines"), lists)
+def plan_arguments(
+    parser: argparse.ArgumentParser, *, lists: bool = False, sized: bool = True
+) -> None:
+    """Those that say how it is to run; with commas between several, where `lists` are taken;
+    with how many ranks and microbatches, unless these are asked for otherwise."""
+    machines = parser.add_argument_group("the machines")
     how = parser.add_argument_group("the plan")
+    if sized:
+        _size_arguments(machines, how, lists)
+    _machine_arguments(machines, lists)
     _division_arguments(how, lists)
     _decision_arguments(how, lists)
 
@@ -156,15 +162,27 @@ def _one_or_more(
     return {"metavar": "A,B,...", "type": several(one), "default": several_of}
 
 
+def _size_arguments(
+    machines: argparse._ArgumentGroup, how: argparse._ArgumentGroup, lists: bool
+) -> None:
+    """Of what there must be a number."""
+    machines.add_argument(
+        "--ranks", **_one_or_more(lists, count), required=True, help="of all replicas"
+    )
+    how.add_argument(
+        "--microbatches",
+        **_one_or_more(lists, count),
+        required=True,
+        help="into how many parts the batch of all replicas is cut",
+    )
+
+
 def _machine_arguments(where: argparse._ArgumentGroup, lists: bool) -> None:
     where.add_argument(
         "--machine",
         **_one_or_more(lists, str, "NAME", "h100-sxm"),
         help="a shipped one (`pfeife machines` lists them), or the path of its JSON; h100-sxm "
         "unless given",
-    )
-    where.add_argument(
-        "--ranks", **_one_or_more(lists, count), required=True, help="of all replicas"
     )
     where.add_argument(
         "--nodes",
@@ -189,12 +207,6 @@ def _machine_arguments(where: argparse._ArgumentGroup, lists: bool) -> None:
 
 def _division_arguments(how: argparse._ArgumentGroup, lists: bool) -> None:
     """What is divided: the batch, the ranks, the model, and in which order its parts run."""
-    how.add_argument(
-        "--microbatches",
-        **_one_or_more(lists, count),
-        required=True,
-        help="into how many parts the batch of all replicas is cut",
-    )
     how.add_argument(
         "--replicas",
         **_one_or_more(lists, count, default=1),

@@ -184,6 +184,23 @@ def test_lists_of_all_that_a_plan_is_asked_for(said):
         said("compare", "mine.py:example", *asked, "--cut-at", "nowhere")
 
 
+def test_what_fits(said):
+    """The fewest ranks hold it, one less does not; nor do twice as many rows."""
+    asked = ("mine.py:example", "--set", "width=64", "--memory", "80KB", "--microbatches", "4")
+    status, out, err = said("fit", *asked, "--price", "2")
+    assert status == 0, err
+    ranks, rows = (int(line.split()[0]) for line in out.splitlines()[2:4])
+    assert f"{ranks} ranks, the fewest" in out and ranks > 1 and "cost a billion" in out
+    for count, batch, fits in ((ranks, 4 * rows, True), (ranks - 1, 8, False)):
+        sizes = ("--ranks", str(count), "--batch", str(batch), "--recompute", "auto")
+        status, _, err = said("plan", *asked, *sizes)
+        assert (status == 0) == fits and (fits or "memory_limit" in err)
+    status, _, err = said("plan", *asked, "--ranks", str(ranks), "--batch", str(8 * rows))
+    assert status == 2 and "memory_limit" in err
+    status, _, err = said("fit", *asked, "--ranks", "1")
+    assert status == 2 and "does not fit on 1 ranks" in err
+
+
 def test_schedules_are_simulated_and_go_to_torch_and_back(said):
     status, drawn, err = said("simulate", "1f1b", "--stages", "2", "--microbatches", "4")
     assert status == 0 and "20.0% of the ranks' time is bubble" in drawn, err  # (p-1)/(m+p-1)
