@@ -41,6 +41,21 @@ def part_shape(shape: Sequence[int], dim: int | None, count: int) -> tuple[int, 
     return tuple(n // count if at == dim else n for at, n in enumerate(shape))
 
 
+def _advice(unknown: str) -> str:
+    """What to do about a loss of which no rule tells how microbatches combine."""
+    if unknown.startswith("nll_loss"):  # others have a count
+        return (
+            "its classes have weights, whose sum over the whole batch divides it. Compute that "
+            "outside of the step (total = weight[targets].sum()), pass it as an argument, and "
+            'return F.cross_entropy(..., weight=weight, reduction="sum") / total; or say '
+            'loss_reduction="mean" if their average is right'
+        )
+    return (
+        'say loss_reduction="mean" if that is right, or "sum" if the loss is a sum over the rows '
+        "(perhaps divided by a count that is an input)"
+    )
+
+
 @attrs.frozen(eq=False)
 class Captured:
     """A program and how Dynamo's positional arguments and results belong to its ports.
@@ -157,9 +172,7 @@ class Captured:
         """What to say where the loss is averaged because nothing else is known; "" else."""
         return "".join(
             f"how the losses of microbatches combine is not known, because of "
-            f"{self.unknown[port.name]}: they are averaged; say "
-            'loss_reduction="mean" if that is right, or "sum" if the loss is a sum over the rows '
-            "(perhaps divided by a count that is an input)"
+            f"{self.unknown[port.name]}: they are averaged; {_advice(self.unknown[port.name])}"
             for port in self.program.ports(Role.LOSS)
             if port.name in self.unknown
         )

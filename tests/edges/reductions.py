@@ -230,6 +230,31 @@ def tokens_that_stay_sorted():
 
 
 @row()
+def classes_with_weights():
+    """A warning names the line to write, which is that of the whole batch."""
+    torch.manual_seed(0)
+    model, weight = nn.Linear(8, 3), torch.tensor([1.0, 2.0, 5.0])
+    x, y = torch.randn(8, 8), torch.randint(0, 3, (8,))
+    with said() as found:
+        pfeife.compile(lambda x, y: F.cross_entropy(model(x), y, weight=weight), microbatches=2)(
+            x, y
+        )
+    assert len(found) == 1 and "total = weight[targets].sum()" in found[0], found
+
+    def step(x, y, total):
+        return F.cross_entropy(model(x), y, weight=weight, reduction="sum") / total
+
+    with said() as found:
+        pfeife.compile(step, microbatches=2)(x, y, weight[y].sum()).backward()
+    assert not found, found
+    gradients = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(x), y, weight=weight).backward()
+    for one, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, one.grad)  # sums in another order
+
+
+@row()
 def a_sum_right_behind_what_no_rule_follows():
     """What no rule knows is looked at itself, not only what comes of it."""
     model = lm()
