@@ -15,7 +15,6 @@ from typing import Any, Unpack
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -28,10 +27,9 @@ from torchmetrics import Metric
 from pfeife.backend.asked import Asked
 from pfeife.integrations.logged_step import LoggedStep
 from pfeife.integrations.together import from_main, together
-from pfeife.runtime.distributed.process_group import join_world, world_so_far
+from pfeife.runtime.distributed.process_group import join_world
 
 _PLAIN = Precision, HalfPrecision, DoublePrecision, MixedPrecision  # these replace no module
-_AVERAGING = StochasticWeightAveraging, WeightAveraging
 
 
 class PipelineStrategy(SingleDeviceStrategy):
@@ -91,12 +89,6 @@ class PipelineStrategy(SingleDeviceStrategy):
             raise ValueError(
                 f"{type(self.precision_plugin).__name__} changes the modules: a pipeline takes "
                 "precision='32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
-            )
-        averaging = [one for one in trainer.callbacks if isinstance(one, _AVERAGING)]
-        if averaging and world_so_far() is not None:
-            raise ValueError(
-                f"{type(averaging[0]).__name__} reads and writes all parameters, and each rank "
-                "trains a part of them: run it in one process (devices= of PipelineStrategy)"
             )
 
     def training_step(self, *args: Any) -> Any:
