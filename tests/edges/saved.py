@@ -664,6 +664,34 @@ def what_is_loaded_before_the_first_step():
     again.check()
 
 
+@row(ranks=(2,))
+def the_average_of_diffusers():
+    """It writes `.data`: put into its place, it is evaluated and whole there, and then the model
+    comes back."""
+    from diffusers.training_utils import EMAModel
+
+    pair = Pair(optimizer="adamw")
+    nets = pair.model, pair.twin
+    averages = [EMAModel(net.parameters(), decay=0.8, use_ema_warmup=True) for net in nets]
+    evaluated = pfeife.compile(lambda x: pair.model(x).square().mean(), microbatches=2)
+    for at in range(3):
+        pair.train()
+        for average, net in zip(averages, nets, strict=True):
+            average.step(net.parameters())
+            average.store(net.parameters())
+            average.copy_to(net.parameters())
+        x = rows(at, 8)
+        with torch.no_grad():
+            wanted = sum(pair.twin(part).square().mean() / 2 for part in x.chunk(2))
+            assert torch.equal(evaluated(x), wanted)
+        whole = pfeife.full_state_dict(pair.model)
+        for name, value in pair.twin.state_dict().items():
+            assert torch.equal(whole[name], value), name
+        for average, net in zip(averages, nets, strict=True):
+            average.restore(net.parameters())
+        pair.check()
+
+
 AVERAGES = {
     "moving": lambda net: swa_utils.AveragedModel(
         net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)
