@@ -347,14 +347,6 @@ def broken_guard(sizes: list[Any], values: dict[Any, int]) -> str | None:
     return None
 
 
-def guard_of_both(sizes: Sequence[Any]) -> str | None:
-    """Something that Python's control flow has asked of symbolic sizes together with others."""
-    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
-    asked = _asked_of_sizes(sizes[0].node.shape_env) if sizes else ()
-    both = (one for one in asked if one.free_symbols & symbols and one.free_symbols - symbols)
-    return next(map(str, both), None)
-
-
 def _asked_of_sizes(environment: Any) -> Iterator[Any]:
     """What Dynamo has assumed of symbolic sizes for Python's control flow."""
     for guard in environment.guards:

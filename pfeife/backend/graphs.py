@@ -48,6 +48,9 @@ class Graph(Protocol):
     def key(self, args: Sequence[Any]) -> tuple:
         """What a program is built for."""
 
+    def check(self, args: Sequence[Any], options: Options) -> None:
+        """Raises ValueError for a call that cannot be cut into microbatches."""
+
     def capture(self, args: Sequence[Any], options: Options) -> Captured:
         """The program; raises ValueError for a graph that cannot be cut into microbatches."""
 
@@ -167,6 +170,9 @@ class MicrobatchGraph:
     def check_unseen(self, captured: Captured) -> None:
         """Nothing: the caller has said where the batch is."""
 
+    def check(self, args: Sequence[Any], options: Options) -> None:
+        """Nothing: the batch was cut before the step was captured."""
+
     def _check_numbers(self, others: Mapping[str, Any]) -> None:
         """Raises ValueError for a number that the step assigns and that is another one with more
         rows."""
@@ -264,15 +270,15 @@ class BatchedGraph:
         ]
 
     def key(self, args: Sequence[Any]) -> tuple:
-        """What a program is built for, beside the sizes that it assumes: the rows of the batch, and
-        the numbers that are baked in."""
-        triples = zip(args, self.numbers, self.shapes, strict=True)
-        return tuple(
-            repr(float(value))
-            if number
-            else tuple(value.shape[d] for d, size in enumerate(shape) if self._is_batch(size))
-            for value, number, shape in triples
-        )
+        """What a program is built for, beside the sizes that it assumes: the numbers that are
+        baked in."""
+        pairs = zip(args, self.numbers, strict=True)
+        return tuple(repr(float(value)) for value, number in pairs if number)
+
+    def check(self, args: Sequence[Any], options: Options) -> None:
+        """Raises ValueError for a call whose rows do not belong together or do not divide."""
+        if options.cut > 1:
+            self._check_rows(args, options.cut, options.apart)
 
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The symbolic sizes that count rows: those of the marked dimensions; without marks,
@@ -319,6 +325,7 @@ class BatchedGraph:
             )
         if count > 1:
             self._check_rows(args, count, options.apart)
+            self._check_asked(args, count)
             self._check_pairs()
         try:
             if self.is_open:
@@ -331,10 +338,8 @@ class BatchedGraph:
 
     @functools.cached_property
     def is_open(self) -> bool:
-        """Whether sizes beside the rows are left open."""
-        rows = {size.node.expr for size in self.sizes}
-        sizes = (size for shape in self.shapes for size in shape if not isinstance(size, int))
-        return any(size.node.expr not in rows for size in sizes)
+        """Whether any sizes are left open."""
+        return any(not isinstance(size, int) for shape in self.shapes for size in shape)
 
     def _captured(self, args: Sequence[Any], options: Options, is_open: bool = False) -> Captured:
         """The program of a microbatch, for the sizes of a call or, `is_open`, for all."""
@@ -363,8 +368,7 @@ class BatchedGraph:
         cache: Folder = None,
         is_open: bool = False,
     ) -> Captured:
-        """The program of one of `count` microbatches, or of one that is so many times as large.
-        Raises ValueError if sizes shall be open that depend on the rows."""
+        """The program of one of `count` microbatches, or of one that is so many times as large."""
         arguments = [
             attrs.evolve(argument, role=None, example=_Number(float(value)))
             if number
@@ -387,7 +391,6 @@ class BatchedGraph:
         """Raises ValueError unless all tensor arguments have as many rows, and these divide;
         `apart` replicas are given rows of their own."""
         rows: dict[str, int] = {}
-        each: dict[Any, int] = {}
         inputs = zip(self.inputs.arguments, self.dims, self.shapes, args, strict=True)
         for argument, dim, shape, value in sorted(inputs, key=lambda item: item[0].position):
             if argument.role == Role.CONSTANT and argument.given and len(shape):
@@ -395,8 +398,6 @@ class BatchedGraph:
                     rows[argument.names[0]] = value.shape[0]
                 elif dim is not None:
                     rows[argument.names[0]] = value.shape[dim]
-            if dim is not None:
-                each[shape[dim].node.expr] = value.shape[dim] // count
         if len(set(rows.values())) > 1:
             raise ValueError(
                 f"microbatch: the inputs have {rows} rows, which do not belong together: backend="
@@ -411,6 +412,12 @@ class BatchedGraph:
                     f"microbatches{' of each replica' if apart > 1 else ''}; pass "
                     f"microbatches={divides * apart}, or drop_last=True in the loader"
                 )
+
+    def _check_asked(self, args: Sequence[Any], count: int) -> None:
+        """Raises ValueError if what Python has asked of the rows of the batch is not so for those
+        of a microbatch."""
+        triples = zip(self.dims, self.shapes, args, strict=True)
+        each = {s[dim].node.expr: v.shape[dim] // count for dim, s, v in triples if dim is not None}
         broken = _torch.broken_guard(self.sizes, each)
         if broken:
             raise ValueError(

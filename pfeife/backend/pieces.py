@@ -53,6 +53,9 @@ class Piece(BatchedGraph):
         shapes = (tuple(one.shape) if _is_tensor(one) else repr(float(one)) for one in args)
         return tuple(shapes)
 
+    def check(self, args: Sequence[Any], options: Options) -> None:
+        """Nothing: each shape is captured, and what cannot be cut runs whole."""
+
     def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
         """The sizes of the rows that earlier graphs have returned, if they have."""
         pairs = zip(self.shapes, self.places, strict=True)

@@ -78,6 +78,7 @@ class Steps:
             compiled = _unless_outdated(compiled, builder, args, world)
         seed = _seed(compiled)
         if world is None:
+            self.graph.check(args, options)
             return self._run(builder, key, compiled, args, world, seed, sent)
         seed = self._agreed(world, args, compiled, options, seed)
         if compiled:  # copies have found their owners
@@ -262,6 +263,7 @@ class Steps:
             refused: Exception | None = world.service.wrong()
             try:
                 check_alone(() if compiled else self.graph.inputs.modules, args)
+                self.graph.check(args, options)
                 text, batch = self._said(args, compiled, options)
                 news = news_of(world.ownership, borrowed, args)
             except (PipelineError, Refusal):

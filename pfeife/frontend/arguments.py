@@ -188,12 +188,9 @@ def _at_sizes(argument: Argument, mode: Any, symbols: _torch.Symbols) -> Argumen
 
 def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -> Inputs:
     """The same inputs with symbols for the sizes that are symbols where they are `known`, as
-    Dynamo's examples; but not for its sizes that count `rows`. Raises ValueError if something else
-    depends on both."""
+    Dynamo's examples. Those that count `rows` are the rows of a microbatch here: as an argument
+    that is such a size, a symbol is told by the tensors alone."""
     counted = [size.node.expr for size in rows]
-    mixed = _torch.guard_of_both(rows)
-    if mixed:
-        raise ValueError(f"{mixed} was assumed, of rows and of another size")
     mode, values = _torch.symbolic_mode(), dict[Any, int]()
     for argument, example in zip(inputs.arguments, known, strict=True):
         if isinstance(argument.example, torch.Tensor):  # else a float that Dynamo has as a tensor
@@ -203,25 +200,18 @@ def with_open_sizes(inputs: Inputs, known: Sequence[Any], rows: Sequence[Any]) -
             values[_torch.symbol_named(example)] = argument.example
     symbols = _torch.Symbols(mode, values)
 
-    def opened(size: Any, number: int) -> Any:
-        if not isinstance(size, torch.SymInt) or size.node.expr in counted:
-            return number
-        if any(size.node.expr.free_symbols & expression.free_symbols for expression in counted):
-            raise ValueError(f"the size {size} depends on how many rows there are")
-        return symbols(size)
-
     def at(argument: Argument, example: Any) -> Argument:
         if isinstance(example, torch.SymInt):
-            size = opened(example, argument.example)
-            is_open = isinstance(size, torch.SymInt)
-            role, names = (Role.SIZE, (argument.name,)) if is_open else (None, ())
+            size = symbols(example)
+            is_port = isinstance(size, torch.SymInt) and example.node.expr not in counted
+            role, names = (Role.SIZE, (argument.name,)) if is_port else (None, ())
             return attrs.evolve(argument, role=role, names=names, example=size)
         if not isinstance(argument.example, torch.Tensor):
             return argument
         own, strides = argument.example, None
-        shape = [opened(*pair) for pair in zip(example.shape, own.shape, strict=True)]
+        shape = list(map(symbols, example.shape))
         if argument.batch_dim is None:
-            strides = [opened(*pair) for pair in zip(example.stride(), own.stride(), strict=True)]
+            strides = list(map(symbols, example.stride()))
         return attrs.evolve(argument, example=fake_like(mode, own, shape, strides))
 
     arguments = [at(*pair) for pair in zip(inputs.arguments, known, strict=True)]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import attrs
 import torch
@@ -124,7 +125,7 @@ def _captured(
     return Captured(
         program,
         tuple(None if a.role is None else a.name for a in arguments),
-        tuple(a.example if a.role is None else None for a in arguments),
+        tuple(_number(a.example) if a.role is None else None for a in arguments),
         tuple(result_name(i, at) for i in range(len(step.results))),
         tuple(i for i, value in enumerate(step.results) if not value.requires_grad),
         leaves=step.leaves,
@@ -137,6 +138,11 @@ def _captured(
         moved={arguments[place].name: to for place, to in inputs.moved.items() if tensors[place]},
         assumed=tuple(arguments[place].name for place in sorted(inputs.assumed) if tensors[place]),
     )
+
+
+def _number(example: Any) -> Any:
+    """A number of a microbatch, also where its rows are a symbol."""
+    return _torch.size_now(example) if isinstance(example, torch.SymInt) else example
 
 
 def _program(asked: Traceable) -> Program:
