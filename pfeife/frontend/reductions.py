@@ -6,6 +6,7 @@ not ignored (averaged by that count).
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -110,12 +111,38 @@ def _moved(fixed: Program, settled: Program, known: Known) -> Known:
 
 
 def _operations(count: Count) -> list[str]:
-    """What a count computes, whatever its nodes are called."""
-    nodes = {node: at for at, node in enumerate(count.module.graph.nodes)}
+    """What a count computes, whatever its nodes are called. Slices of all that there is (x[:, 1]),
+    which a trace of open sizes has and another one has not, are left out."""
+    meant: dict[fx.Node, fx.Node] = {}
+    for node in count.module.graph.nodes:
+        same = _of_all(node)
+        meant[node] = node if same is None else meant[same]
+    needed: set[fx.Node] = set()
+    for node in reversed(meant):
+        if node.op == "output" or node in needed:
+            needed |= {meant[source] for source in node.all_input_nodes}
+    places: dict[fx.Node, int] = {}
+    for node in meant:
+        if node.op in ("output", "placeholder") or node in needed:
+            places[node] = len(places)
     return [
-        f"{node.op} {node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), nodes.get)}"
-        for node in nodes
+        f"{node.op} {node.target} "
+        f"{fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: places[meant[one]])}"
+        for node in places
     ]
+
+
+def _of_all(node: fx.Node) -> fx.Node | None:
+    """What a slice of a whole dimension is, or a tensor with one written to it; else None."""
+    aten = torch.ops.aten
+    if node.target not in (aten.slice.Tensor, aten.slice_scatter.default):
+        return None
+    given = bound(node)
+    first, last, step = (given[name] for name in ("start", "end", "step"))
+    if first not in (0, None) or step != 1 or not (last is None or last == sys.maxsize):
+        return None
+    found: fx.Node = node.args[0 if node.target is aten.slice.Tensor else 1]  # type: ignore[assignment]
+    return found
 
 
 def derive(

@@ -1,13 +1,16 @@
 """How results of microbatches become those of the batch, and what is asked of them."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models import GPT, gpt
-from torch import nn
+from torch import fx, nn
 
 import pfeife
-from pfeife.ir.program import Role
+from pfeife.frontend.reductions import _operations
+from pfeife.ir.program import Count, Role
 from pfeife.testing import check_pass, eager_accumulation
 
 
@@ -94,3 +97,27 @@ def test_evaluation_may_return_something_else():
     x = torch.randn(4, 8)
     with torch.no_grad():
         assert torch.equal(compiled(x)["scores"], torch.cat([linear(x[:2]), linear(x[2:])]))
+
+
+@pytest.mark.parametrize("start", [None, 0, 1])
+def test_a_count_is_the_same_with_slices_of_all_there_is(start):
+    """As traces of open sizes have them for x[:, 1]; not with one that leaves something out."""
+    aten, counts = torch.ops.aten, []
+    for sliced in (False, True):
+        graph = fx.Graph()
+        value = targets = graph.placeholder("targets")
+        if sliced:
+            value = graph.call_function(aten.slice.Tensor, (targets, 0, start, sys.maxsize))
+        value = graph.call_function(aten.select.int, (value, 1, 2))
+        zeros = written = graph.call_function(aten.zeros_like.default, (value,))
+        if sliced:
+            dead = graph.call_function(aten.slice.Tensor, (zeros, 0, 0, sys.maxsize))
+            dead = graph.call_function(aten.neg.default, (dead,))
+            every = (dead, value, 0, start, sys.maxsize)
+            written = graph.call_function(aten.slice_scatter.default, every)
+        else:
+            written = value
+        graph.output(graph.call_function(aten.sum.default, (written,)))
+        counts.append(Count(fx.GraphModule({}, graph), "line"))
+    first, second = map(_operations, counts)
+    assert (first == second) == (start != 1)
