@@ -4,9 +4,10 @@ Tried on torch 2.11, 2.13 and 2.15; when one of these moves, only this folder ch
 what is about the frame that Dynamo compiles (`dynamo`, `sources` and `results`), then `aot` (its
 joint graph) and `surroundings` (what that depends on), then `sizes`, `size_trees` (these as data),
 `open_values` (values of such sizes), `questions` and `kernel_numbers` (what only data tell);
-`attention`, `kernels`, `modules`, `recurrent`, `speech`, `tensors`, `gloo`, `nccl` and `trace` are
-about what their names say, `checkpoints` reads the list of one, `absent` and `hollow` are about
-tensors whose values or memory are not there, `profiling` about torch.profiler.
+`grouped` counts the products of experts; `attention`, `kernels`, `modules`, `recurrent`, `speech`,
+`tensors`, `gloo`, `nccl` and `trace` are about what their names say, `checkpoints` reads the list
+of one, `absent` and `hollow` are about tensors whose values or memory are not there, `profiling`
+about torch.profiler.
 """
 
 from pfeife._torch import attention as attention

@@ -11,13 +11,13 @@ what they copy, `step_hooks` call all that has to do with an optimizer's step. `
 `answering` answers where the `script` rests, by `questions` that `posting` carries; `writes` counts
 what scripts write by hand, `collectives` says in which of its own a script is. `shares` are what a
 rank writes to a checkpoint, by `writing`. `staying`, `heartbeat`, `lifelines`, `patience`,
-`diagnosis` and `ending` are for when a rank is late or gone; `ends` is how a message goes, within a
-node through memory that is `mapped`; `connection`, `connecting`, `sending`, `reducing`, `buffers`
-and `arriving` are parts of the transport as well, `launching` says how CUDA must launch kernels for
-it, `meshes` reads which ranks are its pipelines. `loading` gives ranks their data: `announcing`
-tells all what rank 0 has, `rank_zero` does so with a call's arguments. `batch_norms` joins what
-those of replicas have found. Tensors that travel together are a message by `packing`. `wrapped`
-refuses models that DDP or FSDP distributes.
+`diagnosis`, `ending` and `last_words` are for when a rank is late or gone; `ends` is how a message
+goes, within a node through memory that is `mapped`; `connection`, `connecting`, `sending`,
+`reducing`, `buffers` and `arriving` are parts of the transport as well, `launching` says how CUDA
+must launch kernels for it, `meshes` reads which ranks are its pipelines. `loading` gives ranks
+their data: `announcing` tells all what rank 0 has, `rank_zero` does so with a call's arguments.
+`batch_norms` joins what those of replicas have found. Tensors that travel together are a message by
+`packing`. `wrapped` refuses models that DDP or FSDP distributes.
 """
 
 from pfeife.runtime.distributed.pipeline import DistributedPipeline, DistributedStep
