@@ -13,7 +13,8 @@ from pfeife.ir.seeding import seeded
 
 
 def node_flops(node: fx.Node) -> int:
-    """Floating-point operations of one node, 0 for those without a formula."""
+    """Floating-point operations of one node, 0 for those without a formula, and where operands
+    whose sizes data decide do not fit one another by what is said of them."""
     operation, arguments = operation_of(node)
     formula = _torch.flop_formulas().get(getattr(operation, "overloadpacket", None))
     if formula is None:
@@ -23,7 +24,12 @@ def node_flops(node: fx.Node) -> int:
         return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
     args, kwargs = pytree.tree_map(value, (arguments, node.kwargs))
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    try:
+        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    except AssertionError:
+        if any(source.meta.get("sized_by_data") for source in node.all_input_nodes):
+            return 0
+        raise
 
 
 def graph_flops(graph: fx.Graph) -> dict[torch.dtype, int]:
