@@ -2,14 +2,16 @@
 
     python benchmarks/lengths.py                     300 calls with lengths of 16 to 528
     python benchmarks/lengths.py --table             the first seven lengths alone
-    python benchmarks/lengths.py --side pfeife --calls 1000 --rows 32    memory, of any shapes
+    MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 \\
+        python benchmarks/lengths.py --side pfeife                       memory
 
 A GPT of 4 small layers is trained on batches of random lengths, by `pfeife.compile` (2 microbatches
 in 2 stages) and by `torch.compile(backend="aot_eager")` of the same accumulation, call by call in
 turn. Each call is compared with eager accumulation, bit for bit. Printed: seconds of the CPU of the
 first calls; how many programs there are; a call with a new length beside one with a known length;
 the memory of the process after call 30 and after the last one, which tells something where one side
-runs alone. Exits non-zero if a bit differs.
+runs alone and glibc gives back what is freed (else that of eager grows as much as ours). Exits
+non-zero if a bit differs.
 """
 
 import argparse
