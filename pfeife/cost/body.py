@@ -29,7 +29,8 @@ class StageMemory:
 def stage_memory(program: Program) -> tuple[StageMemory, ...]:
     """The account of every stage of a partitioned program."""
     program = absorb(program)
-    sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER)}
+    # A parameter that the step updates has the role of a buffer.
+    sizes = {port.fqn: port.bytes for port in program.ports(Role.PARAMETER, Role.BUFFER)}
     parameters, saved, most = ([0] * program.units for _ in range(3))
     for name, users in holders(program).items():
         for unit in {call.unit for call in users}:
