@@ -88,7 +88,10 @@ def symbolic_mode() -> FakeTensorMode:
 
 @contextmanager
 def telling(mode: FakeTensorMode, tell: Tell) -> Iterator[None]:
-    """While a mode's symbols are asked what they are, and are told."""
+    """While a mode's symbols are asked what they are, and are told. Fake tensors forget the symbols
+    of their values that an earlier run was told (if `epoch` moves: a second run asks for less, and
+    such steps have a program for each size)."""
+    mode.epoch += 1
     environment: Any = mode.shape_env
     before, environment.tell = environment.tell, tell
     try:
