@@ -250,18 +250,17 @@ class Step:
             except PipelineError:
                 raise
             except (ValueError, IndexError, RuntimeError) as error:
-                if is_new and any(isinstance(e, NotOpen) for e in (error, error.__cause__)):
-                    refused = str(error)
-                    self.traced.pop()
-                else:
-                    tried.append(traced)
-                    found = traced.unfit(error)
-                    if found is error:
-                        raise
-                    if is_new or (world_so_far() and not self._untried(call, tried)):
-                        raise found from error
-                    refused = ""
-                log.debug("%s is traced anew: %s", self.name, refused or found)
+                found = traced.unfit(error)
+                if any(isinstance(e, NotOpen) for e in (error, error.__cause__)):
+                    if is_new:  # sizes are closed, then; else those of this call may be open
+                        refused = str(error)
+                        self.traced.pop()
+                elif found is error:
+                    raise
+                elif is_new or (world_so_far() and not self._untried(call, [*tried, traced])):
+                    raise found from error
+                tried.append(traced)
+                log.debug("%s is traced anew: %s", self.name, found)
             set_states(states)
 
     def _fitting(

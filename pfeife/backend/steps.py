@@ -113,13 +113,11 @@ class Steps:
             if sent:
                 sent.everything()
             began = time.perf_counter()
-            compiled = attrs.evolve(
-                self._built(builder, args, world, show), asked=self._described(args)
-            )
+            built = self._built(builder, args, world, show)
+            compiled = attrs.evolve(built, asked=self._described(args), said=said)
             agree_on_changed(compiled.captured, args, world)
         earlier = [one.asked for one in self.backend.compiled if one.asked.get("step") == self.name]
         self._keep(key, compiled, world)
-        compiled.said.update(said)
         compiled.check_memory(compiled.captured.sizes(args, options.cut))
         if seed is None:  # else one was drawn for what has been found outdated since
             seed = _seed(compiled)
