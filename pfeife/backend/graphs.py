@@ -29,6 +29,7 @@ from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
 from pfeife.frontend.results import Key, Loss, label
 from pfeife.ir.program import Role, returned, source_line
+from pfeife.ir.sizes import captured_sizes
 
 log = logging.getLogger("pfeife")
 
@@ -123,6 +124,8 @@ class MicrobatchGraph:
             try:
                 captured = self._captured(inputs, args, options)
                 broken = captured.breaks(args, options.cut)
+                if captured_sizes(captured.program) != captured.sizes(args, options.cut):
+                    broken = broken or "it was traced for the sizes of another call"
                 if not broken:
                     return captured
             except ValueError as error:

@@ -568,8 +568,9 @@ def test_the_second_program_has_the_plan_of_the_first(schedule):
     assert {one.stage_of_cluster for one in others} == {first.stage_of_cluster}
 
 
+@pytest.mark.parametrize("capture", ["dynamo", "trace"])
 @pytest.mark.parametrize("level", ["flat", "ranks"])
-def test_what_a_pass_assumes_of_sizes(level):
+def test_what_a_pass_assumes_of_sizes(level, capture):
     """Where that does not hold, there is one more program."""
     torch.manual_seed(0)
     model = small()
@@ -582,8 +583,10 @@ def test_what_a_pass_assumes_of_sizes(level):
         return attrs.evolve(program, limits=tuple(limits))
 
     batches = [padded(4, n) for n in (8, 9, 12, 13, 7)]
-    built = compared(words(model), model, batches, dynamic=True, passes={level: [assumes]})
+    options = {"dynamic": True, "capture": capture, "passes": {level: [assumes]}}
+    built = compared(words(model), model, batches, **options)
     assert len(built) == 2
+    assert not built[1].breaks(_arguments(built[1], batches[2]), MICROBATCHES)
 
 
 @pytest.mark.parametrize("hint", [{}, {"x": {1: 4}}])

@@ -187,7 +187,9 @@ class DistributedStep(PipelineStep):
         border = runner.backward_start
         start, end = (0 if forward else border), (None if backward else border)
         begun, waited = time.monotonic(), world.waited
-        with world.busy(self._doing), self.phases.running(forward, backward):
+        # What cannot run is refused by each rank alone: to fail all for it would be heard by some
+        # before they have asked.
+        with self.phases.running(forward, backward), world.busy(self._doing):
             self.transport.at = lambda: self.step.at
             try:
                 runner.run(self.step, start, end, watch(runner.rank) if watch else None)
