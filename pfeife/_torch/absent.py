@@ -142,21 +142,27 @@ def _kernel() -> Sequence[torch.library.Library]:
     TorchDispatchMode is active, such as FlopCounterMode, or one of AOTAutograd's. If the list of
     names moves: those of `dir(torch.ops.aten)`, which have been used so far."""
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    kernels: Any = aten.m  # `Library.impl` keeps as many bytes again of each of the 3,000
     every.fallback(_answered, _NAME)
     for full in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full.partition("::")
         if namespace == "aten":
             native = name.partition(".")[0] in _NATIVE
-            own = functools.partial(_answered_by_name, name)
-            aten.impl(name, torch.library.fallthrough_kernel if native else own, _NAME)
+            own = torch.library.fallthrough_kernel if native else _ByName(name)
+            kernels.impl(name, _NAME, own)
     return every, aten
 
 
-def _answered_by_name(full: str, *args: Any, **kwargs: Any) -> Any:
-    """torch makes the objects of operations when they are first asked for; most never are."""
-    name, _, overload = full.partition(".")
-    operation = getattr(getattr(torch.ops.aten, name), overload or "default")
-    return _answered(operation, *args, **kwargs)
+class _ByName(str):
+    """The kernel of one of aten's operations. torch makes the objects of operations when they are
+    first asked for; most never are."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, _, overload = self.partition(".")
+        operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+        return _answered(operation, *args, **kwargs)
 
 
 def _answered(operation: OpOverload, *args: Any, **kwargs: Any) -> Any:
