@@ -216,6 +216,25 @@ GPT_OSS = {
 }
 GPT_OSS_20B = GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}
 GPT_OSS_120B = GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}
+LLAMA_4_SCOUT = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "attention_chunk_size": 8192,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
 AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md"
 BF16 = "--precision bf16 --optimizer AdamW --recompute auto --data-parallel shard"
 
@@ -262,6 +281,16 @@ MIXTURES = (
         f"NeMo AutoModel, FSDP over 64 ranks with experts, 512 rows of 4,096 tokens, {AUTOMODEL}. "
         "Megatron-Bridge: 4 stages, experts over 8 ranks, 1,280 rows, "
         "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary-archive.md",
+    ),
+    Case(
+        "Llama-4-Scout, 64 x H100, 8 nodes",
+        LLAMA_4_SCOUT,
+        f"--machine h100-sxm --ranks 64 --nodes 8 {NODES} --replicas 4 --microbatches 256 "
+        f"--batch 256 --sequence 4096 {BF16}",
+        "",
+        "transformers computes each of the 16 experts for every token, 15 of them of zeros "
+        "(`Llama4TextMoe`), so the step has 6.4 times the operations of 17 billion active "
+        "parameters; a plan says what runs.",
     ),
     Case(
         "DeepSeek-V3, 256 x H100, 32 nodes",

@@ -418,7 +418,7 @@ def plain_reason(error: Exception) -> Exception:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     asks = _torch.asks_for_values(error)
     if asks:
-        text = f"it asks for the value of a tensor ({text})"
+        text = f"it asks for the value of a tensor ({text.split('. ')[0]})"
     kind = _Asks if asks else ValueError
     return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
 

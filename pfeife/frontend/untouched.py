@@ -66,8 +66,8 @@ def set_states(states: States) -> None:
 
 @contextlib.contextmanager
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While tensors may be written to, which get their values back."""
-    before = [(one, one.detach().clone()) for one in tensors]
+    """While tensors may be written to, which get their values back; meta tensors have none."""
+    before = [(one, one.detach().clone()) for one in tensors if not one.is_meta]
     try:
         yield
     finally:

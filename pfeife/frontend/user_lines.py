@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-OURS = tuple(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent))
+OURS = (
+    *(f"{Path(one).parent}/" for one in (torch.__file__, Path(__file__).parent)),
+    contextlib.__file__,  # between torch and torch
+)
 
 
 def user_line(trace: TracebackType | None) -> str:

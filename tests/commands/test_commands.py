@@ -146,6 +146,30 @@ def test_a_mixture_of_experts_is_planned(said, precision):
     assert json.loads(out)["flops"] == pytest.approx(3 * forward, rel=0.05)
 
 
+ROUTED = """
+import torch
+
+def example():
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def step(x):
+        total = x * 0
+        for expert in torch.nn.functional.one_hot(x.argmax(1), 2).sum(0).nonzero():
+            total = total + experts[int(expert)](x)
+        return total.square().mean()
+
+    return step, torch.ones(8, 4)
+"""
+
+
+def test_a_loop_over_the_experts_that_tokens_go_to_is_refused_by_its_line(said, tmp_path):
+    """It is another program for other data, of which a plan has none. (Switch has such a loop.)"""
+    (tmp_path / "routed.py").write_text(ROUTED)
+    status, _, err = said("plan", "routed.py:example", *ASKED)
+    assert status == 2 and "it asks for the value of a tensor" in err
+    assert 'routed.py", line 9, in step' in err
+
+
 def test_what_is_compared_is_captured_once(said, tmp_path):
     """The fastest first; what does not fit has a reason; memory decides between the rest."""
     small = tmp_path / "small.json"
