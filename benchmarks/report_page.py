@@ -27,12 +27,12 @@ import browser
 
 CORE = machine("cpu-core")
 STEP = """
-  const tabs = [...document.querySelectorAll("[role=tab]")], begun = performance.now();
-  for (const _ of tabs) {
+  const passes = [...document.querySelectorAll(".pass")], begun = performance.now();
+  for (const _ of passes) {
     document.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
     document.body.offsetHeight;
   }
-  return [tabs.length, performance.now() - begun];"""
+  return [passes.length, performance.now() - begun];"""
 POINT = """
   const plot = document.getElementById("timeline"), { xaxis, yaxis } = plot._fullLayout;
   const box = plot.getBoundingClientRect(), tip = document.getElementById("tip");

@@ -1,19 +1,29 @@
-"""Draws the pictures of these pages: python docs/pictures.py, which writes docs/pictures/*.svg.
+"""Draws the pictures of these pages: python docs/pictures.py, which writes docs/pictures/*.
 
-All families of schedules, a step as it is planned, and a program at three stops.
+All families of schedules, a step as it is planned and a program at three stops as *.svg; and with
+Chromium the page of `pfeife demo` as demo.png, whose measured seconds are those of this machine.
 """
 
+import base64
+import io
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 import pfeife
 from pfeife import report, sched
+from pfeife.__main__ import main as command_line
 from pfeife.report.extra import matplotlib
 from pfeife.report.spans import COLOURS, What
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import browser
 
 FOLDER = Path(__file__).parent / "pictures"
 RANKS, MICROBATCHES = 4, 8
@@ -22,9 +32,40 @@ SIDES = {"F": COLOURS[What.FORWARD], "B": COLOURS[What.BACKWARD]}
 Places = Mapping[str, tuple[float, float]]
 
 
+# What the picture of a page leaves out, to be as large as a screen.
+LEFT_OUT = """
+    for (const one of document.querySelectorAll("#s-stages, #s-passes")) one.remove();
+    for (const one of document.querySelectorAll("#s-timeline details")) one.remove();
+    document.body.style.padding = "1.5rem";
+    const { width, height } = document.body.getBoundingClientRect();
+    return { x: 0, y: 0, width, height, scale: 1 };"""
+
+
 def main() -> None:
-    """One picture a family, on four ranks, and those of the index page."""
+    """Those of the families, of the index page, and one of a page."""
     FOLDER.mkdir(exist_ok=True)
+    families()
+    save(planned(), FOLDER / "planned.svg")
+    save(stops(), FOLDER / "stops.svg")
+    page()
+
+
+def page() -> None:
+    """The upper part of what `pfeife demo` writes, as a screen shows it."""
+    if browser.missing():
+        sys.exit(f"no demo.png: {browser.missing()}")
+    with tempfile.TemporaryDirectory() as folder, browser.chromium(1000, 900) as driver:
+        path = Path(folder) / "demo.html"
+        command_line(["demo", "--html", str(path)])
+        browser.opened(driver, path)
+        options = {"clip": driver.execute_script(LEFT_OUT), "captureBeyondViewport": True}
+        shot = driver.execute_cdp_cmd("Page.captureScreenshot", options)
+    drawn = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
+    drawn.quantize(method=Image.Quantize.MAXCOVERAGE).save(FOLDER / "demo.png", optimize=True)
+
+
+def families() -> None:
+    """One picture each, on four ranks."""
     for name, family in sched.POLICIES.items():
         chosen = family.bind(loop_batch=RANKS, prefetch=1) if name == "loops" else family
         on_a_v = family.placement is sched.families.folded
@@ -32,8 +73,6 @@ def main() -> None:
         ranks = family.placement(stages, RANKS)
         schedule = chosen(stages, MICROBATCHES, ranks)
         report.picture(schedule, FOLDER / f"{name}.svg", title=str(chosen))
-    save(planned(), FOLDER / "planned.svg")
-    save(stops(), FOLDER / "stops.svg")
 
 
 class Block(nn.Module):

@@ -5,14 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from pfeife import report
 from pfeife.data import files
 from pfeife.data.advice import advice
+from pfeife.data.optimizers import optimizer_name
 from pfeife.data.timeline import MemoryCurve
 from pfeife.frontend.untouched import torchs_generators
 from pfeife.ir.evaluate import State
+from pfeife.ir.flops import flops_of
 from pfeife.report.extra import plotly_script
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -76,7 +79,25 @@ def write_report(
     world = world_so_far()
     if world is None or world.rank == 0:
         compiled = found.compiled if found else backend.compiled[-1]
-        files.write_text(Path(path), page_of(compiled, name, found.run if found else None))
+        run_of = found.run if found else None
+        files.write_text(Path(path), page_of(compiled, name, run_of, _command(name, backend)))
+
+
+def _short(name: str) -> str:
+    """The name of a step as the function that made it knows it."""
+    return name.rpartition("<locals>.")[2]
+
+
+def _command(name: str, backend: "Backend") -> str:
+    """How a step was compiled: with which options, where they are not those that hold anyway."""
+    options, usual = backend.options, type(backend.options)()
+    said = [_short(name)]
+    for field in attrs.fields(type(options)):
+        value = getattr(options, field.name)
+        if value != getattr(usual, field.name):
+            text = field.repr(value) if callable(field.repr) else repr(value)
+            said.append(f"{field.name}={text[:80]}")
+    return f"pfeife.compile({', '.join(said)})"
 
 
 def measured(
@@ -95,13 +116,17 @@ def measured(
     raise AssertionError("the call was not measured")
 
 
-def page_of(compiled: "Compiled", name: str, measured: report.Run | None = None) -> str:
-    """The page of what was compiled, with what a step of it took where that was measured."""
+def page_of(
+    compiled: "Compiled", name: str, measured: report.Run | None = None, command: str = ""
+) -> str:
+    """The page of what was compiled by a command, with what a step of it took where that was
+    measured."""
     target = compiled.target
     assert target is not None
     predicted = report.expected(compiled.program, compiled.schedule, target)
     given = compiled.clusters, compiled.program, predicted, target, "the step's schedule"
-    notes = [compiled.summary, f"Advice: {advice(report.forecast_of(compiled.plan, *given))}"]
+    found = report.forecast_of(compiled.plan, *given)
+    notes = [compiled.summary, f"Advice: {advice(found)}"]
     world = world_so_far()
     if measured is None:
         notes.append("Nothing was measured: give step.report the arguments of a call for that.")
@@ -112,6 +137,18 @@ def page_of(compiled: "Compiled", name: str, measured: report.Run | None = None)
         )
     if world and compiled.program.replicas > 1:
         notes.append("Timeline and memory are those of the first replica.")
-    title, tried = name.replace("<locals>.", ""), tuple(compiled.tried)
-    about = report.About(title, target.machine.name, target.limit, tuple(notes), tried)
+    title, tried = _short(name), tuple(compiled.tried)
+    kinds = (str(dtype).removeprefix("torch.") for dtype in flops_of(compiled.clusters))
+    words = {
+        "command": command,
+        "precision": ", ".join(kinds),
+        "optimizer": optimizer_name(target.optimizer) if target.optimizer else "none counted",
+        "batch": found.samples or "",
+        "sequence": found.tokens // found.samples if found.tokens else "",
+        "microbatches": found.microbatches,
+        "machine": found.machine,
+    }
+    asked = {word: str(said) for word, said in words.items() if said != ""}
+    limit = found.memory_limit
+    about = report.About(title, found.machine, limit, tuple(notes), tried, asked)
     return report.html(compiled.history, compiled.plan, predicted, measured, about)

@@ -4,7 +4,10 @@ import argparse
 
 HELP = "train something tiny on two ranks in this process, and show it"
 EXAMPLES = """\
-Nothing is needed but pfeife itself. What it runs is printed first."""
+Nothing is needed but pfeife itself. What it runs is printed first.
+
+  pfeife demo
+  pfeife demo --html demo.html"""
 PROGRAM = """\
     step = pfeife.compile(loss_fn, microbatches=4, stages=2)
     loss = step(inputs, targets); loss.backward(); optimizer.step()"""
@@ -12,7 +15,7 @@ STEPS, MICROBATCHES, ROWS, WIDTH = 20, 4, 64, 256
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument("--html", metavar="FILE", help="write it as a page (needs pfeife[report])")
 
 
 def run(given: argparse.Namespace) -> str:
@@ -22,8 +25,10 @@ def run(given: argparse.Namespace) -> str:
 
     from pfeife import report
     from pfeife.backend.step import compile as compiled_step
+    from pfeife.commands.plan import writable
     from pfeife.cost import machine
 
+    writable(given.html)
     torch.manual_seed(0)
 
     def model() -> nn.Module:
@@ -56,6 +61,8 @@ def run(given: argparse.Namespace) -> str:
         other.zero_grad()
         losses.append(loss.item())
         same += torch.equal(loss.detach(), expected)
+    if given.html:
+        step.report(given.html, inputs, targets)
     (built,) = step.backend.compiled
     target = report.Target(machine("cpu-core"))
     expected_run = report.expected(built.program, built.schedule, target)

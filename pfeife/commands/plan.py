@@ -157,14 +157,11 @@ def page(outlook: "Outlook", title: str) -> str:
 
     found = outlook.forecast
     lines = report.forecast_summary(found).splitlines()
-    shown = ("asked", "with", "plan", "network", "cuts", "step", "MFU", "advice")
+    shown = ("plan", "network", "cuts", "step", "MFU", "advice")
     words = (line.split(maxsplit=1) for line in lines)
     notes = (f"{word[:1].upper() + word[1:]}: {text}" for word, text in words if word in shown)
-    about = report.About(title, found.machine, found.memory_limit, tuple(notes))
-    try:
-        return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
-    except ImportError as error:
-        raise ValueError(str(error)) from None
+    about = report.About(title, found.machine, found.memory_limit, tuple(notes), asked=found.asked)
+    return report.html(outlook.history(), outlook.plan, outlook.run, about=about)
 
 
 def _schedule(name: str) -> Any:

@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> str:
     assert target is not None
     predicted = report.expected(found.compiled.program, found.compiled.schedule, target)
     if given.html:
-        write(given.html, page_of(found.compiled, given.what, found.run))
+        write(given.html, page_of(found.compiled, given.what, found.run, given.typed))
     compared = report.compare_times(predicted.timeline, found.run.timeline)
     return "\n".join(
         [

@@ -3,6 +3,10 @@
 from typing import Any
 
 
+class Missing(ImportError, ValueError):
+    """A library that is not installed; the command line says so in a line."""
+
+
 def plotly_script() -> str:
     """plotly.js. Raises ImportError that says how to install it."""
     try:
@@ -34,7 +38,5 @@ def pydot() -> Any:
     return found
 
 
-def _missing(name: str) -> ImportError:
-    return ImportError(
-        f"this is drawn by {name}, which is not installed: pip install 'pfeife[report]'"
-    )
+def _missing(name: str) -> Missing:
+    return Missing(f"this is drawn by {name}, which is not installed: pip install 'pfeife[report]'")

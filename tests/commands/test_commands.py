@@ -281,7 +281,11 @@ def test_what_is_cheap_to_know_is_said_before_a_capture(said, wrong):
     assert err.count("\n") == 1 and "capturing" not in err
 
 
-def test_the_demo_shows_a_timeline_and_the_same_losses(said):
-    status, out, err = said("demo")
+def test_the_demo_shows_a_timeline_and_the_same_losses(said, tmp_path):
+    """And leaves a page, which says what was asked for."""
+    status, out, err = said("demo", "--html", str(tmp_path / "demo.html"))
     assert status == 0 and "20 of 20 losses are those of one device" in out, err
     assert "rank 1  " in out
+    page = (tmp_path / "demo.html").read_text()
+    assert "<code>pfeife.compile(loss_fn, microbatches=4, stages=2, " in page
+    assert "<dt>batch</dt><dd>64</dd>" in page and "measured " in page

@@ -37,3 +37,9 @@ def test_the_docs_have_a_picture_of_every_family():
     text = (docs / "schedules.md").read_text()
     for name in sched.POLICIES:
         assert (docs / "pictures" / f"{name}.svg").exists() and f"(pictures/{name}.svg)" in text
+
+
+def test_the_readme_shows_the_page_of_the_demo():
+    root = Path(__file__).parents[2]
+    assert "(docs/pictures/demo.png)" in (root / "README.md").read_text()
+    assert 20_000 < (root / "docs" / "pictures" / "demo.png").stat().st_size < 200_000

@@ -5,7 +5,7 @@ import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
 import attrs
@@ -18,29 +18,27 @@ from pfeife.passes.compose import Recorded
 from pfeife.report.forecast import waits_of
 from pfeife.report.page.elements import Figure, Html, lines, tag
 from pfeife.report.page.library import plotly
+from pfeife.report.page.memory import memory_figure, memory_rows
 from pfeife.report.page.passes import passes
 from pfeife.report.page.searched import search_figure, search_words
 from pfeife.report.page.stages import ranked, stage_figure, stage_table, stages_of
-from pfeife.report.page.timelines import (
-    memory_figure,
-    memory_rows,
-    timeline_figure,
-    timelines,
-)
+from pfeife.report.page.timelines import timeline_figure, timelines
 from pfeife.report.run import Run
 
 
 @attrs.frozen
 class About:
     """What a page says beside programs and runs: its title, the machine's name, the bytes that a
-    rank may take, sentences of the caller's, and what a search has tried (the argument `watched` of
-    `sched.plan` is told)."""
+    rank may take, sentences of the caller's, what a search has tried (the argument `watched` of
+    `sched.plan` is told), and what was asked for, in words by their names, of which "command" is
+    how."""
 
     title: str = "A pipeline"
     machine: str = ""
     limit: int | None = None
     notes: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
+    asked: Mapping[str, str] = attrs.field(factory=dict)
 
 
 def html(
@@ -86,7 +84,11 @@ _TIMELINE = (
     "numbers are microbatches. Waiting for a message is thin, and blank is where a rank has "
     "nothing to do. Drag to zoom in, double-click to see all, point at a span to see what it is."
 )
-_MEMORY = "The bytes of each rank, below what is drawn dotted."
+_MEMORY = (
+    "Each rank on a scale of its own, from the bytes that it holds all the time to its peak, which "
+    "stand at the row; the limit where it is near. Point at a peak to see what it is. Below, all "
+    "peaks on one scale from zero, against the limit; grey is what is held all the time."
+)
 _SEARCH = "Schedules that were timed while cuts, placement and schedule were searched together."
 _PASSES = "What each pass has changed in the printed program."
 
@@ -103,16 +105,17 @@ def _section(title: str, said: str, figure: Figure | None, *rest: Html | None) -
 
 
 def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> Html:
-    """The title, figures at a glance, and what limits the step."""
+    """The title, what was asked for, figures at a glance, and what limits the step."""
+    words = {**about.asked, "machine": about.machine or about.asked.get("machine", "")}
+    command = words.pop("command", "")
     found: list[tuple[str, str, str]] = []
     if plan is not None:
         ranks, microbatches = len(plan.schedule.ranks), plan.schedule.microbatches
         of = f"{microbatches} microbatches"
         found.append(("stages on ranks", f"{plan.stages} on {ranks}", of))
-    if about.machine:
-        found.append(("machine", about.machine, ""))
     if sides:
         found += _figures(plan, sides, about.limit)
+    asked = (tag("div", tag("dt", word), tag("dd", said)) for word, said in words.items() if said)
     boxes = (
         tag("div", tag("dt", word), tag("dd", figure, tag("small", more) if more else ""))
         for word, figure, more in found
@@ -120,6 +123,8 @@ def _head(plan: Plan | None, sides: Sequence[tuple[str, Run]], about: About) -> 
     limits = [_limits(run.path) for _, run in sides if run.path is not None]
     parts = [
         tag("h1", about.title),
+        tag("p", tag("code", command)) if command else "",
+        tag("dl", *asked, class_="asked"),
         tag("dl", *boxes, class_="figures"),
         *(tag("p", one) for one in limits if one),
         *(tag("p", note, class_="note") for note in about.notes),
@@ -133,7 +138,10 @@ def _figures(
     """The step, its bubble and the highest peak, those of the first run large."""
     steps = [(name, duration(run.timeline.seconds)) for name, run in sides]
     bound = plan.bound_seconds if plan is not None else None
-    of = [f"no schedule of these stages below {duration(bound)}"] if bound else []
+    of: list[str] = []
+    if bound:  # of the plan's own costs
+        bound = min(bound, sides[0][1].timeline.seconds)
+        of.append(f"no schedule of these stages below {duration(bound)}")
     yield _figure("step", steps, of)
     bubbles = [(name, f"{100 * run.timeline.bubble:.1f} %") for name, run in sides]
     yield _figure("bubble", bubbles, ["of all ranks' time"])

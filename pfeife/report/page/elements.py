@@ -35,10 +35,12 @@ def lines(parts: Iterable[object]) -> Html:
     return Html("\n".join(map(text, parts)))
 
 
-def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -> Html:
+def table(
+    rows: Sequence[Sequence[object]], head: Sequence[str], caption: str, most: int = OPEN
+) -> Html:
     """Cells under their heads; columns of numbers are aligned to the right, empty ones left out.
-    A long one is closed."""
-    columns = [(title, list(map(str, cells))) for title, *cells in zip(head, *rows, strict=True)]
+    One of more than so many rows is closed."""
+    columns = [(title, list(map(text, cells))) for title, *cells in zip(head, *rows, strict=True)]
     columns = [(title, cells) for title, cells in columns if any(cells)]
     classes = [_class(cells) for _, cells in columns]
     kinds = list(zip(columns, classes, strict=True))
@@ -49,7 +51,7 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str], caption: str) -
     )
     inside = tag("thead", tag("tr", *titles)), tag("tbody", *body)
     whole = tag("div", tag("table", *inside), class_="wide")
-    return tag("details", tag("summary", caption), whole, open=len(rows) <= OPEN)
+    return tag("details", tag("summary", caption), whole, open=len(rows) <= most)
 
 
 def _class(cells: Sequence[str]) -> str | None:

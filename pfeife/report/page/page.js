@@ -3,29 +3,72 @@
   const PAPER = 695;  // pixels of A4 without its margins: 210 mm less 24 mm
   const $ = (id) => document.getElementById(id);
 
-  // Passes, one at a time; the arrow keys step through them.
-  const tabs = [...document.querySelectorAll("[role=tab]")];
-  const show = (at) => {
-    tabs.forEach((tab, i) => {
-      tab.setAttribute("aria-selected", i === at);
-      tab.tabIndex = i === at ? 0 : -1;
-      $(tab.getAttribute("aria-controls")).hidden = i !== at;
-    });
-  };
-  const shown = () => tabs.findIndex((tab) => tab.getAttribute("aria-selected") === "true");
-  tabs.forEach((tab, i) => tab.addEventListener("click", () => show(i)));
+  // Passes fold; the arrow keys open one after another.
+  const passes = [...document.querySelectorAll(".pass")], find = $("find");
   document.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step || !tabs.length || event.altKey || event.ctrlKey || event.metaKey) return;
-    const at = Math.min(Math.max(shown() + step, 0), tabs.length - 1);
-    show(at);
-    if (tabs.includes(document.activeElement)) tabs[at].focus();
+    if (!step || !passes.length || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.target === find) return;
+    const next = passes.findIndex((one) => one.open) + step;
+    const at = Math.min(Math.max(next, 0), passes.length - 1);
+    passes.forEach((one, i) => { one.open = i === at; });
     event.preventDefault();
   });
 
+  // A search leaves those that have it, marks where, and goes from one to the next.
+  let hits = [], hit = 0;
+  const within = (one, wanted) => {
+    const found = [], walker = document.createTreeWalker(one, NodeFilter.SHOW_TEXT);
+    for (let node; (node = walker.nextNode());)
+      for (const { index, 0: text } of node.data.matchAll(wanted)) {
+        const range = new Range();
+        range.setStart(node, index);
+        range.setEnd(node, index + text.length);
+        found.push(range);
+      }
+    return found;
+  };
+  const marked = (name, ranges) => {
+    if (globalThis.Highlight) CSS.highlights.set(name, ranges.reduce((all, one) => all.add(one), new Highlight()));
+  };
+  const go = (step) => {
+    if (!hits.length) return;
+    hit = (hit + step + hits.length) % hits.length;
+    const pass = hits[hit].startContainer.parentElement.closest(".pass"), pre = pass.querySelector("pre");
+    pass.open = true;
+    const [at, box] = [hits[hit], pre].map((one) => one.getBoundingClientRect());
+    if (pre.contains(hits[hit].startContainer)) {
+      const isBeside = at.left < box.left || at.right > box.left + pre.clientWidth;
+      pre.scrollTop += at.top - box.top - pre.clientHeight / 2;
+      pre.scrollLeft += isBeside ? at.left - box.left - pre.clientWidth / 2 : 0;
+    }
+    marked("hit", [hits[hit]]);
+    if (step) pass.scrollIntoView({ block: "nearest" });
+    $("hits").textContent = `${hit + 1} of ${hits.length}`;
+  };
+  find?.addEventListener("input", () => {
+    const text = find.value.trim(), wanted = RegExp(text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "gi");
+    hits = [];
+    for (const one of passes) {
+      const found = text ? within(one, wanted) : [];
+      one.hidden = text && !found.length;
+      one.open = found.length;
+      hits = hits.concat(found);
+    }
+    hit = 0;
+    marked("hits", hits);
+    marked("hit", []);
+    $("hits").textContent = text && "not found";
+    go(0);
+  });
+  find?.addEventListener("keydown", (event) => { if (event.key === "Enter") go(event.shiftKey ? -1 : 1); });
+
   // Tables that are closed are open on paper.
-  const closed = [...document.querySelectorAll("details:not([open])")];
-  addEventListener("beforeprint", () => closed.forEach((one) => { one.open = true; }));
+  let closed = [];
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open], .pass)")];
+    closed.forEach((one) => { one.open = true; });
+  });
   addEventListener("afterprint", () => closed.forEach((one) => { one.open = false; }));
 
   // Data and plotly are in the page, compressed.

@@ -1,7 +1,8 @@
 """The programs on the way, one after another: what each pass has changed."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from pfeife.data import units
 from pfeife.ir.program import Program
@@ -14,43 +15,44 @@ TOO_LONG = 40_000  # nodes of two programs, beyond which comparing their texts t
 
 
 def passes(history: Sequence[Recorded]) -> Html | None:
-    """A table of the passes, and a tab for each with what it has changed."""
+    """A table of the passes, a search, and what each has changed, which folds."""
     if not history:
         return None
     rows = [_row(index, one) for index, one in enumerate(history)]
     head = ("", "pass", "operations", "FLOP", "calls", "most across a cut", "time")
     found = table(rows, head, "Programs of a microbatch, each made of the one before")
-    tabs = [
-        tag(
-            "button",
-            one.maker,
-            type="button",
-            role="tab",
-            id=f"tab-{at}",
-            aria_controls=f"pass-{at}",
-            aria_selected="true" if at == 0 else "false",
-            tabindex=0 if at == 0 else -1,
-        )
+    before = [None, *(one.program for one in history)]
+    folds = [
+        _fold(f"{at} {one.maker}", _difference(before[at], one.program))
         for at, one in enumerate(history)
     ]
-    panels = [
-        tag(
-            "div",
-            tag(
-                "pre",
-                *_difference(history[at - 1].program if at else None, one.program),
-                tabindex=0,
-            ),
-            role="tabpanel",
-            id=f"pass-{at}",
-            aria_labelledby=f"tab-{at}",
-            hidden=at > 0,
-        )
-        for at, one in enumerate(history)
+    return lines([found, _SEARCH, *folds])
+
+
+_SEARCH = tag(
+    "p",
+    Html('<input id="find" type="search" placeholder="Search the programs" '
+         'aria-label="Search the programs" aria-describedby="hits">'),
+    tag("output", id="hits", for_="find"),
+    tag("small", "Enter and Shift+Enter step through what is found, the arrow keys left and "
+        "right through the passes.", class_="soft"),
+    class_="find",
+)  # fmt: skip
+
+
+def _fold(name: str, found: Sequence[tuple[str, str]]) -> Html:
+    """Lines with their classes under a name, and how many there are."""
+    counts = Counter(class_ or "in all" for class_, _ in found)
+    shown = [word for word in _CLASSES.values() if word in counts] or ["in all"]
+    said = ", ".join(f"{counts[word]} lines {word}" for word in shown if counts[word])
+    parts = [
+        tag("span", "\n".join(line for _, line in group), class_=class_ or None)
+        for class_, group in itertools.groupby(found[:MOST], key=lambda one: one[0])
     ]
-    bar = tag("div", *tabs, class_="tabs", role="tablist", aria_label="Passes")
-    keys = tag("p", "The arrow keys left and right step through the passes.", class_="soft keys")
-    return lines([found, keys, bar, *panels])
+    if len(found) > MOST:
+        parts.append(tag("span", f"and {len(found) - MOST} lines more", class_="left"))
+    summary = tag("summary", name, " ", tag("small", said or "no line changed", class_="soft"))
+    return tag("details", summary, tag("pre", *parts, tabindex=0), class_="pass")
 
 
 def _row(index: int, one: Recorded) -> tuple[object, ...]:
@@ -62,21 +64,17 @@ def _row(index: int, one: Recorded) -> tuple[object, ...]:
     return index, one.maker, found.operations, units.flops(found.flops), calls, cut, seconds
 
 
-def _difference(before: Program | None, after: Program) -> Iterator[Html]:
-    """The first program whole; of the others what differs, with three lines around it."""
+def _difference(before: Program | None, after: Program) -> Sequence[tuple[str, str]]:
+    """The first program whole; of the others what differs, with three lines around it. Each line
+    after its class."""
     if before is None:
-        found = [("", line) for line in str(after).splitlines()]
-    elif _length(before) + _length(after) > TOO_LONG:
-        found = [("left", "too long to be compared")]
-    else:
-        found = [
-            ("left" if line[0] == "@" else _CLASSES.get(line[0], ""), line)
-            for line in difference(before, after).splitlines()[2:]
-        ] or [("left", "nothing has changed in the printed program")]
-    for class_, group in itertools.groupby(found[:MOST], key=lambda one: one[0]):
-        yield tag("span", "\n".join(line for _, line in group), class_=class_ or None)
-    if len(found) > MOST:
-        yield tag("span", f"and {len(found) - MOST} lines more", class_="left")
+        return [("", line) for line in str(after).splitlines()]
+    if _length(before) + _length(after) > TOO_LONG:
+        return [("left", "too long to be compared")]
+    return [
+        ("left" if line[0] == "@" else _CLASSES.get(line[0], ""), line)
+        for line in difference(before, after).splitlines()[2:]
+    ] or [("left", "nothing has changed in the printed program")]
 
 
 _CLASSES = {"+": "added", "-": "removed"}

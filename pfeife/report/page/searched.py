@@ -7,6 +7,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.tried import Tried
 from pfeife.data.units import duration
 from pfeife.report.page.elements import Figure, Html, tag
+from pfeife.report.page.timelines import ms
 
 MOST = 2_000  # candidates that are drawn; those that were the best are drawn in any case
 _MARKS = {
@@ -31,7 +32,7 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
             "mode": "lines",
             "name": "best so far",
             "x": [*(round(one.after, 4) for one in best), round(end, 4)],
-            "y": [*(_ms(one.best) for one in best), _ms(best[-1].best)],
+            "y": [*(ms(one.best) for one in best), ms(best[-1].best)],
             "line": {"shape": "hv", "width": 2, "color": "#000000"},
             "hoverinfo": "skip",
         }
@@ -45,7 +46,7 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
                 "mode": "lines",
                 "name": "bound of the plan's stages",
                 "x": [0, round(end, 4)],
-                "y": [_ms(low)] * 2,
+                "y": [ms(low)] * 2,
                 "line": {"width": 1.5, "color": "#888888", "dash": "dot"},
                 "hoverinfo": "skip",
             }
@@ -59,7 +60,7 @@ def search_figure(tried: Sequence[Tried], plan: Plan | None) -> Figure | None:
         "xaxis": {"title": {"text": "seconds of the search"}, "zeroline": False},
         "yaxis": {
             "title": {"text": "ms of a step"},
-            "range": [_ms(low - room), _ms(top + room)],
+            "range": [ms(low - room), ms(top + room)],
             "zeroline": False,
         },
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
@@ -105,12 +106,8 @@ def _candidates(source: str, shown: Sequence[Tried]) -> dict[str, Any]:
         "mode": "markers",
         "name": name,
         "x": [round(one.after, 4) for one in mine],
-        "y": [_ms(one.step) for one in mine],
+        "y": [ms(one.step) for one in mine],
         "text": [f"{one.stages} stages" for one in mine],
         "hovertemplate": f"%{{y}} ms, %{{text}}, {name}<extra></extra>",
         "marker": {"color": colour, "symbol": symbol, "size": 6, "opacity": 0.7},
     }
-
-
-def _ms(seconds: float) -> float:
-    return float(f"{1e3 * seconds:.7g}")

@@ -186,7 +186,7 @@ def stage_figure(stages: Sequence[Stage], program: Program | None) -> Figure | N
         "height": 200 + 44 * ranks,
         "margin": {"l": 70, "r": 20, "t": 70, "b": 50},
         "xaxis": {
-            "title": {"text": "stage", "standoff": 10},
+            "title": {"text": "stage", "standoff": 34},
             "range": [-0.9, len(stages) - 0.1],
             "zeroline": False,
             "showgrid": False,

@@ -16,7 +16,7 @@ from pfeife.data.tried import Tried
 from pfeife.passes.compose import Recorded
 
 pytest.importorskip("plotly")
-LEFT, RIGHT = "\ue012", "\ue014"  # keys, as WebDriver has them
+LEFT, RIGHT, ENTER = "\ue012", "\ue014", "\ue007"  # keys, as WebDriver has them
 
 
 class Read(HTMLParser):
@@ -66,15 +66,19 @@ def figures(page: Read) -> dict[str, dict]:
 def test_a_page_has_what_is_known(made):
     """Each drawing has what it is given, plotly knows all of it, and nothing is fetched."""
     history, plan, run = made
-    about = report.About("GPT on two ranks", "cpu-core", limit=2**20, notes=("Of the tests.",))
+    asked = {"command": "pfeife plan gpt.py:example", "precision": "bf16"}
+    about = report.About("GPT on two ranks", "cpu-core", 2**20, ("Of the tests.",), asked=asked)
     text = report.html(history, plan, run, run.timeline, about)
     assert text == report.html(history, plan, run, run.timeline, about)
     page = Read(text)
     assert {"s-stages", "s-timeline", "s-memory", "s-passes"} <= page.ids()
-    for word in ("GPT on two ranks", "Of the tests.", "cpu-core", "by its critical path", "saved"):
-        assert word in page.said
-    tabs = [found for _, found in page.elements if found.get("role") == "tab"]
-    assert len(tabs) == len(history) and {one["aria-controls"] for one in tabs} <= page.ids()
+    words = ("GPT on two ranks", "pfeife plan gpt.py:example", "bf16", "cpu-core", "Of the tests.")
+    places = [page.said.index(word) for word in words]
+    assert places == sorted(places) and places[-1] < page.said.index("Stages")
+    assert "by its critical path" in page.said
+    folded = [found for _, found in page.elements if found.get("class") == "pass"]
+    assert len(folded) == len(history) and not any("open" in found for found in folded)
+    assert all(f"{at} {one.maker}" in page.said for at, one in enumerate(history))
     found = figures(page)
     assert found.keys() == {"stages", "timeline", "memory"}
     spans = found["timeline"]["more"]["spans"]
@@ -105,7 +109,7 @@ def test_texts_stay_texts(made):
     history, plan, run = made
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     renamed = tuple(Recorded(evil, one.program) for one in history)
-    about = report.About(evil, evil, notes=(evil,))
+    about = report.About(evil, evil, notes=(evil,), asked={"command": evil, evil: evil})
     page = Read(report.html(renamed, plan, run, about=about))
     plain = Read(report.html(history, plan, run, about=attrs.evolve(about, notes=())))
     kinds = [tag for tag, _ in page.elements]
@@ -116,7 +120,7 @@ def test_texts_stay_texts(made):
 @pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
 def test_the_page_in_a_browser(made, tmp_path):
     """Everything is drawn, the console stays empty, pointing says what is there, the clocks zoom
-    together, keys step through the passes."""
+    together, keys step through the passes, and the search finds what is there."""
     history, plan, run = made
     tried = tuple(Tried(0.1 * at, "rule", 2, 1.0 / (at + 1), 1.0 / (at + 1)) for at in range(3))
     about = report.About("GPT", "cpu-core", 2**17, tried=tried)
@@ -150,9 +154,22 @@ def test_the_page_in_a_browser(made, tmp_path):
             Plotly.relayout("timeline", {"xaxis.range": [0, end]});
             setTimeout(() => done(whole._fullLayout.xaxis.range[1]), 300);"""
         assert driver.execute_async_script(zoomed, 0.25) == 0.25
-        shown = "return [...document.querySelectorAll('[role=tabpanel]')].map(e => !e.hidden)"
-        for at, key in ((0, ""), (1, RIGHT), (2, RIGHT), (1, LEFT)):
+        shown = "return [...document.querySelectorAll('.pass')].map(e => e.open)"
+        for at, key in ((None, ""), (0, RIGHT), (1, RIGHT), (0, LEFT)):
             if key:
                 driver.find_element("tag name", "body").send_keys(key)
             assert run_script(shown) == [index == at for index in range(len(history))]
+        search, said = (driver.find_element("id", name) for name in ("find", "hits"))
+        search.send_keys("SEND(")  # as it stands, whatever its case
+        kept = "return [...document.querySelectorAll('.pass')].map(e => !e.hidden)"
+        whole = driver.execute_script(
+            "return [...document.querySelectorAll('.pass')].map(e => e.textContent.toLowerCase())"
+        )
+        assert run_script(kept) == run_script(shown) == ["send(" in text for text in whole]
+        count = sum(text.count("send(") for text in whole)
+        assert count > 1 and said.text == f"1 of {count}"
+        search.send_keys(ENTER)
+        assert said.text == f"2 of {count}"
+        search.send_keys("not there")
+        assert said.text == "not found" and not any(run_script(kept))
         assert driver.get_log("browser") == []

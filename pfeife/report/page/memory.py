@@ -1,0 +1,195 @@
+"""The bytes of ranks: each over time on a scale of its own, and their peaks beside one another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from pfeife.data.timeline import MemoryCurve
+from pfeife.data.units import size
+from pfeife.report.page.elements import Figure, Html, table, tag
+from pfeife.report.page.timelines import Sides, layout_of, ms, ticks, whole
+from pfeife.report.run import Run
+
+MOST = 64  # ranks, whose peaks are shown at once
+_FAR = 4  # times the highest peak, from which on a limit is not drawn to scale
+_SIDES, _MARK = ("#0072b2", "#009e73"), "#d55e00"  # those of the sides, and of what stands out
+
+
+@attrs.frozen
+class _Row:
+    """Where a rank is drawn, from the bytes that it holds all the time to its peak, or to a limit
+    that is near."""
+
+    at: int
+    low: int
+    peak: int
+    limit: int | None
+
+    @property
+    def is_near(self) -> bool:
+        """Whether there is room for the limit."""
+        most = self.peak + 0.5 * (self.peak - self.low)
+        return self.limit is not None and self.low <= self.limit <= most
+
+    def height(self, count: int) -> float:
+        high = max(self.peak, self.limit or 0) if self.is_near else self.peak
+        return round(self.at + 0.33 - 0.66 * (count - self.low) / max(high - self.low, 1), 5)
+
+
+def memory_figure(sides: Sides, limit: int | None) -> Figure | None:
+    """The bytes of each rank over time, with their figures; a mark is at each peak."""
+    shown = [(name, run) for name, run in sides if run.memory]
+    if not shown:
+        return None
+    rows = _rows(shown, limit)
+    data = [
+        _curve(name, run, rows, number and "4px,2px") for number, (name, run) in enumerate(shown)
+    ]
+    data.append(_peaks(shown[0][1], rows))
+    if limit is not None:
+        data.append(_limits(whole(sides), list(rows.values()), limit))
+    layout = {**layout_of(sides, 52 * len(rows)), "hovermode": "closest"}
+    marks = [
+        (row.height(count), f"{word}{size(count)}")
+        for rank, row in rows.items()
+        for word, count in ((f"rank {rank}  ", row.peak), ("", row.low))
+    ]
+    named = {"tickvals": [at for at, _ in marks], "ticktext": [said for _, said in marks]}
+    layout["yaxis"] = {**ticks(list(rows), {}), **named, "fixedrange": True}
+    return Figure("memory", f"Memory of {len(rows)} ranks over time", data, layout)
+
+
+def _rows(sides: Sides, limit: int | None) -> dict[int, _Row]:
+    """A row for each rank, with room for all sides."""
+    low: dict[int, int] = {}
+    peak: dict[int, int] = {}
+    for curve in (curve for _, run in sides for curve in run.memory):
+        held = sum(curve.held.values())
+        low[curve.rank] = min(held, low.get(curve.rank, held))
+        peak[curve.rank] = max(curve.peak, peak.get(curve.rank, 0))
+    return {rank: _Row(at, low[rank], peak[rank], limit) for at, rank in enumerate(sorted(low))}
+
+
+def _curve(name: str, run: Run, rows: dict[int, _Row], dash: str | int) -> dict[str, Any]:
+    """The bytes of all ranks as one line; that of the first side is filled."""
+    x, y, said = list[Any](), list[Any](), list[str]()
+    for curve in run.memory:
+        row = rows[curve.rank]
+        for moment, count in run.moments(curve):
+            x.append(ms(moment))
+            y.append(row.height(count))
+            said.append(size(count))
+        x += [x[-1], None]
+        y += [row.height(row.low), None]
+        said += ["", ""]
+    filled = {} if dash else {"fill": "toself", "fillcolor": "rgba(86,180,233,.35)"}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": x,
+        "y": y,
+        "text": said,
+        "hovertemplate": f"%{{text}} at %{{x}} ms, {name}<extra></extra>",
+        "line": {
+            "shape": "hv",
+            "width": 1.6,
+            "color": _SIDES[bool(dash)],
+            "dash": dash or "solid",
+        },
+        "hoveron": "points",
+        **filled,
+    }
+
+
+def _peaks(run: Run, rows: dict[int, _Row]) -> dict[str, Any]:
+    """When each rank holds most, the fullest in words."""
+    fullest = _fullest(run.memory)
+    tops = [(curve, max(run.moments(curve), key=lambda one: one[1])) for curve in run.memory]
+    return {
+        "type": "scatter",
+        "mode": "markers+text",
+        "name": "peak",
+        "x": [ms(moment) for _, (moment, _) in tops],
+        "y": [rows[curve.rank].height(count) for curve, (_, count) in tops],
+        "text": ["fullest rank" if curve is fullest else "" for curve, _ in tops],
+        "textposition": "top right",
+        "hovertext": [_hover(curve) for curve in run.memory],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "marker": {
+            "color": _MARK,
+            "symbol": "diamond",
+            "size": [11 if curve is fullest else 6 for curve, _ in tops],
+        },
+        "cliponaxis": False,
+    }
+
+
+def _hover(curve: MemoryCurve) -> str:
+    parts = (f"{word} {size(count)}" for word, count in _parts(curve).items())
+    return "<br>".join([f"<b>rank {curve.rank}, {size(curve.peak)}</b>", *parts])
+
+
+def _limits(end: float, rows: Sequence[_Row], limit: int) -> dict[str, Any]:
+    """The limit in the rows that have room for it."""
+    near = [row.height(limit) for row in rows if row.is_near]
+    place = "above" if all(limit > row.peak for row in rows) else "outside of"
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"limit, {size(limit)}{'' if near else f' ({place} all rows)'}",
+        "x": [x for _ in near for x in (0, end, None)] or [None],
+        "y": [y for height in near for y in (height, height, None)] or [None],
+        "line": {"width": 1.5, "color": _MARK, "dash": "dot"},
+        "hoverinfo": "skip",
+    }
+
+
+def _fullest(curves: Sequence[MemoryCurve]) -> MemoryCurve:
+    return max(curves, key=lambda one: one.peak)
+
+
+def _parts(curve: MemoryCurve) -> dict[str, int]:
+    """What the bytes of a peak are."""
+    return {word: count for word, count in {**curve.held, **curve.at_peak}.items() if count}
+
+
+def memory_rows(sides: Sides, limit: int | None) -> Html | None:
+    """The peaks of the ranks, as bars from zero against the limit."""
+    sides = [(name, run) for name, run in sides if run.memory]
+    if not sides:
+        return None
+    most = max(curve.peak for _, run in sides for curve in run.memory) or 1
+    fullest = _fullest(sides[0][1].memory)
+    known = [_parts(curve) for curve in sides[0][1].memory]
+    words = list(dict.fromkeys(word for parts in known for word in parts))
+    rows = []
+    for parts, *curves in zip(known, *(run.memory for _, run in sides), strict=False):
+        first = curves[0]
+        room = f"{100 * first.peak / limit:.1f} %" if limit else ""
+        mark = ", fullest" if first is fullest else ""
+        peaks = (size(one.peak) for one in curves)
+        kinds = (size(parts[word]) if word in parts else "" for word in words)
+        rows.append((f"{first.rank}{mark}", *peaks, _bar(first, most, limit), room, *kinds))
+    names = (f"peak, {name}" for name, _ in sides)
+    far = ", beyond this scale" if limit and limit > _FAR * most else ""
+    scale = f"limit {size(limit)}{far}" if limit else "from zero"
+    head = ("rank", *names, scale, "of it", *words)
+    return table(rows, head, f"Peak of each rank in bytes, and what it is, {sides[0][0]}", MOST)
+
+
+def _bar(curve: MemoryCurve, most: int, limit: int | None) -> Html:
+    """What is held all the time, what is beside it at the peak, and the limit as a line."""
+    is_far = limit is not None and limit > _FAR * most
+    top = most if limit is None or is_far else max(limit, most)
+    held = sum(curve.held.values())
+    parts = [
+        tag("span", class_=kind, style=f"width:{100 * count / top:.2f}%")
+        for kind, count in (("held", held), ("beside", curve.peak - held))
+    ]
+    if limit is not None:
+        place = 100 * min(limit / top, 1.0)
+        parts.append(tag("i", class_="far" if is_far else None, style=f"left:{place:.2f}%"))
+    said = f"{size(held)} all the time, {size(curve.peak - held)} beside it at the peak"
+    return tag("div", *parts, class_="bar", role="img", aria_label=said, title=said)
