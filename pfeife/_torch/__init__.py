@@ -79,6 +79,7 @@ from pfeife._torch.kernels import is_missing, lacks_device
 from pfeife._torch.modules import (
     function_of,
     graph_module,
+    hooks_of_all_modules,
     is_unwritten,
     running_ddp,
     saved_state,
@@ -220,6 +221,7 @@ __all__ = [
     "holds",
     "hollow",
     "hooks_of",
+    "hooks_of_all_modules",
     "inductor",
     "is_absent",
     "is_decided_by_data",

@@ -53,3 +53,10 @@ def running_ddp() -> DistributedDataParallel | None:
     alone, by which wrappers around a step's own module are not seen."""
     found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
     return found
+
+
+def hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
+    """The hooks that run with every module, which torch lists nowhere in public. If the dicts move:
+    none, so that a step does not see those that come after its first call."""
+    names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return tuple(getattr(torch.nn.modules.module, f"_global_{name}") for name in names)

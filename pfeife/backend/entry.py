@@ -18,6 +18,7 @@ from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options, options_from, versions
 from pfeife.backend.piece_steps import PieceSteps
 from pfeife.backend.pieces import Parts, Piece
+from pfeife.backend.reached import hooks_of
 from pfeife.backend.steps import Steps
 from pfeife.cost import machine
 from pfeife.data import plain
@@ -77,8 +78,11 @@ class Backend:
             steps = self.steps(module, examples)
         except Exception as error:
             return _raising(error)
+        hooks = hooks_of(steps.graph.inputs.modules).values()
 
         def run(*args: Any) -> Any:
+            if any(guard.broken() for guard in hooks):
+                raise ValueError(_HOOKS)
             results = steps(args)
             self.meter.tell()
             return results
@@ -138,6 +142,13 @@ class Backend:
         if earlier is None or set(earlier.graph.inputs.modules) != set(inputs.modules):
             self.graphs[text] = earlier = steps
         return earlier
+
+
+_HOOKS = (
+    "a hook of a module has been added, changed or taken away since torch.compile has captured the "
+    "step, whose graph has those of before: call torch._dynamo.reset() and compile the step again, "
+    "or use pfeife.compile, which then captures it again"
+)
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

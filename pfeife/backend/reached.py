@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pfeife import _torch
 from pfeife.backend.synced import check_synced
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
@@ -26,10 +27,12 @@ def numbers_in(result: Any) -> Iterator[int | float]:
 
 
 def hooks_of(roots: Iterable[nn.Module]) -> dict[int, Guard]:
-    """Guards of the dicts of hooks of all modules under some roots, by their identity."""
+    """Guards of the dicts of hooks of the modules under some roots, and of those of all modules, by
+    their identity."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     modules = dict.fromkeys(module for root in roots for module in root.modules())
-    found = [getattr(module, name) for module in modules for name in names]
+    own = [getattr(module, name) for module in modules for name in names]
+    found = [*own, *_torch.hooks_of_all_modules()]
     return {id(hooks): Guard.of(Part(hooks, ())) for hooks in found}
 
 

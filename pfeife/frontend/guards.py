@@ -37,6 +37,7 @@ import attrs
 import torch
 from torch import nn
 
+from pfeife import _torch
 from pfeife.frontend.executed import EVERY, LIBRARIES, STANDARD, Executed
 from pfeife.frontend.places import (
     SIMPLE,
@@ -162,6 +163,8 @@ class Steering:
             self._walk(value, (name,))
         for space, names in executed.globals():
             self._enter(Part(space, (), names))
+        for hooks in _torch.hooks_of_all_modules():
+            self._enter(Part(hooks, ("the hooks of all modules",)))
         if executed.variables:
             tell = functools.partial(_variables, frozenset(executed.variables))
             self.parts.append(Told(os.environ, ("os.environ",), tell=tell))

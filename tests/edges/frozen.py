@@ -519,6 +519,30 @@ def hooked(door):
     assert len(run(make, change, door).backend.compiled) == 2
 
 
+def hooked_everywhere(door):
+    """One that is there for a call and gone again."""
+
+    def make():
+        model = net()
+        return (lambda x: model(x).mean()), model
+
+    def double(module, args, out):
+        return out * 2 if isinstance(module, nn.Linear) else out
+
+    def change(call):
+        if call == 1:
+            handles.append(nn.modules.module.register_module_forward_hook(double))
+        if call == 2:
+            handles.pop().remove()
+
+    handles = []
+    try:
+        assert len(run(make, change, door).backend.compiled) >= 2
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @row()
 def a_hook():
     hooked("trace")
@@ -527,6 +551,25 @@ def a_hook():
 @row()
 def a_hook_through_dynamo():
     hooked("dynamo")
+
+
+@row(whole=(1,))
+def a_hook_of_all_modules():
+    hooked_everywhere("trace")
+
+
+@row()
+def a_hook_of_all_modules_through_dynamo():
+    hooked_everywhere("dynamo")
+
+
+@row("a hook of a module has been added")
+def a_hook_that_torch_compile_does_not_see():
+    model = net()
+    step = torch.compile(lambda x: model(x).mean(), backend="pfeife")
+    step(torch.ones(4, 4))
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    step(torch.ones(4, 4))
 
 
 @row(whole=(1,))
