@@ -32,8 +32,16 @@ def pipelined(trainer: type, **options: Unpack[Asked]) -> type:
     or an override; evaluation and prediction go through the pipeline too. `args` mean what they
     mean on one device: `per_device_train_batch_size` is the batch of the whole pipeline, which is
     cut into `microbatches`, and every rank reads all data. Making the Trainer raises ValueError for
-    arguments under which something else compiles or distributes the model.
+    arguments under which something else compiles or distributes the model. Raises ValueError for a
+    Trainer of trl whose loss is trl's own.
     """
+    if trainer.compute_loss.__module__.startswith("trl."):  # type: ignore[attr-defined]
+        name = trainer.__name__
+        raise ValueError(
+            f"{name}.compute_loss is trl's: it has kernels and reads metrics, which no graph has. "
+            f"If the model's own loss is what you want, as of SFTTrainer's loss_type='nll': `class "
+            f"Own({name}): compute_loss = transformers.Trainer.compute_loss`, and pipelined(Own)"
+        )
     return type(f"Pipelined{trainer.__name__}", (_Pipelined, trainer), {"pfeife_options": options})
 
 

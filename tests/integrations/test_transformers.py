@@ -155,5 +155,12 @@ def test_predictions_and_evaluations(tmp_path):
 
 
 def test_what_else_compiles_the_model_is_refused(tmp_path):
+    def compute_loss(self): ...
+
+    compute_loss.__module__ = "trl.trainer.sft_trainer"
+    theirs = type("SFTTrainer", (Trainer,), {"compute_loss": compute_loss})
+    with pytest.raises(ValueError, match=r"class Own.SFTTrainer.: compute_loss = transformers"):
+        pipelined(theirs)
+    pipelined(type("Own", (theirs,), {"compute_loss": Trainer.compute_loss}))
     with pytest.raises(ValueError, match="torch_compile=True"):
         trainer(tmp_path, pipelined(Trainer), [], torch_compile=True)
