@@ -1,6 +1,7 @@
 """The examples run, and check themselves."""
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ ALONE: dict[str, tuple[list[str], str]] = {
     "offload.py": ([], "bit for bit: True"),
     "other_backend.py": ([], f"{SAME}, with all gradients"),
     "own_compiler.py": ([], SAME),
+    "own_transport.py": ([], f"{SAME}, with all gradients"),
     "resume.py": (["runs"], "rank 0 has logged"),
     "paper_family.py": ([], "three steps have the gradients of plain accumulation"),
     "plan_once.py": (["--record", "plan.json"], "the same loss"),
@@ -109,6 +111,32 @@ def test_the_demo_leaves_a_page(run, tmp_path):
     said = run("train_gpt.py", "--steps", "2", "--stages", "2", "--report", str(page))
     assert f"look at {page}" in said and "On one H100" in said
     assert "measured" in page.read_text()
+
+
+DEATHS = {
+    "raises, with a message unread": (
+        "queues[0, 1].put(bytes(10**7)); raise OSError('the disk is full')",
+        "OSError: the disk is full",
+    ),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "terminated with signal SIGKILL"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_process_that_dies_ends_the_others(tmp_path, death):
+    """Also one whose messages nobody reads, and one that waits for others for ever."""
+    does, said = DEATHS[death]
+    text = (EXAMPLES / "own_transport.py").read_text()
+    border = "        optimizer.step()\n"
+    assert text.count(border) == 1
+    waits = "threading.Event().wait()"
+    mine = f"{border}        import threading\n        if rank: {waits}\n        {does}\n"
+    script = tmp_path / "own_transport.py"
+    script.write_text(text.replace(border, mine))
+    path = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, _, error = bounded([str(script)], 300, PYTHONPATH=path)
+    assert code and said in error, error
 
 
 @pytest.mark.whole

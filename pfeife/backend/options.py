@@ -236,8 +236,9 @@ class Options:
     timeout: under torchrun, after how many seconds without progress in a step a rank is given up.
     compiler: of the stages: "aot_eager" runs their graphs as they are, "inductor" compiles them,
         and so does a function, see `pfeife.compilers.compile_bodies`.
-    runtime: in one process, what runs the schedule in place of a thread a rank: a function of
-        (program, lowered schedule, compiled bodies) that gives a `runtime.Pipeline`.
+    runtime: without torchrun, what runs the schedule in place of a thread a rank: a function of
+        (program, lowered schedule, compiled bodies) that gives a `runtime.Pipeline`, with the
+        results of all ranks.
     cuda_graphs: whether stages on CUDA devices are captured as CUDA graphs.
     loss: which result is the loss, where several could be: a name ("loss"), a path (("aux", 0))
         or an index into the tensors that the step returns, or "outside" if none of them is.

@@ -10,7 +10,18 @@ must be.
 
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.pipeline import LocalPipeline
+from pfeife.runtime.pipeline import parts_of
 from pfeife.runtime.protocols import Pipeline, Step
-from pfeife.runtime.step import Transport
+from pfeife.runtime.results import joined
+from pfeife.runtime.step import Part, Transport
 
-__all__ = ["LocalPipeline", "Pipeline", "RankRunner", "Step", "Transport"]
+__all__ = [
+    "LocalPipeline",
+    "Part",
+    "Pipeline",
+    "RankRunner",
+    "Step",
+    "Transport",
+    "joined",
+    "parts_of",
+]

@@ -33,7 +33,7 @@ from torch.profiler import record_function
 
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
-from pfeife.ir.evaluate import State, as_computed
+from pfeife.ir.evaluate import Result, State, as_computed
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
 from pfeife.lowering.channel import MOST, MOST_QUEUED, Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
@@ -41,6 +41,7 @@ from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.failure import explain
 from pfeife.runtime.handlers import Handler, Handlers
+from pfeife.runtime.results import result_of
 from pfeife.runtime.step import Observer, Part, Step, Transport
 
 MOST_SIZES = 64  # for which a rank keeps how its messages travel
@@ -123,7 +124,11 @@ class RankRunner:
         part: Part,
         transport: Transport,
     ) -> Step:
-        """A step on this rank: `state` by canonical names, `part` of its pipeline."""
+        """A step on this rank: `state` by canonical names, `part` of its pipeline. Raises
+        ValueError if that has another number of microbatches than the schedule."""
+        found, asked = len(part.inputs), self.schedule.microbatches
+        if found != asked:
+            raise ValueError(f"a pipeline gets {found} microbatches, the schedule is for {asked}")
         held = {port.name: as_computed(port, state[port.fqn]) for port in self.state}
         place = transport.device
         held |= {n: v if place is None else v.to(place) for n, v in self.constants.items()}
@@ -188,6 +193,10 @@ class RankRunner:
             action = self.actions[step.at]
             step.reduced[action] = max(step.reduced.get(action, 0.0), reducing.ended)
         step.reducing.clear()
+
+    def result(self, step: Step) -> Result:
+        """What this rank has of the step's result, as far as it has run: see `joined`."""
+        return result_of(self.program, self.rank, step)
 
     @property
     def envelopes(self) -> Mapping[str, Envelope]:

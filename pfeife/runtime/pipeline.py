@@ -81,13 +81,15 @@ class Pipeline(ABC, Generic[S]):
     ) -> S:
         """A step that has not run yet. Raises ValueError for inputs that do not fit."""
         with self._starting() as replicas:
-            if len(microbatches) != self.microbatches:
-                raise ValueError(
-                    f"{len(microbatches)} microbatches, the schedule is for {self.microbatches}"
-                )
-            return self._started(
-                state, _parts(self.program, microbatches, seed, tangents, scale, replicas)
+            parts = parts_of(
+                self.program,
+                microbatches,
+                seed=seed,
+                tangents=tangents,
+                scale=scale,
+                replicas=replicas,
             )
+            return self._started(state, parts)
 
     def __call__(self, state: State, microbatches: Sequence[Any], **options: Any) -> Result:
         """One step: the same arguments as `evaluate`."""
@@ -104,17 +106,21 @@ class Pipeline(ABC, Generic[S]):
         """The step, of a part for each replica that runs here."""
 
 
-def _parts(
+def parts_of(
     program: Program,
     microbatches: Sequence[Any],
-    seed: int,
-    tangents: Tangents | None,
-    scale: float,
-    replicas: Iterable[int],
+    *,
+    seed: int = 0,
+    tangents: Tangents | None = None,
+    scale: float = 1.0,
+    replicas: Iterable[int] | None = None,
 ) -> list[Part]:
-    """The checked inputs of some replicas, to which the microbatches are assigned in equal
-    parts."""
-    each = len(microbatches) // program.replicas
+    """The inputs of a step, of which every replica gets an equal part: those of all, or of some
+    `replicas`. The other arguments are those of `evaluate`. Raises ValueError for inputs that do
+    not fit."""
+    each, left = divmod(len(microbatches), program.replicas)
+    if left:
+        raise ValueError(f"{len(microbatches)} microbatches for {program.replicas} replicas")
     divided = loss_divisors(program, microbatches)
     arriving = loss_tangents(program, divided, scale)
 
@@ -123,7 +129,8 @@ def _parts(
         given = tangents[index] if tangents is not None else None
         return arriving[index] | step_inputs(program, batch, index, seed, given)
 
-    ranges = [range(replica * each, (replica + 1) * each) for replica in replicas]
+    chosen = range(program.replicas) if replicas is None else replicas
+    ranges = [range(replica * each, (replica + 1) * each) for replica in chosen]
     return [
         Part(mine.start, [inputs(index) for index in mine], divided[mine.start : mine.stop])
         for mine in ranges

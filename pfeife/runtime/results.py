@@ -1,11 +1,12 @@
 """What comes out of a step: who makes it, and what one rank has of it."""
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from pfeife.ir.evaluate import Result, combined
+from pfeife.ir.evaluate import Result, add, averaged, combined, mean, with_statistics
 from pfeife.ir.program import Port, Program, Role, returned
 from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.step import Step
@@ -90,3 +91,47 @@ def result_of(program: Program, rank: int, step: Step) -> Result:
 def _by_name(step: Step, ports: Sequence[Port]) -> tuple[dict[str, torch.Tensor], ...]:
     """What each microbatch has of some ports on a rank."""
     return tuple({p.fqn: r[p.name] for p in ports if p.name in r} for r in step.results)
+
+
+def joined(program: Program, results: Sequence[Result], sizes: Mapping[str, int]) -> Result:
+    """The result of a step, from those of all ranks: of one replica after the other, which are put
+    together as `evaluate` does it; `sizes` are those of the step."""
+    ranks = len(results) // program.replicas
+    pipelines = [_of_pipeline(results[at : at + ranks]) for at in range(0, len(results), ranks)]
+    statistics = tuple(found for part in pipelines for found in part.statistics)
+    first = with_statistics(program, pipelines[0], statistics, sizes)
+    if len(pipelines) == 1:
+        return first
+    losses = [part.loss for part in pipelines if part.loss is not None]
+    return Result(
+        loss=(mean if program.averages else add)(losses) if losses else None,
+        outputs=tuple(output for part in pipelines for output in part.outputs),
+        gradients=first.gradients,
+        buffers=first.buffers,
+        batch_gradients=averaged(
+            program, tuple(g for part in pipelines for g in part.batch_gradients)
+        ),
+    )
+
+
+def _of_pipeline(ranks: Sequence[Result]) -> Result:
+    """Of its ranks: every value is there once, shared gradients are the same on each."""
+    gradients: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for mine in ranks:
+        gradients |= {n: g for n, g in mine.gradients.items() if n not in gradients}
+        buffers |= mine.buffers
+    losses = [mine.loss for mine in ranks if mine.loss is not None]
+    return Result(
+        losses[0] if losses else None,
+        _merged([mine.outputs for mine in ranks]),
+        gradients,
+        buffers,
+        _merged([mine.batch_gradients for mine in ranks]),
+        statistics=_merged([mine.statistics for mine in ranks]),
+    )
+
+
+def _merged(ranks: Sequence[tuple[dict, ...]]) -> tuple[dict, ...]:
+    """One dict a microbatch from those of all ranks."""
+    return tuple(dict(ChainMap(*same)) for same in zip(*ranks, strict=True))

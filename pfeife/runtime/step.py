@@ -16,19 +16,23 @@ from pfeife.lowering.envelope import Envelope, Tensors
 class Transport(Protocol):
     """What carries values between ranks. Ranks are those of one pipeline.
 
+    A channel is what one rank sends to another: its messages are received in the order in which
+    they were sent, which is the only order there is. One thread at a time calls a rank's transport.
     `device` is where received values shall be, None for where they come from.
     """
 
     device: torch.device | None
 
     def expect(self, source: int, channel: Channel) -> None:
-        """Announces the messages that will be received from a rank."""
+        """Announces the messages that a run will receive from a rank, before its first action."""
 
     def send(self, destination: int, values: Tensors, envelope: Envelope) -> None:
-        """Sends one message; returns before it has arrived."""
+        """Sends one message; returns before it has arrived. No rank writes to the values later.
+        `envelope.check` raises ValueError for values that the other rank does not expect."""
 
     def receive(self, source: int) -> Tensors:
-        """The next message of the channel."""
+        """The next message of the channel, once it is there: values with the shapes, strides and
+        dtypes with which they were sent. Raises if it cannot come any more."""
 
     def release(self, destination: int, count: int) -> None:
         """Says that the first `count` messages to a rank that still count as sent have arrived."""
@@ -51,7 +55,7 @@ class Reducing(Protocol):
 @attrs.frozen(eq=False)
 class Part:
     """The microbatches of a step that one pipeline runs, from the `first` on: their `inputs` by
-    port name, and by what their losses are `divided`."""
+    port name (all but the state), and by what their losses are `divided`. `parts_of` makes them."""
 
     first: int
     inputs: Sequence[Mapping[str, Any]]

@@ -16,6 +16,12 @@ def test_the_line_of_the_model():
     assert any("models.py" in note for note in caught.value.__notes__)
 
 
+def test_another_number_of_microbatches():
+    pipeline, state, microbatches = pipelined()
+    with pytest.raises(ValueError, match="gets 2 microbatches, the schedule is for 3"):
+        pipeline.start(state, microbatches[:2])
+
+
 def test_parts_of_a_step():
     """Each part runs once, in order, and results wait for it."""
     pipeline, state, microbatches = pipelined("gpipe")

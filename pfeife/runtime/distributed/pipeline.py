@@ -35,7 +35,7 @@ from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep
-from pfeife.runtime.results import owner, result_of, trained_on
+from pfeife.runtime.results import owner, trained_on
 from pfeife.runtime.step import Part, Step, Watch
 
 
@@ -236,7 +236,7 @@ class DistributedStep(PipelineStep):
         begun = time.monotonic()
         with self.transport.world.busy(self._sharing):
             self.phases.check()
-            mine = result_of(self.pipeline.program, self.transport.rank, self.step)
+            mine = self.pipeline.runner.result(self.step)
             shared = self._shared(mine.outputs, Role.OUTPUT) if outputs else ()
             finished = "backward" in self.phases.done
             shared_gradients = (

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from pfeife import _torch
 from pfeife.data.schedule import Action, Schedule
-from pfeife.ir.evaluate import Result, State, add, averaged, mean, with_statistics
+from pfeife.ir.evaluate import Result, State, add, mean
 from pfeife.ir.program import Program, Reduction, Role
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
@@ -25,7 +25,7 @@ from pfeife.runtime.local.threads import Caller, Threads
 from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
 from pfeife.runtime.pipeline import Pipeline, PipelineStep, Tangents, moved
-from pfeife.runtime.results import result_of, trained_on
+from pfeife.runtime.results import joined, trained_on
 from pfeife.runtime.step import Observer, Part, Step, Watch
 
 TICK = 1.0  # seconds after which a wait looks for signals
@@ -176,7 +176,7 @@ class LocalStep(PipelineStep):
     """
 
     def __init__(self, pipeline: LocalPipeline, state: State, parts: Sequence[Part]):
-        self.world, self.replicas = LocalWorld(), len(parts)
+        self.world = LocalWorld()
         self.program = pipeline.program
         self.phases, self.threads = PhaseGuard(pipeline.runners[0].has_phases), pipeline.threads
         self.runners = [
@@ -264,53 +264,12 @@ class LocalStep(PipelineStep):
         """One process has nobody to compare with."""
 
     def result(self, *, outputs: bool = True) -> Result:
-        """The result of all ranks together, replicas joined as `evaluate` joins them. Raises
-        RuntimeError for a step that has not run or has failed."""
+        """The result of all ranks together. Raises RuntimeError for a step that has not run or has
+        failed."""
         self.phases.check()
         places = sorted(self.places, key=str) or [torch.device("cpu")]
         self.peaks = tuple(map(peak_bytes, places))
         if all(place.type != "cuda" for place in places):
             self.waiting = tuple(max(0.0, self.spent - seconds) for seconds in self.worked)
-        ranks = len(self.runners) // self.replicas
-        pipelines = []
-        for start in range(0, len(self.runners), ranks):
-            mine = self.runners[start : start + ranks]
-            parts = [result_of(self.program, runner.rank, step) for runner, step in mine]
-            pipelines.append(_joined(parts))
-        statistics = tuple(found for part in pipelines for found in part.statistics)
-        first = with_statistics(self.program, pipelines[0], statistics, self.steps[0].sizes)
-        if len(pipelines) == 1:
-            return first
-        losses = [part.loss for part in pipelines if part.loss is not None]
-        return Result(
-            loss=(mean if self.program.averages else add)(losses) if losses else None,
-            outputs=tuple(output for part in pipelines for output in part.outputs),
-            gradients=first.gradients,
-            buffers=first.buffers,
-            batch_gradients=averaged(
-                self.program, tuple(g for part in pipelines for g in part.batch_gradients)
-            ),
-        )
-
-
-def _joined(parts: Sequence[Result]) -> Result:
-    """One pipeline's ranks: every value is there once, shared gradients are the same on each."""
-    gradients: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    for part in parts:
-        gradients |= {n: g for n, g in part.gradients.items() if n not in gradients}
-        buffers |= part.buffers
-    losses = [part.loss for part in parts if part.loss is not None]
-    return Result(
-        losses[0] if losses else None,
-        _merged([part.outputs for part in parts]),
-        gradients,
-        buffers,
-        _merged([part.batch_gradients for part in parts]),
-        statistics=_merged([part.statistics for part in parts]),
-    )
-
-
-def _merged(ranks: Sequence[tuple[dict, ...]]) -> tuple[dict, ...]:
-    """One dict a microbatch from those of all ranks."""
-    return tuple(dict(ChainMap(*same)) for same in zip(*ranks, strict=True))
+        results = [runner.result(step) for runner, step in self.runners]
+        return joined(self.program, results, self.steps[0].sizes)
