@@ -41,6 +41,7 @@ __all__ = [
     "is_handed_out",
     "is_in_backward",
     "is_shared",
+    "is_wrapper",
     "keeps_graph",
     "leaf_dims",
     "mark_open",
@@ -249,6 +250,14 @@ def converting_others() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor of a subclass that says which tensors it is made of. If it moves:
+    none, so that such a tensor is taken for one with bytes of its own."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(value)
 
 
 def asks_for_values(error: BaseException) -> bool:

@@ -219,6 +219,7 @@ def a_cut_after_others() -> None:
     """It ends the wait for a rank that is silent and keeps its connections, also when the others
     have gone already."""
     world = join_world(torch.device("cpu"))
+    world.check_agreement("a new connection", "this row")  # a rank that connects answers nobody
     own = dist.PrefixStore("cut", world.store)
     connection = Connection(range(world.size), world.device, 60.0, own, "", world.gloo)
     silent = world.size // 2

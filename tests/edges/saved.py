@@ -14,6 +14,7 @@ from share import WHOLE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import swa_utils
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pfeife
 from edges.state import PAIR, Tied, accumulated, refused, rows
@@ -35,11 +36,28 @@ def grouped(model):
     return [{"params": others[::-1], "weight_decay": 0.0}, {"params": weights, "lr": 0.02}]
 
 
+class Halved(torch.optim.Optimizer):
+    """Momentum in a tensor that is made of two, as 8-bit optimizers keep theirs."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["momentum"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
+            state["momentum"].mul_(0.9).add_(p.grad)
+            p.add_(state["momentum"].a, alpha=-0.1)
+
+
 OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(grouped(model), lr=0.1, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(grouped(model), lr=0.01, amsgrad=True),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "halved": lambda model: Halved(model.parameters()),
 }
 
 
@@ -76,7 +94,10 @@ class Pair:
 def alike(found, expected, at=""):
     """The same keys in the same order, the same types, shapes, dtypes and bits."""
     assert type(found) is type(expected), (at, found, expected)
-    if isinstance(found, torch.Tensor):
+    if isinstance(found, TwoTensor):
+        for part in ("a", "b"):
+            alike(getattr(found, part), getattr(expected, part), f"{at}.{part}")
+    elif isinstance(found, torch.Tensor):
         kinds = [
             (one.shape, one.dtype, one.stride(), one.requires_grad) for one in (found, expected)
         ]
@@ -103,6 +124,18 @@ def by_rank_zero_alone():
             if dist.get_rank() == 0:
                 pair.check()
                 pair.check()
+
+
+@row(ranks=(2,))
+def states_that_are_made_of_other_tensors():
+    """They come as what they are, and go on after they were loaded."""
+    pair = Pair(optimizer="halved")
+    pair.train(2)
+    pair.check()
+    for optimizer, other in ((pair.mine, pair.theirs), (pair.theirs, pair.mine)):
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    pair.train()
+    pair.check()
 
 
 @row(ranks=(2, 3), whole=(2, 3))

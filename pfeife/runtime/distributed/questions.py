@@ -1,11 +1,12 @@
 """What ranks ask one another for, and what they answer: JSON, and the tensors behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.data import values
 from pfeife.runtime.distributed.script import Point
@@ -96,7 +97,11 @@ class Found:
 
 
 def shaped(tensor: torch.Tensor) -> Shaped:
-    """What is told of a tensor. Raises Refusal for one that is not dense."""
+    """What is told of a tensor. Raises Refusal for one that is not dense, or made of others."""
+    if _torch.is_wrapper(tensor):
+        raise Refusal(
+            f"a {type(tensor).__name__}, made of other tensors, is not sent to other ranks"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise Refusal(f"a tensor with the layout {tensor.layout} is not sent to other ranks")
     return Shaped(str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
@@ -113,13 +118,20 @@ def as_bytes(dense: torch.Tensor) -> torch.Tensor:
 
 
 def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
-    """A value, such as an optimizer's state, as text; its tensors are added to a list. Raises
-    Refusal for what is not sent."""
+    """A value, such as an optimizer's state, as text; its tensors are added to a list, and those
+    that a tensor of a subclass is made of (see `torch.utils._python_dispatch`), as those of 8-bit
+    optimizers. Raises Refusal for what is not sent."""
 
     def leaf(part: Any) -> Any:
+        if _torch.is_wrapper(part):
+            return {_WRAPPER: values.to_data(_taken_apart(part), leaf)}
         if isinstance(part, torch.Tensor):
             tensors.append(part)
             return {"Tensor": len(tensors) - 1}
+        if isinstance(part, torch.Size):
+            return {"Size": [*part]}
+        if isinstance(part, torch.dtype):
+            return {"dtype": str(part)}
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
             return values.to_data({**part}, leaf)
         raise Refusal(
@@ -131,5 +143,39 @@ def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
 
 
 def decoded(text: str, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that was `encoded`. Raises ValueError for another text."""
-    return values.from_text(text, {"Tensor": tensors.__getitem__})
+    """The value that was `encoded`. Raises ValueError for another text, and for a subclass of
+    tensors that this process has not."""
+
+    def wrapper(data: Any) -> torch.Tensor:
+        name, parts, context, shape, stride = values.from_data(data, leaves)
+        return _wrappers()[name].__tensor_unflatten__(parts, context, shape, stride)
+
+    leaves: dict[str, Callable[[Any], Any]] = {
+        "Tensor": tensors.__getitem__,
+        "Size": torch.Size,
+        "dtype": _DTYPES.__getitem__,
+        _WRAPPER: wrapper,
+    }
+    return values.from_text(text, leaves)
+
+
+_WRAPPER = "tensor made of"
+
+
+def _taken_apart(tensor: Any) -> list[Any]:
+    """The class of a tensor that is made of others, these by name, and what else it is made by."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    return [_name_of(type(tensor)), parts, context, tensor.shape, (*tensor.stride(),)]
+
+
+def _wrappers() -> dict[str, Any]:
+    """The classes of this process whose tensors are made of others, by name."""
+    kinds: list[type] = [torch.Tensor]
+    for kind in kinds:  # which grows
+        kinds += type.__subclasses__(kind)
+    return {_name_of(kind): kind for kind in kinds if hasattr(kind, "__tensor_unflatten__")}
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
