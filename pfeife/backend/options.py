@@ -247,7 +247,8 @@ class Options:
     reduce: for results without a batch dimension of which the graph does not tell, {name, path or
         index: "mean" or "sum"} over microbatches.
     fit_smaller_batches: whether a batch of fewer rows than the first, which does not divide into as
-        many microbatches, runs with as many as keep them from having more rows.
+        many microbatches, runs with as many as keep them from having more rows; so does any batch
+        without gradients, the first one too.
     capture: how `pfeife.compile` captures the step: by "dynamo", whose guards make that sound, by
         "trace", which runs it on tensors without storage, or "auto", the second where the first
         does not find one graph.
@@ -405,8 +406,8 @@ def options_from(given: Mapping[str, Any]) -> Options:
     unknown = sorted(map(str, set(given) - set(known)))
     if unknown:
         near = [name for one in unknown for name in get_close_matches(one, known, n=1)]
-        meant = f"did you mean {near}? " if near else ""
-        raise ValueError(f"unknown options {unknown}; {meant}there are {known}")
+        meant = f"did you mean {near}?" if near else f"there are {known}"
+        raise ValueError(f"unknown options {unknown}; {meant}")
     mesh = mesh_of(given.get("mesh"))
     if mesh is not None:
         if given.get("replicas", mesh.replicas) != mesh.replicas:

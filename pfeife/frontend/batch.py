@@ -83,7 +83,8 @@ class Cutter:
     `in_dims` is a prefix of the positional arguments, as in torch.vmap, or has the dimension of
     some arguments by name, None for those that go whole to every microbatch; what it leaves out is
     cut along dimension 0. `fit_smaller` says whether a smaller batch that does not divide as the
-    first one did runs with as many microbatches as it needs to have no more rows in each.
+    first one did runs with as many microbatches as it needs to have no more rows in each; so does
+    any batch without gradients.
     """
 
     def __init__(
@@ -183,8 +184,11 @@ class Cutter:
         """Into how many microbatches so many rows are cut, for so many replicas."""
         if not rows or rows % wanted == 0:
             return wanted
+        most = self.most if rows < self.most * wanted else 0
+        if not torch.is_grad_enabled():  # an evaluation, whose first batch may be its only one
+            most = max(most, rows // wanted, 1)
         for count in range(1, rows + 1):
-            small = rows < self.most * wanted and rows // count <= self.most
+            small = rows // count <= most
             if self.fit_smaller and small and rows % count == 0 and count % replicas == 0:
                 return count
         divides = next(n for n in range(wanted, 0, -1) if rows % n == 0)

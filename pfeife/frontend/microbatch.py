@@ -97,6 +97,11 @@ def _joined(port: Port) -> bool:
 def _unjoinable(captured: Captured, port: Port) -> str:
     key = captured.label(port.name)
     why = captured.unknown.get(port.name)
+    if why and "_local_scalar_dense" in why:  # what `.item()` is in a graph
+        return (
+            f"result {key!r} of the step is a number that it reads from a tensor, as `.item()` "
+            f"does ({why}): return the tensor, and read it outside"
+        )
     return (
         f"result {key!r} of the step ({port.dtype} {list(port.shape)}) has no batch dimension of "
         "its own, so its microbatches cannot be joined"

@@ -113,7 +113,7 @@ def tensors_in(
     value: Any,
     path: tuple[int | str, ...] = (),
     above: tuple[int, ...] = (),
-    kind: type = torch.Tensor,
+    kind: type | tuple[type, ...] = torch.Tensor,
 ) -> Iterator[tuple[tuple[int | str, ...], Any]]:
     """The tensors in what a step returns, or what else there is of a `kind`, and where they
     are."""

@@ -255,9 +255,13 @@ class _Tracer:
         kept = kept_slots([change for change in second.changes if change.slot in left])
         after = {change.slot: change.after for change in second.changes}
         found = list(tensors_in(second.result))
-        sizes = next(tensors_in(second.result, kind=torch.SymInt), None)
-        if sizes is not None:
-            raise ValueError("the step returns a size of its arguments")
+        numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        if next(tensors_in(second.result, kind=numbers), None) is not None:
+            sizes = "a size of its arguments, or " if self.opening.places else ""
+            raise ValueError(
+                f"the step returns {sizes}a number that it reads from a tensor, as `.item()` does: "
+                "return the tensor, and read it outside"
+            )
         results = list({id(one): one for _, one in found}.values())
         check_rebuilt(second.result, results)
         index = {id(one): at for at, one in enumerate(results)}

@@ -478,6 +478,26 @@ def a_last_smaller_batch():
         same(compiled, step, model, (rows(count),), microbatches, one)
 
 
+@row(ranks=(1, 2))
+def an_evaluation_whose_first_batch_does_not_divide():
+    """Of rows of its own number, as an evaluation set that is a single batch."""
+    model = net()
+
+    def step(x):
+        hidden = model(x)
+        return hidden.square().mean(), hidden
+
+    twin = copy.deepcopy(model)
+    compiled = pfeife.compile(step, microbatches=4)
+    with torch.no_grad():
+        for count, parts in ((13, 13), (10, 5), (3, 3), (8, 4)):
+            microbatches = rows(count).chunk(parts)
+            loss, hidden = compiled(rows(count))
+            expected = [twin(one) for one in microbatches]
+            assert torch.equal(hidden, torch.cat(expected))
+            torch.testing.assert_close(loss, torch.cat(expected).square().mean())
+
+
 @row()
 def a_last_smaller_batch_of_two_replicas():
     """Six microbatches of a row: three of two rows would leave one replica with fewer."""

@@ -161,3 +161,23 @@ def in_dims_of_another_structure():
     model = net()
     step = pfeife.compile(lambda x: model(x).square().mean(), in_dims=(0, 0), microbatches=2)
     step(rows())
+
+
+def a_number_of(door):
+    model = net()
+
+    def step(x):
+        loss = model(x).square().mean()
+        return loss, loss.item()
+
+    pfeife.compile(step, microbatches=2, capture=door)(rows(8))
+
+
+@row("result 1 of the step is a number that it reads from a tensor, as `.item()` does")
+def a_number_that_is_read():
+    a_number_of("dynamo")
+
+
+@row("the step returns a number that it reads from a tensor, as `.item()` does")
+def a_number_that_is_read_in_a_trace():
+    a_number_of("trace")
