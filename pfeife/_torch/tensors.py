@@ -273,5 +273,6 @@ def asks_for_values(error: BaseException) -> bool:
         GuardOnDataDependentSymNode,
     )
     takes_no_symbol = isinstance(error, TypeError) and re.search(r"\bSym(Int|Float)\b", str(error))
+    # Of a plan's tensors, which are on the meta device: `item()`, and `nonzero()`.
     of_meta = isinstance(error, RuntimeError) and re.search(r"meta tensors|meta func", str(error))
     return isinstance(error, kinds) or bool(takes_no_symbol or of_meta)

@@ -1,6 +1,8 @@
 """`pfeife demo`: something tiny trained on two ranks of this process, and its timeline."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 HELP = "train something tiny on two ranks in this process, and show it"
 EXAMPLES = """\
@@ -23,10 +25,8 @@ def run(given: argparse.Namespace) -> str:
     import torch
     from torch import nn
 
-    from pfeife import report
     from pfeife.backend.step import compile as compiled_step
     from pfeife.commands.plan import writable
-    from pfeife.cost import machine
 
     writable(given.html)
     torch.manual_seed(0)
@@ -64,6 +64,14 @@ def run(given: argparse.Namespace) -> str:
     if given.html:
         step.report(given.html, inputs, targets)
     (built,) = step.backend.compiled
+    return _text(built, losses, same)
+
+
+def _text(built: Any, losses: Sequence[float], same: int) -> str:
+    """What was compiled, and what became of the losses, of which so many are the `same`."""
+    from pfeife import report
+    from pfeife.cost import machine
+
     target = report.Target(machine("cpu-core"))
     expected_run = report.expected(built.program, built.schedule, target)
     return "\n".join(

@@ -13,13 +13,18 @@ def living(*kinds: type) -> list[Any]:
     Programs have some millions of objects and some thousands of classes, so that the classes are
     asked for their heirs, and not each object for its class's ancestors.
     """
-    heirs = _heirs(kinds, set())
+    known = heirs(kinds)
     objects = gc.get_objects()
-    return [*compress(objects, map(heirs.__contains__, map(type, objects)))]
+    return [*compress(objects, map(known.__contains__, map(type, objects)))]
 
 
-def _heirs(kinds: Iterable[type], found: set[type]) -> set[type]:
-    for kind in set(kinds) - found:
-        found.add(kind)
-        _heirs(type.__subclasses__(kind), found)
+def heirs(kinds: Iterable[type]) -> set[type]:
+    """These classes and all that inherit from them."""
+    found: set[type] = set()
+    left = [*kinds]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found.add(kind)
+            left += type.__subclasses__(kind)
     return found

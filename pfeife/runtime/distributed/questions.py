@@ -6,9 +6,9 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife import _torch
-from pfeife._torch import is_absent
+from pfeife._torch import is_absent, is_wrapper
 from pfeife.data import values
+from pfeife.frontend.living import heirs
 from pfeife.runtime.distributed.script import Point
 from pfeife.runtime.failure import Refusal
 
@@ -98,7 +98,7 @@ class Found:
 
 def shaped(tensor: torch.Tensor) -> Shaped:
     """What is told of a tensor. Raises Refusal for one that is not dense, or made of others."""
-    if _torch.is_wrapper(tensor):
+    if is_wrapper(tensor):
         raise Refusal(
             f"a {type(tensor).__name__}, made of other tensors, is not sent to other ranks"
         )
@@ -123,8 +123,8 @@ def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
     optimizers. Raises Refusal for what is not sent."""
 
     def leaf(part: Any) -> Any:
-        if _torch.is_wrapper(part):
-            return {_WRAPPER: values.to_data(_taken_apart(part), leaf)}
+        if is_wrapper(part):
+            return {"made of": values.to_data(_taken_apart(part), leaf)}
         if isinstance(part, torch.Tensor):
             tensors.append(part)
             return {"Tensor": len(tensors) - 1}
@@ -154,12 +154,9 @@ def decoded(text: str, tensors: Sequence[torch.Tensor]) -> Any:
         "Tensor": tensors.__getitem__,
         "Size": torch.Size,
         "dtype": _DTYPES.__getitem__,
-        _WRAPPER: wrapper,
+        "made of": wrapper,
     }
     return values.from_text(text, leaves)
-
-
-_WRAPPER = "tensor made of"
 
 
 def _taken_apart(tensor: Any) -> list[Any]:
@@ -171,9 +168,7 @@ def _taken_apart(tensor: Any) -> list[Any]:
 
 def _wrappers() -> dict[str, Any]:
     """The classes of this process whose tensors are made of others, by name."""
-    kinds: list[type] = [torch.Tensor]
-    for kind in kinds:  # which grows
-        kinds += type.__subclasses__(kind)
+    kinds = heirs([torch.Tensor])
     return {_name_of(kind): kind for kind in kinds if hasattr(kind, "__tensor_unflatten__")}
 
 

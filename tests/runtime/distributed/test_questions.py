@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.questions import Answer, Shaped, as_bytes, decoded, encoded, shaped
@@ -26,6 +27,19 @@ def test_tensors_of_a_state_come_behind_it():
     found = decoded(text, [torch.tensor(3.0), torch.zeros(2)])
     assert found["step"] == 3 and found["moments"][0].tolist() == [0, 0]
     assert found["moments"][1] is None and found["beta"] == float("inf")
+
+
+def test_a_tensor_that_is_made_of_others_comes_in_its_parts():
+    """By the name of a class that this process has; no other is looked for. By itself, as a
+    parameter, it is not sent: it has no bytes."""
+    made, parts = TwoTensor(torch.ones(2), torch.zeros(2)), []
+    text = encoded({"moment": made}, parts)
+    found = decoded(text, [one.clone() for one in parts])["moment"]
+    assert type(found) is TwoTensor and found.a.tolist() == [1, 1] and found.b.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="no value"):
+        decoded(text.replace("TwoTensor", "ThreeTensor"), parts)
+    with pytest.raises(Refusal, match="a TwoTensor, made of other tensors"):
+        shaped(made)
 
 
 @pytest.mark.parametrize("state", [{1: {2}}, {"a": {3}}, object()])
