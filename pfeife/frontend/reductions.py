@@ -21,7 +21,7 @@ from pfeife.frontend.rows.seen import Sample, seen_rows
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
 from pfeife.ir.seeding import seeded
-from pfeife.ir.sizes import settled
+from pfeife.ir.sizes import broken_limit, captured_sizes, resized, settled
 
 LossReduction = Literal["mean", "sum", "auto"]
 Larger = Callable[[bool, int], Program]
@@ -39,12 +39,13 @@ def derive_reductions(
 
     `larger` gives the program for so many times the rows, with or without gradients; it is asked
     only where a number may count rows or no rule tells, and then `sample` for values with which
-    both are run. Of a program that leaves sizes open, `fixed` gives that for its own sizes alone,
-    which may be taken apart as `larger` is.
+    both are run. A program that leaves its rows open is that for more rows as well. Of one that
+    leaves sizes open, `fixed` gives that for its own sizes alone, which may be taken apart as
+    `larger` is.
     """
     told = loss_reduction != "auto" and not program.ports(Role.OUTPUT)
     plain = settled(program)
-    known = _told(plain, larger, sample, told)
+    known = _told(plain, larger and _of_open_rows(program, larger), sample, told)
     if plain is not program and fixed and any(isinstance(k, Unknown) for k in known.values()):
         other = fixed()
         known = {
@@ -74,6 +75,36 @@ def derive_reductions(
     made = tuple(count for count in counts.values() if count)
     mixed = {n: str(one) for n, one in known.items() if isinstance(one, Unknown) and one.mixes}
     return attrs.evolve(program, outputs=tuple(ports), counts=made), unknown, mixed
+
+
+def _of_open_rows(program: Program, larger: Larger) -> Larger:
+    """The same as `larger`, without a trace where the program itself holds for more rows."""
+
+    def more(gradients: bool, times: int) -> Program:
+        sizes = _sizes_of_rows(program, times)
+        if not sizes or broken_limit(program, sizes):
+            return larger(gradients, times)
+        return settled(resized(program, sizes))
+
+    return more
+
+
+def _sizes_of_rows(program: Program, times: int) -> dict[str, int]:
+    """The sizes of a program for so many times as many rows; none where they are not open, or are
+    sizes of anything else."""
+    rows: set[Any] = set()
+    others: set[Any] = set()  # symbols
+    for port in program.inputs:
+        sizes = dict(enumerate(port.shape if port.sizes is None else port.sizes))
+        if port.role == Role.BATCH and port.shape:
+            rows.add(sizes.pop(port.batch_dim or 0))
+        if port.role != Role.TANGENT:
+            others.update(*(getattr(size, "free_symbols", ()) for size in sizes.values()))
+    captured = captured_sizes(program)
+    counts = {name for name in captured if _torch.name_of_size(name) in rows - others}
+    if not rows or len(counts) != len(rows):
+        return {}
+    return {name: number * (times if name in counts else 1) for name, number in captured.items()}
 
 
 def _told(

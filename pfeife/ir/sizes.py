@@ -6,14 +6,17 @@ settled             view(x, [28]), without the ports
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.program import Program, Role, is_number, is_source, returned
+
+_SIZE = torch.ops.aten.sym_size.int  # of a tensor; what data decide is read by an item
 
 
 def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
@@ -58,15 +61,16 @@ def captured_sizes(program: Program) -> dict[str, int]:
     return {port.name: program.node(port.name).meta["val"] for port in program.ports(Role.SIZE)}
 
 
-def numbers_of_sizes(program: Program, graph: fx.Graph) -> set[str]:
+def numbers_of_sizes(program: Program, graph: fx.Graph, of_tensors: bool = False) -> set[str]:
     """The names of size ports in the graph of a program or a body of it, and of the numbers that
-    are computed of nothing else."""
+    are computed of nothing else; `of_tensors`: or of sizes that tensors in it have."""
     sizes = {port.name for port in program.ports(Role.SIZE)}
     found: set[str] = set()
     for node in graph.nodes:
         read = [source.name for source in node.all_input_nodes]
         of_sizes = bool(read) and is_number(node) and found.issuperset(read)
-        if of_sizes or (is_source(node) and node.name in sizes):
+        is_port = is_source(node) and node.name in sizes
+        if of_sizes or is_port or (of_tensors and node.target is _SIZE):
             found.add(node.name)
     return found
 
@@ -109,7 +113,7 @@ def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule
             continue
         read = [here[source] for source in node.all_input_nodes]
         is_known = is_number(node) and read and not any(isinstance(one, fx.Node) for one in read)
-        if is_known or (node.op == "placeholder" and node.name in sizes):
+        if is_known or node.target is _SIZE or (node.op == "placeholder" and node.name in sizes):
             here[node] = node.meta["val"]
             continue
         copied = here[node] = graph.node_copy(node, lambda source: source)
@@ -120,22 +124,28 @@ def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule
 
 
 def resized(program: Program, sizes: Mapping[str, int]) -> Program:
-    """A copy whose ports and nodes have the shapes that they have where the size ports are such
-    numbers: for costs, bytes and figures of other sizes than those of the capture."""
+    """A copy whose ports and nodes have the shapes (numbers the values) that they have where the
+    size ports are such numbers: for costs, bytes and figures of other sizes than those of the
+    capture."""
     if not program.ports(Role.SIZE) or dict(sizes) == captured_sizes(program):
         return program
     bodies = {str(program.node(call.node).target): program.body(call) for call in program.calls}
-    held: dict[str, Any] = {at: _resized(body, sizes, {}) for at, body in bodies.items()}
+
+    def anew(module: fx.GraphModule, held: dict[str, Any]) -> fx.GraphModule:
+        numbers = numbers_of_sizes(program, module.graph, of_tensors=True)
+        return _resized(module, sizes, numbers, held)
+
+    held: dict[str, Any] = {at: anew(body, {}) for at, body in bodies.items()}
     inputs, outputs = (
         tuple(attrs.evolve(port, shape=port.shape_at(sizes)) for port in ports)
         for ports in (program.inputs, program.outputs)
     )
-    module = _resized(program.module, sizes, held)
+    module = anew(program.module, held)
     return attrs.evolve(program, module=module, inputs=inputs, outputs=outputs)
 
 
 def _resized(
-    module: fx.GraphModule, sizes: Mapping[str, int], held: dict[str, Any]
+    module: fx.GraphModule, sizes: Mapping[str, int], numbers: Collection[str], held: dict[str, Any]
 ) -> fx.GraphModule:
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
@@ -143,12 +153,23 @@ def _resized(
         copied = here[node] = graph.node_copy(node, here.__getitem__)
         value = node.meta.get("val")
         if "sizes" in node.meta:
-            shape, strides = (_torch.sizes_at(numbers, sizes) for numbers in node.meta["sizes"])
+            shape, strides = (_torch.sizes_at(layout, sizes) for layout in node.meta["sizes"])
             copied.meta["val"] = _torch.fake_tensor(
                 value.fake_mode, value.dtype, value.device, shape, strides, 0
             )
         elif node.op == "placeholder" and node.name in sizes:
             copied.meta["val"] = sizes[node.name]
+        elif node.name in numbers:
+            copied.meta["val"] = _computed(copied)
         if node.op == "get_attr":
             held[str(node.target)] = operator.attrgetter(str(node.target))(module)
     return _torch.graph_module(held, graph, type(module).__name__)
+
+
+def _computed(number: fx.Node) -> Any:
+    """What a node computes of values that are known."""
+    function: Any = number.target
+    args, kwargs = fx.node.map_arg(
+        (number.args, dict(number.kwargs)), lambda source: source.meta["val"]
+    )
+    return function(*args, **kwargs)

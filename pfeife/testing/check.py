@@ -20,7 +20,7 @@ from pfeife.ir.evaluate import (
 )
 from pfeife.ir.program import STATE_ROLES, Program, Role, is_sized_by_data, value_of
 from pfeife.ir.settle import settle
-from pfeife.ir.sizes import resized
+from pfeife.ir.sizes import numbers_of_sizes, resized
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
@@ -62,7 +62,8 @@ def check_pass(
 
 
 def _check_shapes(program: Program, state: State, microbatch: Any) -> None:
-    """Asserts that nodes have the shapes that the expressions of their sizes say."""
+    """Asserts that nodes have the shapes that the expressions of their sizes say, and numbers that
+    are computed of sizes the values."""
     batch = named_batch(program, microbatch)
     sizes = {port.name: batch[port.name] for port in program.ports(Role.SIZE)}
     ports = program.ports(Role.TANGENT)
@@ -70,22 +71,32 @@ def _check_shapes(program: Program, state: State, microbatch: Any) -> None:
     values = {port.name: as_computed(port, state[port.fqn]) for port in program.ports(*STATE_ROLES)}
     values |= step_inputs(program, batch, 0, 0, tangents)
     values |= {port.name: tangents[port.fqn] for port in ports}
+    resized_program = resized(program, sizes)
     with torch.no_grad():
-        _Shapes(resized(program, sizes).module).run(*(values[p.name] for p in program.inputs))
+        shapes = _Shapes(resized_program, resized_program.module)
+        shapes.run(*(values[port.name] for port in program.inputs))
 
 
 class _Shapes(fx.Interpreter):
-    """Runs a graph, and the bodies that it calls, and compares shapes with those of fake values."""
+    """Runs a graph of a program, and the bodies that it calls, and compares shapes with those of
+    fake values, and numbers of sizes with those that nodes have."""
+
+    def __init__(self, program: Program, module: nn.Module):
+        super().__init__(module)
+        self.program = program
+        self.numbers = numbers_of_sizes(program, self.graph, of_tensors=True)
 
     def run_node(self, n: fx.Node) -> Any:
         value, expected = super().run_node(n), value_of(n)
+        if n.name in self.numbers:
+            assert value == n.meta["val"], f"{n.name} is {value}, and said to be {n.meta['val']}"
         if expected is not None and not is_sized_by_data(n):
             found, said = list(value.shape), list(expected.shape)
             assert found == said, f"{n.name} is {found}, and its sizes say {said}"
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return _Shapes(self.fetch_attr(target)).run(*args)
+        return _Shapes(self.program, self.fetch_attr(target)).run(*args)
 
 
 def assert_same(

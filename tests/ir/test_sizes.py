@@ -14,6 +14,7 @@ from share import crossed, some
 from torch import nn
 
 import pfeife
+from pfeife.frontend.reductions import derive_reductions
 from pfeife.ir.program import Role
 from pfeife.ir.sizes import captured_sizes, resized
 from pfeife.testing import eager_accumulation
@@ -96,6 +97,40 @@ def test_schedules_and_rows(schedule):
         words(model), model, [padded(*n) for n in sizes], stages=stages, schedule=schedule
     )
     assert len(built) <= 3
+
+
+DIVIDED = {
+    "mean by a number": (lambda x, y: y.sum() / (x.shape[0] * x.shape[1]), "mean"),
+    "mean by a size of a tensor": (lambda x, y: y.sum() / y.reshape(-1, 8).shape[0], "mean"),
+    "sum by a number": (lambda x, y: y.sum() / x.shape[1], "sum"),
+    "a sum and what counts rows": (lambda x, y: y.sum() * (x.shape[0] / x.numel()), "sum"),
+}
+
+
+@pytest.mark.parametrize(("case", "capture"), crossed([*DIVIDED], ["dynamo", "trace"]))
+def test_open_rows_are_told_of_one_trace(case, capture):
+    """What counts rows is read off the program itself, for more rows; where a length is the same
+    symbol, as a trace has it, the step is captured for more rows."""
+    loss, reduction = DIVIDED[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def step(x):
+        return loss(x, model(x))
+
+    for shapes, again in (((4, 5), (6, 7), (10, 4)), False), (((4, 2), (6, 3), (10, 5)), True):
+        torch._dynamo.reset()
+        options = {"microbatches": MICROBATCHES, "stages": 2, "progress": False}
+        compiled = pfeife.compile(step, capture=capture, **options)
+        for shape in shapes:
+            x = torch.randn(*shape, 8)
+            assert torch.allclose(compiled(x), step(x), 1e-5, 1e-6)
+        _, built = compiled.backend.compiled
+        program, asked = built.captured.program, []
+        told, unknown, _ = derive_reductions(program, larger=lambda *one: asked.append(one))
+        assert [port.reduction for port in program.ports(Role.LOSS)] == [reduction]
+        assert bool(asked) == (again and capture == "trace")
+        assert asked or (told.outputs == program.outputs and not unknown)
 
 
 @pytest.mark.parametrize(("dynamic", "capture"), crossed([True, False], ["dynamo", "trace"]))
