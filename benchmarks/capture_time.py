@@ -1,7 +1,7 @@
 """How long a first call takes until the step runs, beside torch's own `aot_eager`.
 
     python benchmarks/capture_time.py [--repeats 3] [--only gpt] [--door dynamo]
-    python benchmarks/capture_time.py --shapes [--repeats 3] [--only gpt]
+    python benchmarks/capture_time.py --shapes [rows] [--repeats 3] [--only gpt]
     python benchmarks/capture_time.py --what-if [--repeats 3] [--only gpt-48]
 
 For each model one call and its backward by `torch.compile(step, backend="aot_eager")`, and by
@@ -10,14 +10,15 @@ busy machine slows both. Times are seconds of the CPU, medians; what is captured
 of a first call. `gpt2-meta` is of GPT-2's width and lives on no device: captured and planned alone.
 
 With `--shapes` two more calls follow, each with longer sequences or larger pictures than the ones
-before: the second program is for all of them. Of what Dynamo breaks `aot_eager` compiles the
-pieces.
+before, or with more rows: the second program is for all of them. Of what Dynamo breaks `aot_eager`
+compiles the pieces.
 
 With `--what-if` the two GPTs are captured, fused and planned alone: without a cache of captures,
 with an empty one, and once more with what that has kept.
 """
 
 import argparse
+import functools
 import json
 import logging
 import statistics
@@ -110,8 +111,11 @@ def unet() -> tuple[Step, tuple[torch.Tensor, ...]]:
     return lambda x, t: model(x, t).sample.square().mean(), (images, times)
 
 
-def larger(batch: Sequence[torch.Tensor], more: int) -> tuple[torch.Tensor, ...]:
-    """Sequences that are so much longer, or pictures that are larger in both dimensions."""
+def larger(batch: Sequence[torch.Tensor], more: int, what: str) -> tuple[torch.Tensor, ...]:
+    """Sequences that are so much longer, or pictures that are larger in both dimensions; or as many
+    rows more."""
+    if what == "rows":
+        return tuple(torch.cat([x, x, x])[: len(x) + more] for x in batch)
     pads = {2: (0, more), 4: (0, more, 0, more)}
     return tuple(F.pad(x, pads[x.dim()], value=1) if x.dim() in pads else x for x in batch)
 
@@ -156,15 +160,16 @@ def one(name: str, how: str, door: str, cache: str | None = None) -> dict[str, f
     log.addHandler(phases)
     log.setLevel(logging.INFO)
     start, begin = time.process_time(), time.perf_counter()
-    if how.startswith("shapes"):
+    if "-" in how and how != "what-if":
+        what, _, by = how.partition("-")
         compiled = (
             torch.compile(step, backend="aot_eager")
-            if how == "shapes-aot_eager"
+            if by == "aot_eager"
             else pfeife.compile(step, capture=door, **OPTIONS)
         )
         ends = [start]
         for more in (0, 8, 16):
-            compiled(*larger(batch, more)).backward()
+            compiled(*larger(batch, more, what)).backward()
             ends.append(time.process_time())
         return dict(zip(CALLS, (after - at for at, after in pairwise(ends)), strict=True))
     if how == "aot_eager":
@@ -224,14 +229,14 @@ def first_calls(names: Sequence[str], repeats: int, door: str) -> str:
     return report.table(rows, ("model", "aot_eager", "pfeife", *PHASES.values(), "ratio"))
 
 
-def shapes(names: Sequence[str], repeats: int, door: str) -> str:
-    """A table of both ways' first calls with three shapes."""
+def shapes(what: str, names: Sequence[str], repeats: int, door: str) -> str:
+    """A table of both ways' first calls with three shapes, of which `what` differs."""
     rows = []
     for name in names:
         taken: dict[str, list[dict[str, float]]] = {"aot_eager": [], "pfeife": []}
         for _ in range(repeats):
             for how, each in taken.items():
-                each.append(measured(name, f"shapes-{how}", door))
+                each.append(measured(name, f"{what}-{how}", door))
         medians = {
             how: [statistics.median(found[call] for found in each) for call in CALLS]
             for how, each in taken.items()
@@ -269,7 +274,13 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--only", default="", help="models with this in their names")
     arguments.add_argument("--door", default="auto", choices=("auto", "dynamo", "trace"))
-    arguments.add_argument("--shapes", action="store_true", help="three calls of other shapes")
+    arguments.add_argument(
+        "--shapes",
+        nargs="?",
+        const="lengths",
+        choices=("lengths", "rows"),
+        help="three calls, of which this is another one in each",
+    )
     arguments.add_argument("--what-if", action="store_true", help="plans, with and without a cache")
     arguments.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--cache", help=argparse.SUPPRESS)
@@ -277,8 +288,11 @@ def main() -> None:
     if given.child:
         print(json.dumps(one(*given.child, given.door, given.cache)))
         return
-    ways = {"what-if": (WHAT_IF, what_ifs), "shapes": (SHAPES, shapes), "": (MODELS, first_calls)}
-    known, table = ways["what-if" if given.what_if else "shapes" if given.shapes else ""]
+    known, table = MODELS, first_calls
+    if given.what_if:
+        known, table = WHAT_IF, what_ifs
+    elif given.shapes:
+        known, table = SHAPES, functools.partial(shapes, given.shapes)
     print(table([name for name in known if given.only in name], given.repeats, given.door))
 
 

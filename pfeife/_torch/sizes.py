@@ -196,6 +196,13 @@ def _at(size: sympy.Expr, named: tuple[tuple[str, int], ...]) -> int:
     return int(found)
 
 
+def is_single(limits: Sequence[sympy.Basic], name: str, number: int) -> bool:
+    """Whether what a trace has assumed leaves a size with a name no other value than a number."""
+    symbol = name_of_size(name)
+    bounds = (bound(symbol, number, evaluate=False) for bound in (sympy.Ge, sympy.Le))
+    return all(bound in limits for bound in bounds)
+
+
 def holds(limit: sympy.Basic, named: Mapping[str, int]) -> bool:
     """Whether an expression is true where the sizes with names are such numbers."""
     return _holds(limit, tuple(sorted(named.items())))

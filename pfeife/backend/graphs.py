@@ -29,7 +29,7 @@ from pfeife.frontend.joint import trace
 from pfeife.frontend.microbatch import check_outputs
 from pfeife.frontend.results import Key, Loss, label
 from pfeife.ir.program import Role, returned, source_line
-from pfeife.ir.sizes import captured_sizes
+from pfeife.ir.sizes import captured_sizes, is_open
 
 log = logging.getLogger("pfeife")
 
@@ -154,8 +154,11 @@ class MicrobatchGraph:
         larger = functools.cache(self.grown)
         if options.microbatches > 1 and self.inputs.numbers:
             self._check_numbers(larger(2)[1].numbers)
+        captured = trace(self.step, inputs, loss, cache=options.cache)
+        if captured.program.ports(Role.SIZE) and not is_open(captured.program):
+            raise ValueError("torch takes each of its sizes for a number")
         captured = with_reductions(
-            trace(self.step, inputs, loss, cache=options.cache),
+            captured,
             options.loss_reduction,
             lambda gradients, times: (
                 trace(*larger(times), loss, gradients=gradients, cache=options.cache).program

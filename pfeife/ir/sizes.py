@@ -81,6 +81,13 @@ def broken_limit(program: Program, sizes: Mapping[str, int]) -> str:
     return next(broken, "")
 
 
+def is_open(program: Program) -> bool:
+    """Whether a program holds for other sizes than those that it was captured at: some of torch's
+    kernels take any for a number."""
+    sizes = captured_sizes(program).items()
+    return not all(_torch.is_single(program.limits, name, size) for name, size in sizes)
+
+
 def settled(program: Program) -> Program:
     """A flat program for nothing but the sizes that it was captured at: numbers in place of its
     size ports and of what is computed of them. Its nodes have the names that they had."""

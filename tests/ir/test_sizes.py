@@ -127,7 +127,7 @@ def test_open_rows_are_told_of_one_trace(case, capture):
             assert torch.allclose(compiled(x), step(x), 1e-5, 1e-6)
         _, built = compiled.backend.compiled
         program, asked = built.captured.program, []
-        told, unknown, _ = derive_reductions(program, larger=lambda *one: asked.append(one))
+        told, unknown, _ = derive_reductions(program, larger=lambda *one, to=asked: to.append(one))
         assert [port.reduction for port in program.ports(Role.LOSS)] == [reduction]
         assert bool(asked) == (again and capture == "trace")
         assert asked or (told.outputs == program.outputs and not unknown)
