@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -62,9 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pfeife {given.command}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"pfeife {given.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"pfeife {given.command}: {_by_flags(str(error), given)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _by_flags(text: str, given: argparse.Namespace) -> str:
+    """A message in a line, with the flags of a command in place of Python's names of its options:
+    --memory 80000000 for memory_limit=80000000."""
+
+    def flag(match: re.Match[str]) -> str:
+        name = {"memory_limit": "memory"}.get(match["name"], match["name"])
+        return f"--{name.replace('_', '-')} {match['value']}" if name in given else match[0]
+
+    return re.sub(r"\b(?P<name>[a-z_]+)=(['\"]?)(?P<value>[\w.-]+)\2", flag, " ".join(text.split()))
 
 
 @contextlib.contextmanager

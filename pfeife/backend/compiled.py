@@ -15,6 +15,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
 from pfeife.data.tried import Tried
+from pfeife.data.units import size as in_bytes
 from pfeife.frontend.captured import Captured
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.program import STATE_ROLES, Port, Program, Role
@@ -95,8 +96,8 @@ class Compiled:
         if worst.peak > limit:
             fits = self._most(known[-1], sizes)
             raise Refusal(
-                f"a microbatch of {self._named(sizes)} needs {worst.peak} bytes on rank "
-                f"{worst.rank}, and the limit is {limit} bytes: of such batches those up to "
+                f"a microbatch of {self._named(sizes)} needs {in_bytes(worst.peak)} on rank "
+                f"{worst.rank}, and the limit is {in_bytes(limit)}: of such batches those up to "
                 f"{self._named(fits)} fit. Pass smaller batches, or more microbatches"
             )
         self.fitting.append(dict(sizes))

@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 
-from pfeife.commands.fit import about_memory
 from pfeife.commands.words import plan_arguments, step_arguments
 
 HELP = "plan a step in many ways (lists with commas), and say which is best"
@@ -185,7 +184,7 @@ def _table(rows: Sequence[Row]) -> str:
     head = (*axes, "step", "rate/s", "a rank", "MFU", "bubble", "peak", "best")
     text = table(shown, head) if shown else "none of them can be planned"
     refused = [
-        (*(_shown(row.choices[axis]) for axis in axes), _word(row.refused))
+        (*(_shown(row.choices[axis]) for axis in axes), row.refused.partition("; use ")[0])
         for row in rows
         if row.refused
     ]
@@ -194,13 +193,6 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _shown(choice: Any) -> Any:
     return "-" if choice is None else choice
-
-
-def _word(reason: str) -> str:
-    """A refusal in a few words."""
-    if about_memory(reason):
-        return f"memory: {reason[:100]}"
-    return reason[:100]
 
 
 def _flat(row: Row) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """`pfeife fit`: the fewest ranks that hold a step, and the largest batch and sequence that fit."""
 
 import argparse
-import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,8 @@ examples:
     pfeife fit config.json --machine a100-sxm-80gb --ranks 8 --optimizer AdamW --price 2.5
 
 Each answer is a plan, with recomputation where memory asks for it (--recompute auto) unless you say
-otherwise. Ranks are searched to the one, rows of a microbatch and tokens of a row by doubling."""
+otherwise. Ranks are searched to the one, rows of a microbatch and tokens of a row by doubling. If
+the --ranks that you have do not hold it as one pipeline, they are tried as several."""
 _PER_RANK = 4  # microbatches for each rank, unless they are said
 
 
@@ -52,21 +51,23 @@ def run(given: argparse.Namespace) -> str:
     given = with_precision(given, stored)
     given = _with(given, recompute=given.recompute or "auto")
     planned = _Planned(stored)
-    ranks = given.ranks or _fewest(lambda n: planned(_with(given, ranks=n)), given.most)
-    fewest = "" if given.ranks else ", the fewest"
-    given = _with(given, ranks=ranks)
-    first = planned(given)
-    if first is None:
-        raise ValueError(f"{given.what} does not fit on {ranks} ranks: {planned.reason}")
-    found = [Fits(f"{ranks} ranks{fewest}", first)]
+    if given.ranks is None:
+        ranks, first = _fewest(lambda n: planned(_with(given, ranks=n)), given.most)
+        given = _with(given, ranks=ranks)
+        words = f"{ranks} ranks, the fewest"
+    else:
+        given, first = _in_pipelines(given, planned)
+        several = f" in {given.replicas} pipelines" if given.replicas > 1 else ""
+        words = f"{given.ranks} ranks{several}"
+    found = [Fits(words, first)]
     if stored is None and given.batch is None:
-        each = given.microbatches or _PER_RANK * ranks
-        rows = _doubled(lambda n: planned(_with(given, batch=n * each)), 1, given.most)
-        found += [Fits(f"{n} rows a microbatch, the most", one) for n, one in rows]
+        each = given.microbatches or _PER_RANK * given.ranks
+        rows, most = _doubled(lambda n: planned(_with(given, batch=n * each)), 1, first, given.most)
+        found.append(Fits(f"{rows} rows a microbatch, the most", most))
     if stored is None and first.tokens:
-        start = first.tokens // first.samples
-        more = _doubled(lambda n: planned(_with(given, sequence=n)), start, 1024 * given.most)
-        found += [Fits(f"{n} tokens a row, the most", one) for n, one in more]
+        start, end = first.tokens // first.samples, 1024 * given.most
+        tokens, most = _doubled(lambda n: planned(_with(given, sequence=n)), start, first, end)
+        found.append(Fits(f"{tokens} tokens a row, the most", most))
     head = (
         "fits",
         "rows",
@@ -80,17 +81,33 @@ def run(given: argparse.Namespace) -> str:
     return f"{text}\n\nasked   {given.typed}\nlimit   {planned.reason or 'none was met'}"
 
 
+def _in_pipelines(
+    given: argparse.Namespace, planned: "_Planned"
+) -> "tuple[argparse.Namespace, Forecast]":
+    """The options with the fewest pipelines that hold the step, one where its ranks do, and its
+    forecast. Raises ValueError if none do."""
+    counts = [n for n in _doubles(1, given.ranks) if given.ranks % n == 0]
+    reason = ""
+    for replicas in counts if given.replicas == 1 else [given.replicas]:
+        one = _with(given, replicas=replicas)
+        forecast = planned(one)
+        if forecast:
+            return one, forecast
+        reason = reason or planned.reason  # that of the fewest pipelines, which need least
+    raise ValueError(f"{given.what} does not fit on {given.ranks} ranks: {reason}")
+
+
 class _Planned:
-    """Forecasts of a step; None for one that memory refuses, whose `reason` is the last."""
+    """Forecasts of a step; None for one that does not fit, for the `reason` said last."""
 
     def __init__(self, stored: Any):
         self.stored, self.reason = stored, ""
         self.programs: dict[Any, Any] = {}
 
     def __call__(self, given: argparse.Namespace) -> "Forecast | None":
-        from pfeife.commands.plan import question_of
+        from pfeife.commands.plan import answered, question_of
         from pfeife.commands.programs import program_of
-        from pfeife.forecasting import forecast
+        from pfeife.sched.cutting.room import NoRoom, TooManyStages
 
         microbatches = given.microbatches or _PER_RANK * given.ranks
         given = _with(given, microbatches=microbatches)
@@ -98,42 +115,43 @@ class _Planned:
         if key not in self.programs:
             self.programs[key] = program_of(given, microbatches, self.stored).program
         try:
-            return forecast(self.programs[key], **question_of(given)).forecast
-        except ValueError as error:
-            if not about_memory(str(error)):
-                raise
+            return answered(self.programs[key], question_of(given)).forecast
+        except (NoRoom, TooManyStages) as error:
             self.reason = " ".join(str(error).split())
             return None
-
-
-def about_memory(reason: str) -> bool:
-    """Whether a plan was refused since it does not fit."""
-    return "bytes" in reason and re.search("limit|fits|memory|machine", reason) is not None
 
 
 def _with(given: argparse.Namespace, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(given), **more})
 
 
-def _fewest(fits: Callable[[int], Any], most: int) -> int:
-    """The fewest ranks that hold a step: doubled until they do, and then between."""
-    high = next((n for n in _doubles(1, most) if fits(n)), 0)
-    if not high:
+def _fewest(fits: Callable[[int], "Forecast | None"], most: int) -> "tuple[int, Forecast]":
+    """The fewest ranks that hold a step, with its forecast: doubled until they do, and then
+    between. Raises ValueError if the most do not."""
+    high, best = next(((n, one) for n in _doubles(1, most) if (one := fits(n))), (0, None))
+    if best is None:
         raise ValueError(f"it does not fit on {most} ranks (--most)")
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+        forecast = fits(middle)
+        if forecast:
+            high, best = middle, forecast
+        else:
+            low = middle
+    return high, best
 
 
 def _doubled(
-    fits: Callable[[int], "Forecast | None"], start: int, most: int
-) -> list[tuple[int, "Forecast"]]:
-    """The largest double of a number that fits, with its forecast; none if not even that does."""
-    tried = ((n, fits(n)) for n in _doubles(start, most))
-    good = [(n, one) for n, one in itertools.takewhile(lambda pair: pair[1], tried) if one]
-    return good[-1:]
+    fits: Callable[[int], "Forecast | None"], number: int, forecast: "Forecast", most: int
+) -> "tuple[int, Forecast]":
+    """The largest double of a number that fits, itself if no other, with its forecast."""
+    for double in _doubles(2 * number, most):
+        more = fits(double)
+        if more is None:
+            break
+        number, forecast = double, more
+    return number, forecast
 
 
 def _doubles(start: int, most: int) -> Iterator[int]:

@@ -65,7 +65,7 @@ def _of_uneven(found: Forecast, rank: RankForecast, mean: float) -> str:
     if all(one.clusters == 1 for one in own):
         return f"{text}that cannot be cut further, so take fewer ranks in a pipeline"
     more = "" if len(found.stages) > found.ranks else ", or two stages a rank (interleaved)"
-    return f"{text}cut elsewhere if you said where, or take fewer ranks in a pipeline{more}"
+    return f"{text}take fewer ranks in a pipeline{more}"
 
 
 def _of_messages(carried: list[Wait], share: float) -> str:

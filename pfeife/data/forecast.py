@@ -12,7 +12,8 @@ KINDS = ("computes", "messages", "reduces")  # of what a step waits for
 class StageForecast:
     """One stage: its layers from `first` to `last` (paths of modules), `parameters` in elements,
     seconds of one microbatch, and bytes that it sends to other ranks for one, both ways; of the
-    backward's seconds `again_seconds` go into what is recomputed."""
+    backward's seconds `again_seconds` go into what is recomputed. Every microbatch but the first
+    takes `adding_seconds` more, in which its gradients are added to those before."""
 
     stage: int
     rank: int
@@ -25,6 +26,7 @@ class StageForecast:
     sent_bytes: int = attrs.field(validator=checks.not_negative)
     parameter_bytes: int = attrs.field(default=0, validator=checks.not_negative)
     again_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
+    adding_seconds: float = attrs.field(default=0.0, validator=checks.seconds)
 
 
 @attrs.frozen

@@ -51,9 +51,11 @@ def forecast_of(
 
 def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForecast]:
     seconds: dict[tuple[int, bool], float] = {}
+    adding = [0.0] * plan.stages
     for call in program.calls:
         key = call.unit, call.kind == Kind.FORWARD
         seconds[key] = seconds.get(key, 0.0) + (call.seconds or 0.0)
+        adding[call.unit] += call.accumulate_seconds
     sent = [0] * plan.stages
     for message in messages(program):
         sent[message.sender.unit] += message.bytes
@@ -78,6 +80,7 @@ def _stages(plan: Plan, clusters: Program, program: Program) -> list[StageForeca
             sent_bytes=sent[stage],
             parameter_bytes=kept[stage],
             again_seconds=again[stage],
+            adding_seconds=adding[stage],
         )
         for stage in range(plan.stages)
     ]

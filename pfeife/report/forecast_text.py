@@ -85,8 +85,20 @@ def _ranks(found: Forecast, width: int) -> str:
         text = table(rows, head)
         if max(map(len, text.splitlines())) <= width:
             break
-    listed = ", ".join(word for word in most if word in rest)
-    return f"{text}\nrest: {listed} (each in --json and --csv)" if rest else text
+    notes = [_computing(found)]
+    if rest:
+        listed = ", ".join(word for word in most if word in rest)
+        notes.append(f"rest: {listed} (each in --json and --csv)")
+    return "\n".join([text, *notes])
+
+
+def _computing(found: Forecast) -> str:
+    """What a rank computes in a step, of the seconds that its stages take."""
+    each = found.microbatches // found.replicas
+    adding = max((one.adding_seconds for one in found.stages), default=0.0)
+    more = f", {1e3 * adding:.3g} ms at most for adding each but the first to gradients"
+    text = f"computes: its stages' forward and backward for {each} microbatches"
+    return f"{text}{more if adding else ''}"
 
 
 def forecast_summary(found: Forecast) -> str:

@@ -10,7 +10,7 @@ from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Program, Role
 from pfeife.ir.travel import holders
-from pfeife.sched.cutting.room import refusal
+from pfeife.sched.cutting.room import no_room
 
 
 def adopted(
@@ -58,7 +58,7 @@ def adopted(
     first = plan if microbatches == each else _of_first(plan, microbatches)
     worst = max(curves(first), key=lambda curve: curve.peak)
     if worst.peak > memory_limit:
-        raise ValueError(refusal(worst, f"option plan: a limit of {memory_limit} bytes a rank"))
+        raise no_room(worst, "option plan", memory_limit)
     return first
 
 

@@ -12,6 +12,7 @@ from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.progress import Progress
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Tried, Watched
+from pfeife.data.units import size
 from pfeife.ir.program import Program
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.passes import join_backward
@@ -250,8 +251,8 @@ def _moved(
 def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> NoRoom:
     best = min(layouts, key=lambda layout: layout.shortage)
     return NoRoom(
-        f"no cut fits {constraints.memory_limit} bytes a rank on {constraints.ranks} ranks: the "
-        f"best lacks {math.ceil(best.shortage)} bytes for one microbatch on its worst rank; use "
+        f"no cut fits {size(constraints.memory_limit)} a rank on {constraints.ranks} ranks: the "
+        f"best lacks {size(math.ceil(best.shortage))} for one microbatch on its worst rank; use "
         "more ranks, smaller microbatches, or a larger limit",
         best.shortage,
     )

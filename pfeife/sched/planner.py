@@ -15,6 +15,7 @@ from pfeife.data.progress import Progress
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Watched
+from pfeife.data.units import size
 from pfeife.ir.digest import program_digest
 from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes
@@ -211,7 +212,7 @@ def _seen(machines: Sequence[Machine], network: Network | None) -> Machine:
 
 def _memory_words(machines: Sequence[Machine]) -> str:
     known = dict.fromkeys((one.memory, one.name) for one in machines)
-    return " and ".join(f"the {size} bytes of machine {name}" for size, name in known)
+    return " and ".join(f"the {size(memory)} of machine {name}" for memory, name in known)
 
 
 def _batch_bytes(program: Program, microbatches: int, replicas: Replicas) -> int:

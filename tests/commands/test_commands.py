@@ -186,7 +186,7 @@ def test_what_is_compared_is_captured_once(said, tmp_path):
     assert status == 0, err
     rows = [line for line in out.splitlines() if line.startswith("cpu-core")]
     assert len(rows) == 8 and "step" in rows[0] and sum("rate" in row for row in rows) == 1
-    assert "memory: " in out
+    assert " of 3.9 KiB on rank" in out and "use more stages" not in out
     machine = said("compare", "mine.py:example", *ASKED, "--machine", "cpu-core", "--json", "-")
     assert json.loads(machine[1])[0]["refused"] == ""
 
@@ -218,11 +218,13 @@ def test_what_fits(said):
     for count, batch, fits in ((ranks, 4 * rows, True), (ranks - 1, 8, False)):
         sizes = ("--ranks", str(count), "--batch", str(batch), "--recompute", "auto")
         status, _, err = said("plan", *asked, *sizes)
-        assert (status == 0) == fits and (fits or "memory_limit" in err)
+        assert (status == 0) == fits and (fits or "--memory 80000: " in err)
     status, _, err = said("plan", *asked, "--ranks", str(ranks), "--batch", str(8 * rows))
-    assert status == 2 and "memory_limit" in err
+    assert status == 2 and "--memory 80000" in err
     status, _, err = said("fit", *asked, "--ranks", "1")
     assert status == 2 and "does not fit on 1 ranks" in err
+    status, out, err = said("fit", "mine.py:example", "--ranks", "8", "--microbatches", "8")
+    assert status == 0 and "8 ranks in 2 pipelines" in out and "planning" in err
 
 
 def test_schedules_are_simulated_and_go_to_torch_and_back(said):
@@ -256,7 +258,7 @@ def test_explain_says_how_a_step_is_captured(said):
         (("plan", "mine.py:example", *ASKED, "--sequence", "8"), "no argument 'sequence'"),
         (("plan", "mine.py:example", *ASKED, "--machine", "h100"), "nearest is 'h100-sxm'"),
         (("plan", "mine.py:example", *ASKED, "--schedule", "1f2b"), "1f1b"),
-        (("plan", "mine.py:example", *ASKED, "--memory", "1KB"), "bytes"),
+        (("plan", "mine.py:example", *ASKED, "--memory", "1KB"), "of 1000 B on rank"),
         (("plan", "mine.py:example", *ASKED, "--out", "no/such/x.json"), "no such folder"),
         (("plan", "mine.py:example", *ASKED, "--nodes", "2"), "--inside"),
         (("plan", "transformers:LlamaConfig", *ASKED, "--set", "hidden_siez=2"), "hidden_size"),

@@ -130,7 +130,7 @@ def what_fits_by_the_byte_is_not_refused():
 
 
 SMALL = attrs.evolve(CORE, memory=200_000)  # the best plan needs a little more
-TOO_SMALL = "the 200000 bytes of machine cpu-core: the best plan found needs"
+TOO_SMALL = "the 195.3 KiB of machine cpu-core: the best plan found needs"
 
 
 @row(TOO_SMALL)

@@ -12,6 +12,7 @@ import numpy as np
 
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
+from pfeife.data.units import size
 from pfeife.sched.cutting.account import Account, held_from, posted, with_left_out
 from pfeife.sched.cutting.borders import (
     climbed,
@@ -23,7 +24,7 @@ from pfeife.sched.cutting.borders import (
 )
 from pfeife.sched.cutting.clusters import Clusters, StageTimes, clusters_of
 from pfeife.sched.cutting.joints import Border, Machines, borders_of
-from pfeife.sched.cutting.room import NoRoom
+from pfeife.sched.cutting.room import NoRoom, TooManyStages
 from pfeife.sched.cutting.workload import Workload
 
 _HALVINGS = 6  # of the room that a stage has on a rank with several
@@ -145,7 +146,7 @@ class Cutter:
     def _check(self) -> None:
         stages, units = len(self.stage_ranks), self.account.work.units
         if stages > units:
-            raise ValueError(
+            raise TooManyStages(
                 f"{stages} stages, but the program has only {units} clusters to cut between"
             )
         if stages > len(self.edges) - 1:
@@ -271,7 +272,7 @@ def _closed(clusters: Clusters) -> str:
 
 def _refusal(clusters: Clusters, stages: int, limit: float, lacks: float) -> NoRoom:
     text = (
-        f"no cut into {stages} stages fits {limit} bytes a rank: with the roomiest one the worst "
-        f"rank lacks {lacks}; use more stages, smaller microbatches or a larger limit"
+        f"no cut into {stages} stages fits {size(limit)} a rank: with the roomiest one the worst "
+        f"rank lacks {size(lacks)}; use more stages, smaller microbatches or a larger limit"
     )
     return NoRoom(f"{text}; {_closed(clusters)}" if clusters.blocked else text, lacks)

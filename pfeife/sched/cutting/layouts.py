@@ -18,6 +18,7 @@ from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_
 from pfeife.sched.cutting.clusters import Clusters, clusters_of
 from pfeife.sched.cutting.joints import Border, Machines, borders_of
 from pfeife.sched.cutting.recompute_choice import cheapest
+from pfeife.sched.cutting.room import TooManyStages
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped
@@ -69,7 +70,7 @@ class Layout:
 def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
     """Layouts worth a search; where none has room for a microbatch, also the roomiest ones.
 
-    Raises ValueError if there are fewer clusters than stages.
+    Raises TooManyStages if there are fewer clusters than stages.
     """
     clusters, units = clusters_of(account.work), account.work.units
     found: dict[tuple, Layout] = {}
@@ -78,7 +79,7 @@ def layouts_for(account: Account, constraints: Constraints) -> list[Layout]:
             if (cut, placement) not in found:
                 found[cut, placement] = layout_of(account, constraints, cut, placement)
     if not found:
-        raise ValueError(
+        raise TooManyStages(
             f"{constraints.count} stages on {constraints.ranks} ranks, but the program has only "
             f"{units} clusters to cut between"
         )

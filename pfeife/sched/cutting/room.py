@@ -10,6 +10,7 @@ from pfeife.data.optimizers import Optimizer
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.timeline import MemoryCurve
+from pfeife.data.units import size
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.passes.apply import apply
@@ -21,12 +22,16 @@ _NEAR = 0.97  # of the limit, from which on the sums may have kept a plan back
 
 
 class NoRoom(ValueError):
-    """By the additive account nothing fits into the memory that a planner was given; so many
-    bytes more on the worst rank, and something would."""
+    """Nothing fits into the memory that a planner was given; so many bytes more on the worst rank,
+    and something would."""
 
     def __init__(self, text: str, lacks: float):
         super().__init__(text)
         self.lacks = math.ceil(lacks)
+
+
+class TooManyStages(ValueError):
+    """A program has fewer clusters than it is to have stages."""
 
 
 def curves_of(
@@ -61,15 +66,15 @@ def kept_within(
     how much that is, and another one is made, which fits where as much is left out again. There
     are further ones where other cuts or another order leave out more; and where the planner then
     sees no room, which may be wrong too, one with all that it lacks. Where the sums say too much, a
-    first plan that they kept back is made once more. Raises ValueError with what the best plan
+    first plan that they kept back is made once more. Raises NoRoom with what the best plan
     needs, if it is too much after all.
     """
-    kept_free = dict(enumerate(reserved))
+    reserved_on = dict(enumerate(reserved))
 
     def peak(curve: MemoryCurve) -> int:
-        return curve.peak + kept_free.get(curve.rank, 0)
+        return curve.peak + reserved_on.get(curve.rank, 0)
 
-    left_out = tuple(one + kept_free.get(rank, 0) for rank, one in enumerate(left_out))
+    left_out = tuple(one + reserved_on.get(rank, 0) for rank, one in enumerate(left_out))
     refused: NoRoom | None = None
     found: list[tuple[Plan, MemoryCurve]] = []
     for _ in range(_TRIES + 1):
@@ -98,9 +103,9 @@ def kept_within(
         left_out = tuple(map(max, left_out, now)) if found else now
         found.append((plan, curve))
     if not found:
-        raise ValueError(str(refused)) from refused
+        raise NoRoom(str(refused), refused.lacks if refused else 0) from refused
     best = min((curve for _, curve in found), key=peak)
-    raise ValueError(refusal(best, limited_by))
+    raise no_room(best, limited_by, limit - reserved_on.get(best.rank, 0))
 
 
 def _kept_back(said: Sequence[float], real: Sequence[float], limit: float) -> bool:
@@ -129,15 +134,17 @@ def _faster(
 _ACTIVATIONS = ("saved", "passed back", "temporaries", "received", "receive buffers", "leaving")
 
 
-def refusal(curve: MemoryCurve, limited_by: str) -> str:
-    """What to say of a plan whose worst rank needs too much."""
+def no_room(curve: MemoryCurve, limited_by: str, limit: float) -> NoRoom:
+    """What to raise for a plan whose worst rank needs more than a limit."""
     bytes_of = {**curve.held, **curve.at_peak}
     parts = {word: bytes_of.pop(word, 0) for word in ("parameters", "gradients", "optimizer")}
     parts["activations"] = sum(bytes_of.pop(word, 0) for word in _ACTIVATIONS)
     parts["buffers, batch and results"] = sum(bytes_of.values())
-    account = ", ".join(f"{word} {size}" for word, size in parts.items())
-    return (
-        f"{limited_by}: the best plan found needs {curve.peak} bytes on rank {curve.rank} "
-        f"({account}); use more stages on more ranks, more and so smaller microbatches, "
-        "schedule='search', which recomputes where memory is short, or a larger limit"
+    account = ", ".join(f"{word} {size(count)}" for word, count in parts.items())
+    return NoRoom(
+        f"{limited_by}: the best plan found needs {size(curve.peak)} of {size(limit)} on rank "
+        f"{curve.rank} ({account}); use more stages on more ranks, more and so smaller "
+        "microbatches, schedule='search', which recomputes where memory is short, or a larger "
+        "limit",
+        curve.peak - limit,
     )

@@ -8,6 +8,7 @@ from random import Random
 import attrs
 
 from pfeife.data.schedule import Schedule
+from pfeife.data.units import size
 from pfeife.lowering.problem import Problem, fits, makespan, peak_memory
 from pfeife.sched.families.family import Family
 from pfeife.sched.search.anneal import Cooling, anneal
@@ -328,7 +329,7 @@ class Search:
     def _too_small(self) -> str:
         limits = self.problem.memory or ()
         short = [
-            f"rank {rank} needs {self.problem.smallest_memory(rank):g} bytes and has {limit:g}"
+            f"rank {rank} needs {size(self.problem.smallest_memory(rank))} and has {size(limit)}"
             for rank, limit in enumerate(limits[: self.problem.ranks])
             if self.problem.smallest_memory(rank) > limit
         ]

@@ -166,7 +166,7 @@ def test_the_fastest_cut_may_need_the_limit_to_the_byte():
         balanced, Account(work), ranks, machine=LINK, in_flight=flying, microbatches=3
     )
     assert asked(memory_limit=limit) == cut
-    with pytest.raises(NoRoom, match="lacks 1;"):
+    with pytest.raises(NoRoom, match="lacks 1 B;"):
         asked(memory_limit=limit - 1)
 
 
@@ -179,7 +179,7 @@ def test_too_many_stages():
     with pytest.raises(ValueError, match="4 stages, but the program has only 3 clusters"):
         cut((0, 1, 2, 3))
     # Parameters, sums of gradients, a gradient that is not yet added up; what is saved.
-    with pytest.raises(NoRoom, match=r"fits 10 bytes a rank: .* worst rank lacks 6"):
+    with pytest.raises(NoRoom, match=r"fits 10 B a rank: .* worst rank lacks 6 B"):
         cut((0, 1, 2), memory_limit=10)
-    with pytest.raises(NoRoom, match="fits 10 bytes"):
+    with pytest.raises(NoRoom, match="fits 10 B"):
         cut((0, 1, 2), machine=attrs.evolve(LINK, memory=10))

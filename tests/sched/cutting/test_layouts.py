@@ -51,7 +51,7 @@ def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
 def test_borders_that_are_closed_leave_no_room():
     """One border is open, so that other numbers of stages a rank have no cuts at all."""
     work = attrs.evolve(chain([10] * 4), blocked=frozenset({2, 3}))
-    with pytest.raises(NoRoom, match="the best lacks 10 bytes"):
+    with pytest.raises(NoRoom, match="the best lacks 10 B"):
         search_workload(Account(work), Constraints(CORE, 2, 2, 20), Budget.of(None, 1000))
 
 

@@ -33,7 +33,7 @@ def test_a_placement_in_which_nothing_fits_is_left_out():
     small, large = (equal(2, 2, memory=bytes_) for bytes_ in (0.5, 2.0))
     at, found = search_placements([small, large], work=WORK)
     assert at == 1 and fits(large, found.schedule)
-    with pytest.raises(ValueError, match="one microbatch alone does not fit: rank 0 needs 1 bytes"):
+    with pytest.raises(ValueError, match="one microbatch alone does not fit: rank 0 needs 1 B"):
         search_placements([small, small], work=WORK)
 
 
