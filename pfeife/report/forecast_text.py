@@ -95,10 +95,9 @@ def _ranks(found: Forecast, width: int) -> str:
 def _computing(found: Forecast) -> str:
     """What a rank computes in a step, of the seconds that its stages take."""
     each = found.microbatches // found.replicas
-    adding = max((one.adding_seconds for one in found.stages), default=0.0)
-    more = f", {1e3 * adding:.3g} ms at most for adding each but the first to gradients"
-    text = f"computes: its stages' forward and backward for {each} microbatches"
-    return f"{text}{more if adding else ''}"
+    adding = 1e3 * max((one.adding_seconds for one in found.stages), default=0.0)
+    more = f" + {each - 1} x adding (up to {adding:.3g} ms)" if adding else ""
+    return f"computes: {each} x (forward + backward){more}"
 
 
 def forecast_summary(found: Forecast) -> str:
