@@ -153,6 +153,7 @@ from pfeife._torch.tensors import (
     opened,
     overlap,
     plainly,
+    quiet_fakes,
     storage_of,
     views_of_memory,
 )
@@ -274,6 +275,7 @@ __all__ = [
     "placeholder_source",
     "plainly",
     "python_kernels",
+    "quiet_fakes",
     "record_of",
     "result_paths",
     "running_ddp",

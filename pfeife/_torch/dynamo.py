@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pfeife._torch.kernel_numbers import known_to_dynamo, numbers_for_kernels
+from pfeife._torch.tensors import quiet_fakes
 
 
 def translator() -> Any:
@@ -184,7 +185,7 @@ def willing(programs: int | None = None) -> Iterator[None]:
     if programs is not None:
         wanted["recompile_limit"] = programs
     known_to_dynamo()
-    with config.patch(wanted), numbers_for_kernels():
+    with config.patch(wanted), numbers_for_kernels(), quiet_fakes():
         yield
 
 

@@ -1,6 +1,7 @@
 """Tensors: those without storage, what looks at them, who shares them."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -52,9 +53,26 @@ __all__ = [
     "opened",
     "overlap",
     "plainly",
+    "quiet_fakes",
     "storage_of",
     "views_of_memory",
 ]
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """While torch does not log, at every level with all of its frames, that an operation on fake
+    tensors fails: who raises the error says so. If the logger moves: it does."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting")
+
+    log.addFilter(quiet)
+    try:
+        yield
+    finally:
+        log.removeFilter(quiet)
 
 
 def fake_tensor(

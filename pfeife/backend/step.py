@@ -180,7 +180,7 @@ class Step:
         except Exception as error:
             if self.reached:
                 raise
-            raise neither(self.refused, error) from error
+            raise neither(self.refused, error, call.cut) from error
         self.door = "trace"
         return self._told("trace", result)
 

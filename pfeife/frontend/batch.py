@@ -67,6 +67,17 @@ class Arguments:
         cut = [leaf.first.shape[leaf.dim] for leaf in self.leaves if leaf.dim is not None]
         return min(cut, default=0)
 
+    @property
+    def cut(self) -> str:
+        """What a microbatch has of the tensors, in words; "" where that is the whole batch."""
+        if self.microbatches == 1:
+            return ""
+        parts = (
+            f"{leaf.name} {list(leaf.first.shape)} of {list(leaf.whole.shape)}"
+            for leaf in self.leaves
+        )
+        return f"A microbatch has {', '.join(parts)}"
+
 
 class Indivisible(ValueError):
     """A batch that does not divide into the microbatches that were asked for; into `fits` it

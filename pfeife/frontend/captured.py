@@ -14,17 +14,32 @@ from pfeife.ir.sizes import broken_limit, sizes_of_shapes
 Door = Literal["dynamo", "trace"]  # how a step was captured
 
 
-def neither(dynamo: Exception, trace: Exception) -> Exception:
+def neither(dynamo: Exception, trace: Exception, cut: str = "") -> Exception:
     """What to say of a step that neither door takes; errors of the step's own are said as they
-    are."""
-    return RefusedByBoth(dynamo, trace) if isinstance(trace, ValueError) else trace
+    are, and what any door has to refuse, once. `cut` says what a microbatch has of the arguments,
+    on which a step may fail that runs on the whole batch."""
+    if not isinstance(trace, ValueError) or isinstance(trace, OwnBackward):
+        return trace
+    return RefusedByBoth(dynamo, trace, cut if isinstance(trace.__cause__, RuntimeError) else "")
+
+
+class OwnBackward(ValueError):
+    """Raised for a step that sets its parameters' gradients itself."""
+
+    def __init__(self, where: str):
+        super().__init__(
+            f"the step calls backward() or sets gradients itself{f' ({where})' if where else ''}: "
+            "compile what computes the loss and returns it; loss.backward(), optimizer.step() and "
+            "zero_grad() stay in the loop as they are"
+        )
 
 
 class RefusedByBoth(ValueError):
     """Raised for a step that neither door takes, with what each of them has said."""
 
-    def __init__(self, dynamo: Exception, trace: Exception):
-        super().__init__(f"{dynamo}; nor by running it without torch.compile: {trace}")
+    def __init__(self, dynamo: Exception, trace: Exception, cut: str):
+        more = f". {cut}; if that is not right, say with in_dims where the batch is" if cut else ""
+        super().__init__(f"{dynamo}; nor by running it without torch.compile: {trace}{more}")
         self.doors: dict[str, str] = {"dynamo": str(dynamo), "trace": str(trace)}
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from types import CodeType, TracebackType
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from pfeife import _torch
 from pfeife.frontend.answers import Answer, Answering, Known, Noting, Spelling
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.captured import OwnBackward
 from pfeife.frontend.data_writes import DataWrites
 from pfeife.frontend.executed import Executed, noting
 from pfeife.frontend.fake_run import (
@@ -176,6 +178,8 @@ class _Tracer:
                 "the step seeds torch's default generator, or draws from it for tensors that do "
                 "not depend on its arguments: seed outside of the step"
             )
+        if any(one.is_leaf and one.grad is not None for one in self.values.values()):
+            raise OwnBackward("")
         fixed = self.opening.fixed()
         if self.kernels and found.of_data:
             raise _OfData
@@ -187,10 +191,10 @@ class _Tracer:
         seen, held, executed = Seen(), Held(self.places, self.values), Executed()
         symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
-        numbers = _torch.numbers_for_kernels()
+        numbers, quiet = _torch.numbers_for_kernels(), _torch.quiet_fakes()
         # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
         kernels = _torch.python_kernels() if self.kernels else Resizing()
-        run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers)
+        run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers, quiet)
         with ExitStack() as stack:
             for one in run:
                 stack.enter_context(one)
@@ -419,12 +423,23 @@ def plain_reason(error: Exception) -> Exception:
     if isinstance(error, ValueError) and "could not be traced" in str(error):
         return error
     where = user_line(error.__traceback__)
+    if _runs(error.__traceback__, torch.autograd.backward.__code__):
+        return OwnBackward(where)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     asks = _torch.asks_for_values(error)
     if asks:
         text = f"it asks for the value of a tensor ({text.split('. ')[0]})"
     kind = _Asks if asks else ValueError
     return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
+
+
+def _runs(trace: TracebackType | None, code: CodeType) -> bool:
+    """Whether an error was raised while a function ran."""
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class _Fixed(Exception):

@@ -218,3 +218,17 @@ def test_a_parameter_without_influence(dtype, replicas):
     expected, scale.grad = scale.grad, None
     pfeife.compile(step, microbatches=4, replicas=replicas)(x).backward()
     assert scale.grad.dtype == dtype and torch.equal(scale.grad, expected)
+
+
+@pytest.mark.parametrize("capture", ["auto", "trace"])
+def test_a_cut_that_a_step_cannot_take_says_what_a_microbatch_has(capture, capfd):
+    """Rather than torch's log with the frames of every level, twice."""
+    net = nn.Linear(8, 1)
+    step = pfeife.compile(
+        lambda x, more: (net(x) + more).square().mean(),
+        **{"microbatches": 2, "stages": 1, "in_dims": (0, 1), "capture": capture},
+    )
+    words = r"A microbatch has x \[2, 8\] of \[4, 8\], more \[4, 2\] of \[4, 4\]; .*in_dims"
+    with pytest.raises(ValueError, match=words if capture == "auto" else "broadcast"):
+        step(torch.ones(4, 8), torch.ones(4, 4))
+    assert "Traceback" not in capfd.readouterr().err

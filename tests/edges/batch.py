@@ -744,3 +744,54 @@ def rows_of_a_result_that_no_rule_tells():
 
     found = pfeife.compile(step, microbatches=2)(x)["spectrum"]
     assert torch.equal(found, torch.cat([step(part)["spectrum"] for part in x.chunk(2)]))
+
+
+def _sets(how):
+    """A step that makes the gradients of its parameters itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(x):
+        loss = model(x).square().mean()
+        how(model, loss)
+        return loss
+
+    return pfeife.compile(step, microbatches=2, stages=2)(torch.ones(4, 8))
+
+
+OWN = "the step calls backward() or sets gradients itself"
+
+
+@row(OWN, ranks=(1, 2))
+def a_step_with_a_backward_of_its_own():
+    _sets(lambda model, loss: loss.backward(retain_graph=True))
+
+
+@row(OWN)
+def a_step_with_a_backward_of_its_own_that_clears_gradients_first():
+    def run(model, loss):
+        model.zero_grad()
+        torch.autograd.backward([loss], retain_graph=True)
+
+    _sets(run)
+
+
+@row(OWN)
+def a_step_that_sets_gradients():
+    def run(model, loss):
+        found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient
+
+    _sets(run)
+
+
+@row(OWN)
+def a_step_with_an_optimizer():
+    def run(model, loss):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+
+    _sets(run)
