@@ -8,6 +8,7 @@ import torch
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
+from pfeife.frontend.user_lines import is_torchs
 from pfeife.ir.program import Port, Program, Role
 from pfeife.ir.sizes import broken_limit, sizes_of_shapes
 
@@ -20,7 +21,7 @@ def neither(dynamo: Exception, trace: Exception, cut: str = "") -> Exception:
     on which a step may fail that runs on the whole batch."""
     if not isinstance(trace, ValueError) or isinstance(trace, OwnBackward):
         return trace
-    return RefusedByBoth(dynamo, trace, cut if isinstance(trace.__cause__, RuntimeError) else "")
+    return RefusedByBoth(dynamo, trace, cut if is_torchs(trace.__cause__) else "")
 
 
 class OwnBackward(ValueError):
@@ -35,11 +36,14 @@ class OwnBackward(ValueError):
 
 
 class RefusedByBoth(ValueError):
-    """Raised for a step that neither door takes, with what each of them has said."""
+    """Raised for a step that neither door takes, with what each of them has said; in the message
+    stands once what fails in both."""
 
     def __init__(self, dynamo: Exception, trace: Exception, cut: str):
         more = f". {cut}; if that is not right, say with in_dims where the batch is" if cut else ""
-        super().__init__(f"{dynamo}; nor by running it without torch.compile: {trace}{more}")
+        both = f"{dynamo}; nor by running it without torch.compile: {trace}"
+        same = is_torchs(trace.__cause__) and str(trace.__cause__).split("\n")[0] in str(dynamo)
+        super().__init__(f"{trace if same else both}{more}")
         self.doors: dict[str, str] = {"dynamo": str(dynamo), "trace": str(trace)}
 
 

@@ -29,6 +29,14 @@ def user_line(trace: TracebackType | None) -> str:
     return found
 
 
+def is_torchs(error: BaseException | None) -> bool:
+    """Whether one of torch's operations has failed, rather than that a step raises an error."""
+    last = error.__traceback__ if isinstance(error, RuntimeError) else None
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_filename.startswith(OURS)
+
+
 def place(code: CodeType, line: int) -> str:
     """A line as Python's tracebacks say it."""
     return f'File "{code.co_filename}", line {line}, in {code.co_name}'
