@@ -175,6 +175,8 @@ def written(one: Operation) -> Rows:
     """slice_scatter, select_scatter: a part of a tensor, in another dimension than that of the
     rows, with other values."""
     base, part = one.of("self"), one.of("src")
+    if one.name == "slice_scatter" and shape_of(one.arguments["src"]) == one.shape:
+        return part  # nothing is left of the tensor
     dim = one.arguments["dim"] % len(one.shape)
     if part.dim is not None and one.name == "select_scatter":
         part = attrs.evolve(part, dim=part.dim + (dim <= part.dim))
@@ -206,7 +208,8 @@ def like(one: Operation) -> Rows:
 def drawn(one: Operation) -> Rows:
     """Random numbers, as many as a tensor has, of a distribution with the same figures in every
     microbatch."""
-    figures = [one.number(name) for name in ("from", "to", "mean", "std") if name in one.arguments]
+    names = ("from", "to", "mean", "std", "lambd")
+    figures = [one.number(name) for name in names if name in one.arguments]
     if any(moves(figure) for figure in figures):
         raise Stuck
     return attrs.evolve(like(one), maybe=frozenset().union(*(one.maybe for one in figures)))

@@ -69,7 +69,7 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     ),
     **_table(
         "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll "
-        "kthvalue index_select",
+        "kthvalue index_select glu",
         elements.along,
     ),
     **_table("native_layer_norm _fused_rms_norm rms_norm", elements.normalised),
@@ -86,8 +86,13 @@ RULES: dict[str, Rule] = ARITHMETIC | {
     **_table("copy", shapes.copied),
     **_table("new_zeros new_ones new_full new_empty", elements.made),
     **_table("zeros_like ones_like full_like empty_like rand_like randn_like fill", shapes.like),
-    **_table("native_dropout bernoulli dropout", elements.pointwise),
-    **_table("uniform normal_functional", shapes.drawn),
+    **_table(
+        "native_dropout bernoulli dropout hardswish log_sigmoid_forward polar complex "
+        "_prelu_kernel hardswish_backward hardsigmoid_backward elu_backward softplus_backward "
+        "leaky_relu_backward hardtanh_backward mish_backward",
+        elements.pointwise,  # which torch does not mark so
+    ),
+    **_table("uniform normal_functional exponential", shapes.drawn),
     **_table("embedding", shapes.looked_up),
     **_table("gather scatter scatter_add", shapes.gathered),
     **_table("index", shapes.indexed),

@@ -91,6 +91,12 @@ TOLD = [
     ("mean", BATCH, lambda x, y: NET.one(x)[:, None].expand(-1, 2, -1).mean()),
     ("mean", BATCH, lambda x, y: (NET.one(x) / 2).sigmoid().mean()),  # two rows, but no count
     ("mean", IMAGES, lambda x, y: F.interpolate(NET.image[0](x), scale_factor=2).square().mean()),
+    ("mean", BATCH, lambda x, y: F.hardswish(NET.one(x)).mean()),
+    ("mean", BATCH, lambda x, y: F.glu(NET.one(x)).square().mean()),
+    ("mean", BATCH, lambda x, y: -F.logsigmoid(NET.one(x) - NET.two(x)).mean()),
+    ("mean", BATCH, lambda x, y: F.prelu(NET.one(x), NET.one.bias).mean()),
+    ("mean", BATCH, lambda x, y: torch.polar(NET.one(x).abs(), NET.two(x)).abs().mean()),
+    ("mean", BATCH, lambda x, y: F.gumbel_softmax(NET.one(x), hard=True).square().mean()),
     # by the targets that are not ignored, or by a mask
     ("weighted", IMAGES, lambda x, y: F.cross_entropy(NET.image(x), y)),
     ("weighted", SEQUENCES, words),
@@ -130,6 +136,9 @@ UNKNOWN = [
     (BATCH, lambda x, y: NET.one(x).square().sum() * x.sum()),
     (BATCH, lambda x, y: (NET.one(x) / len(x)).sum() / len(x)),
     (BATCH, lambda x, y: (NET.one(x) * CLASSES.expand(2, 4)).sum() / 128),  # no more than two rows
+    (BATCH, lambda x, y: F.glu(NET.one(x), 0).sum()),
+    (BATCH, lambda x, y: F.hardswish(NET.one(x).sum(0)).sum()),
+    (BATCH, lambda x, y: -F.logsigmoid(NET.one(x).mean(0)).sum()),
     # numbers
     (BATCH, lambda x, y: NET.one(x).square().sum() / len(x) ** 2),
     (BATCH, lambda x, y: NET.one(x).square().sum() / torch.ones(len(x), len(x)).sum()),
