@@ -8,9 +8,9 @@ from typing import Literal, TypedDict
 import torch
 
 from pfeife.backend.declared import Sizes
-from pfeife.backend.meter import OnStep
 from pfeife.backend.options import Batch, Capture
 from pfeife.compilers import Compiler
+from pfeife.data.figures import OnStep
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer

@@ -5,17 +5,18 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
 from pfeife import report
 from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.builder import Builder
 from pfeife.backend.compiled import Compiled, worst_at
 from pfeife.backend.decide import Place, Planned, costs_of, planned, scheduling
 from pfeife.backend.declared import declared_sizes, with_marks
-from pfeife.backend.given import boundaries, described
+from pfeife.backend.given import boundaries, described, guarded
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
 from pfeife.backend.residence import devices_of
@@ -60,10 +61,42 @@ from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.by_family import Scheduling, splits
 
-if TYPE_CHECKING:
-    from pfeife.backend.builder import Builder
-
 log = logging.getLogger("pfeife")
+
+
+def build_step(
+    builder: Builder,
+    graph: Graph,
+    args: Sequence[Any],
+    world: World | None,
+    device: torch.device,
+    show: Shown,
+    artifacts: Artifacts,
+    earlier: Sequence[Planned] = (),
+) -> Compiled:
+    """What runs a graph's step on the given shapes, by the plan of an `earlier` build if that is of
+    the same program. Raises ValueError on all ranks for what cannot be built."""
+    options = builder.options
+    if options.runtime is not None and (world or options.devices):
+        raise ValueError(
+            f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
+            "where devices are its own matter; leave it out under torchrun, and devices with it"
+        )
+    passes = guarded(options.passes)
+    return Build(builder, graph, args, world, device, show, artifacts, passes, earlier).compiled()
+
+
+def estimated_seconds(
+    builder: Builder, graph: Graph, args: Sequence[Any], artifacts: Artifacts
+) -> float | None:
+    """What a graph that is not cut would take, by estimate; None if it cannot be captured."""
+    show = Shown(log, logging.DEBUG)
+    build = Build(builder, graph, args, None, torch.device("cpu"), show, artifacts, {})
+    try:
+        return build.seconds()
+    except ValueError as error:
+        log.debug("the time of a graph is not known: %s", error)
+        return None
 
 
 @attrs.frozen(eq=False)
@@ -74,7 +107,7 @@ class Build:
     (flat)      (clusters)         (stages, ranks)
     """
 
-    builder: "Builder"
+    builder: Builder
     graph: Graph
     args: Sequence[Any]
     world: World | None

@@ -5,19 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
 
-from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.build import Build
 from pfeife.backend.compiled import Compiled
-from pfeife.backend.decide import Planned
-from pfeife.backend.given import described, guarded
-from pfeife.backend.graphs import Graph
+from pfeife.backend.given import described
 from pfeife.backend.layout import laid_out
 from pfeife.backend.options import Options
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
-from pfeife.data.progress import Shown
 from pfeife.ir.program import Program, Role
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
@@ -45,38 +39,6 @@ class Builder:
         """All options that every rank must be given alike; files by what is in them."""
         target, links = described(self.machine), described(self.network)
         return f"{self.options}\noption machine: {target}\noption network: {links}"
-
-    def build(
-        self,
-        graph: Graph,
-        args: Sequence[Any],
-        world: World | None,
-        device: torch.device,
-        show: Shown,
-        artifacts: Artifacts,
-        earlier: Sequence[Planned] = (),
-    ) -> Compiled:
-        """What runs a graph's step on the given shapes, by the plan of an `earlier` build if that
-        is of the same program. Raises ValueError on all ranks for what cannot be built."""
-        options = self.options
-        if options.runtime is not None and (world or options.devices):
-            raise ValueError(
-                f"option runtime={described(options.runtime)}: it runs all ranks in one process, "
-                "where devices are its own matter; leave it out under torchrun, and devices with it"
-            )
-        passes = guarded(options.passes)
-        given = (self, graph, args, world, device, show, artifacts, passes)
-        return Build(*given, earlier).compiled()
-
-    def seconds(self, graph: Graph, args: Sequence[Any], artifacts: Artifacts) -> float | None:
-        """What a graph that is not cut would take, by estimate; None if it cannot be captured."""
-        show = Shown(log, logging.DEBUG)
-        build = Build(self, graph, args, None, torch.device("cpu"), show, artifacts, {})
-        try:
-            return build.seconds()
-        except ValueError as error:
-            log.debug("the time of a graph is not known: %s", error)
-            return None
 
     def mesh(self, world: World) -> Mesh:
         """Raises Refusal for a mesh of another number of ranks."""

@@ -1,68 +1,35 @@
 """torch.compile's entry: from Dynamo's graph to a pipelined step that autograd can use."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Unpack
 
-import attrs
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.asked import Asked
-from pfeife.backend.builder import Builder
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.context import Context
 from pfeife.backend.graphs import BatchedGraph
-from pfeife.backend.meter import Meter
-from pfeife.backend.options import Options, options_from, versions
+from pfeife.backend.options import Options, options_from
 from pfeife.backend.piece_steps import PieceSteps
-from pfeife.backend.pieces import Parts, Piece
+from pfeife.backend.pieces import Piece
 from pfeife.backend.reached import hooks_of
 from pfeife.backend.steps import Steps
-from pfeife.cost import machine
-from pfeife.data import plain
-from pfeife.data.machine import Machine
-from pfeife.data.network import Network
 from pfeife.frontend.arguments import text_of
 from pfeife.frontend.dynamo import compiled_too_often
 from pfeife.frontend.results import Key
 from pfeife.runtime.distributed.process_group import is_one_of_several
-from pfeife.runtime.distributed.world import World
 
 
-class Backend:
-    """A compile backend with its options bound. `compiled` lists what it has built and keeps."""
+class Backend(Context):
+    """A compile backend with its options bound."""
 
     def __init__(self, options: Options):
-        self.options = options
-        self.compiled: list[Compiled] = []
+        super().__init__(options)
         self.losses: dict[Any, Key] = {}  # by frames, for calls without gradients
-        # Of a step that Dynamo has broken: with gradients, and without.
-        self.parts = {True: Parts(), False: Parts()}
         self.rows = WeakIdKeyDictionary()  # where the batch is in what these have returned
         self.broken: tuple[str, str] | None = None  # the last break, as `graph_break` has it
-        given = options.machine
-        target = given if isinstance(given, Machine | None) else machine(given)
-        links = options.network
-        network = links if isinstance(links, Network | None) else _measured(links)
-        self.builder = Builder(options, target, network)
-        self.alike = [*versions(), self.builder.asked]  # on every rank
-        self.meter = Meter(options.log_every, options.on_step, target, options.optimizer)
-        self.known: dict[tuple[bool, int], Options] = {}
         self.graphs: dict[str, Steps] = {}  # by what they compute
-
-    def options_for(self, world: World | None, microbatches: int | None = None) -> Options:
-        """The options of a call, which may be cut into fewer microbatches than others. One process
-        is given the batch of all replicas."""
-        count = self.options.microbatches if microbatches is None else microbatches
-        key = world is None, count
-        if key not in self.known:
-            batch = self.options.batch if world else "global"
-            same = (count, batch) == (self.options.microbatches, self.options.batch)
-            made = attrs.evolve(self.options, microbatches=count, batch=batch)
-            self.known[key] = self.options if same else made
-        return self.known[key]
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Any], **_: Any) -> Callable:
         """Called by Dynamo with a graph of the whole batch; the program is built at the first call
@@ -156,15 +123,6 @@ def _raising(error: Exception) -> Callable[..., Any]:
         raise error.with_traceback(None)
 
     return refuse
-
-
-def _measured(path: str | os.PathLike[str]) -> Network:
-    try:
-        return plain.load(Network, Path(path))
-    except OSError as error:
-        raise ValueError(
-            f"option network={str(path)!r}: {error.strerror}; `pfeife bench-network` writes one"
-        ) from None
 
 
 def backend(**options: Unpack[Asked]) -> Backend:

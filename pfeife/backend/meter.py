@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pfeife.backend.compiled import Compiled
 from pfeife.cost import default_machine, flops_of, memory_curves
-from pfeife.data.figures import StepFigures, mean_of
+from pfeife.data.figures import OnStep, StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.ir.batch import rows_and_tokens
@@ -20,12 +21,8 @@ from pfeife.report.step_line import step_line
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
 
-if TYPE_CHECKING:
-    from pfeife.backend.compiled import Compiled
-
 log = logging.getLogger("pfeife")
 MOST_SIZES = 64  # of which figures of one program are kept
-OnStep = Callable[[StepFigures], object]
 Figures = tuple[tuple[float, ...], tuple[int, ...]]  # of ranks: seconds of waiting, peaks
 
 
@@ -87,7 +84,7 @@ class Meter:
 
     def note(
         self,
-        compiled: "Compiled",
+        compiled: Compiled,
         measured: Figures,
         seconds: float,
         sizes: Mapping[str, int],
@@ -130,7 +127,7 @@ class Meter:
             if self.on_step is not None:
                 self.on_step(figures)
 
-    def _known(self, compiled: "Compiled", sizes: Mapping[str, int]) -> StepFigures:
+    def _known(self, compiled: Compiled, sizes: Mapping[str, int]) -> StepFigures:
         program, count = resized(compiled.program, sizes), compiled.microbatches
         device = next((p.device for p in program.ports(Role.PARAMETER)), torch.device("cpu"))
         machine = self.machine or default_machine(device)
@@ -150,7 +147,7 @@ class Meter:
             account_bytes=peaks,
         )
 
-    def _peaks(self, compiled: "Compiled", program: Program) -> tuple[int, ...]:
+    def _peaks(self, compiled: Compiled, program: Program) -> tuple[int, ...]:
         """Bytes of every rank of the world at its peak, by the account."""
         pipeline = compiled.pipeline
         ranks = len(compiled.schedule.ranks)

@@ -32,8 +32,8 @@ from pfeife.backend.given import (
     passes_of,
     plan_of,
 )
-from pfeife.backend.meter import OnStep
 from pfeife.compilers import Compiler, checked, compiler_name
+from pfeife.data.figures import OnStep
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
 from pfeife.data.optimizers import Optimizer, optimizer_name, optimizer_of

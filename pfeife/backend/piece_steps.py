@@ -2,13 +2,15 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
+from pfeife.backend.build import estimated_seconds
 from pfeife.backend.builder import Builder
 from pfeife.backend.compiled import Compiled
+from pfeife.backend.context import Context
 from pfeife.backend.options import Options
 from pfeife.backend.pieces import Part, Parts, Piece
 from pfeife.backend.steps import Steps, is_trained
@@ -18,9 +20,6 @@ from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
-
-if TYPE_CHECKING:
-    from pfeife.backend.entry import Backend
 
 log = logging.getLogger("pfeife")
 MOST_SHAPES = 16  # for which one graph of several is built, where it may run as it is
@@ -33,7 +32,7 @@ class PieceSteps(Steps):
     cannot be cut. On ranks that runs with one microbatch, on its stages or on one rank.
     """
 
-    def __init__(self, backend: "Backend", piece: Piece, name: str, broken: tuple[str, str]):
+    def __init__(self, backend: Context, piece: Piece, name: str, broken: tuple[str, str]):
         super().__init__(backend, piece, name)
         self.piece, self.broken = piece, broken
         self.whole: set[tuple] = set()  # the shapes of which it runs as it is
@@ -139,7 +138,9 @@ class PieceSteps(Steps):
         known = self.parts.found.get(self)
         options = _one_microbatch(self.backend.options)
         builder = attrs.evolve(self.backend.builder, options=options)
-        seconds = known.seconds if known else builder.seconds(self.piece, args, self.artifacts)
+        seconds = (
+            known.seconds if known else estimated_seconds(builder, self.piece, args, self.artifacts)
+        )
         return Part(f"runs whole, since {why}", seconds, self.broken)
 
     def _note_whole(self, args: Sequence[Any], why: str) -> None:

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
 from pfeife import report
+from pfeife.backend.compiled import Compiled
+from pfeife.backend.context import Context
 from pfeife.data import files
 from pfeife.data.advice import advice
 from pfeife.data.optimizers import optimizer_name
@@ -23,24 +25,18 @@ from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.profile import profile, profile_memory
 
-if TYPE_CHECKING:
-    from pfeife.backend.compiled import Compiled
-    from pfeife.backend.entry import Backend
-
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Measured(Refusal):
     """Ends a call that was to be measured, on all ranks, before it has written anything."""
 
-    def __init__(self, compiled: "Compiled", run: report.Run):
+    def __init__(self, compiled: Compiled, run: report.Run):
         super().__init__("the call was measured")
         self.compiled, self.run = compiled, run
 
 
-def measure(
-    compiled: "Compiled", state: State, microbatches: Sequence[Any], **options: Any
-) -> None:
+def measure(compiled: Compiled, state: State, microbatches: Sequence[Any], **options: Any) -> None:
     """Runs a step twice, once to warm up, and raises what was measured (`Measured`; collective).
     Raises ValueError for a runtime of the caller's, or several replicas in one process."""
     pipeline = compiled.pipeline
@@ -63,7 +59,7 @@ def measure(
 def write_report(
     path: str | os.PathLike[str],
     name: str,
-    backend: "Backend",
+    backend: Context,
     run: Run,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -88,7 +84,7 @@ def _short(name: str) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _command(name: str, backend: "Backend") -> str:
+def _command(name: str, backend: Context) -> str:
     """How a step was compiled: with which options, where they are not those that hold anyway."""
     options, usual = backend.options, type(backend.options)()
     said = [_short(name)]
@@ -101,7 +97,7 @@ def _command(name: str, backend: "Backend") -> str:
 
 
 def measured(
-    backend: "Backend", run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    backend: Context, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Measured:
     """A call of a step as it was measured, which leaves nothing behind (collective)."""
     meter = backend.meter
@@ -117,7 +113,7 @@ def measured(
 
 
 def page_of(
-    compiled: "Compiled", name: str, measured: report.Run | None = None, command: str = ""
+    compiled: Compiled, name: str, measured: report.Run | None = None, command: str = ""
 ) -> str:
     """The page of what was compiled by a command, with what a step of it took where that was
     measured."""

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -13,9 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import build_step
 from pfeife.backend.builder import Builder
 from pfeife.backend.changed import agree_on_changed
 from pfeife.backend.compiled import Compiled
+from pfeife.backend.context import Context
 from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
 from pfeife.backend.options import Options
@@ -33,9 +35,6 @@ from pfeife.runtime.distributed.world import World, checksum
 from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal
 
-if TYPE_CHECKING:
-    from pfeife.backend.entry import Backend
-
 log = logging.getLogger("pfeife")
 Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
 _ARGUMENTS = "the arguments of this call"
@@ -47,7 +46,7 @@ class Steps:
     shapes, numbers and count of microbatches. All ranks keep the same ones, as they make the same
     calls. `settle` brings state, with its names, to devices before a program runs."""
 
-    def __init__(self, backend: "Backend", graph: Graph, name: str, settle: Settle | None = None):
+    def __init__(self, backend: Context, graph: Graph, name: str, settle: Settle | None = None):
         self.backend, self.graph, self.name, self.settle = backend, graph, name, settle
         self.artifacts = Artifacts(_torch.compilation())
         self.known: dict[tuple, Compiled] = {}  # what was used last is the last
@@ -203,7 +202,7 @@ class Steps:
     ) -> Compiled:
         device = self._device(args)
         earlier = [(compiled.clusters, compiled.plan) for compiled in self.backend.compiled]
-        return builder.build(self.graph, args, world, device, show, self.artifacts, earlier)
+        return build_step(builder, self.graph, args, world, device, show, self.artifacts, earlier)
 
     def _summary(self, compiled: Compiled) -> str:
         return compiled.summary

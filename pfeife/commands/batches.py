@@ -2,20 +2,32 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from pfeife.commands.models import Wanted
 
 SEQUENCE = 2048
 Sizes = dict[str, tuple[tuple[int, ...], str]]  # of a row, and the dtype, by the names of inputs
 
 
+@attrs.frozen
+class Wanted:
+    """What was said about a step: `settings` of its configuration or function, rows and tokens,
+    further inputs by name (sizes of a row, dtype), and the type to compute in."""
+
+    what: str
+    settings: Mapping[str, Any]
+    rows: int
+    batch: int | None
+    sequence: int | None
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    dtype: torch.dtype
+
+
 def batch_of(
-    model: nn.Module, wanted: "Wanted", rows: int, device: torch.device
+    model: nn.Module, wanted: Wanted, rows: int, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]:
     """What a model is called with: tensors of so many rows (some in dictionaries), what is the same
     in every call, and the tensors alone by their paths. Raises ValueError if a model says too
@@ -102,7 +114,7 @@ class _Config:
         return default
 
 
-def _text(takes: Mapping[str, Any], said: _Config, wanted: "Wanted") -> Sizes:
+def _text(takes: Mapping[str, Any], said: _Config, wanted: Wanted) -> Sizes:
     if "input_ids" not in takes:
         return {}
     most = said("max_position_embeddings", "n_positions", default=SEQUENCE)
@@ -120,7 +132,7 @@ def _image(takes: Mapping[str, Any], said: _Config) -> Sizes:
     return found
 
 
-def _diffusion(takes: Mapping[str, Any], said: _Config, wanted: "Wanted") -> Sizes:
+def _diffusion(takes: Mapping[str, Any], said: _Config, wanted: Wanted) -> Sizes:
     """A denoiser: a noisy sample, its time, and what it is conditioned on."""
     side, channels = said("sample_size"), said("in_channels")
     if not {"sample", "timestep"} <= set(takes) or side is None or channels is None:

@@ -19,6 +19,7 @@ import attrs
 import torch
 from torch import nn
 
+from pfeife.commands.batches import Wanted, batch_of
 from pfeife.data import files, plain
 
 LIBRARIES = ("transformers", "diffusers")
@@ -34,20 +35,6 @@ class Asked:
     kwargs: dict[str, Any]
     key: str | None = None
     note: str = ""
-
-
-@attrs.frozen
-class Wanted:
-    """What was said about a step: `settings` of its configuration or function, rows and tokens,
-    further inputs by name (sizes of a row, dtype), and the type to compute in."""
-
-    what: str
-    settings: Mapping[str, Any]
-    rows: int
-    batch: int | None
-    sequence: int | None
-    inputs: Mapping[str, tuple[tuple[int, ...], str]]
-    dtype: torch.dtype
 
 
 def asked(wanted: Wanted, *, real: bool = False) -> Asked:
@@ -265,8 +252,6 @@ def _diffusers(kind: Any, settings: Mapping[str, Any]) -> tuple[str, Make]:
 
 def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> Asked:
     """A model with a batch and a loss."""
-    from pfeife.commands.batches import batch_of
-
     words, make = made
     device = torch.device("cpu" if real else "meta")
     with device, _default(wanted.dtype):

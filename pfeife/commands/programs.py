@@ -13,7 +13,8 @@ import attrs
 import torch
 
 from pfeife import _torch
-from pfeife.commands.models import Asked, Wanted, asked
+from pfeife.commands.batches import Wanted
+from pfeife.commands.models import Asked, asked
 from pfeife.commands.words import PRECISIONS
 from pfeife.data import files, plain
 from pfeife.data.progress import Shown, shown

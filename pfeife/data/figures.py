@@ -1,6 +1,6 @@
 """What a step has taken, measured on all ranks: data for a callback, and for a line of the log."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -74,6 +74,9 @@ class StepFigures:
         """The rank that waits longest, None where that is not measured."""
         seconds = self.waiting_seconds
         return seconds.index(max(seconds)) if seconds else None
+
+
+OnStep = Callable[[StepFigures], object]
 
 
 def mean_of(figures: Sequence[StepFigures]) -> StepFigures:
