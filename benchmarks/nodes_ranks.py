@@ -18,7 +18,7 @@ from pfeife import sched
 from pfeife.cost import machine, measure
 from pfeife.cost.network import bench_network
 from pfeife.data.network import Network
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.runtime.distributed.process_group import join_world, leave_world
 
 LAYERS, NARROW = 12, 5  # after so many layers values are narrow: an even cut is elsewhere

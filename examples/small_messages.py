@@ -12,7 +12,7 @@ from gpt import GPT
 
 import pfeife
 from pfeife import sched
-from pfeife.ir.program import receive, send
+from pfeife.ir.nodes import receive, send
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass
 

@@ -22,7 +22,8 @@ from pfeife.frontend.deferred import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.from_graph import from_graph
-from pfeife.ir.program import Call, Kind, Port, Program, Role
+from pfeife.ir.parts import Call, Kind, Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 from pfeife.passes import (
     History,

@@ -18,7 +18,8 @@ from pfeife.data.replicas import DataParallel, Replicas
 from pfeife.data.schedule import Schedule
 from pfeife.frontend.capture import capture
 from pfeife.frontend.capture_cache import Folder
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower
 from pfeife.lowering.verify import verify_schedule
 from pfeife.passes import annotate, fuse, master_weights, record, split_backward

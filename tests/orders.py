@@ -8,7 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from pfeife.data.schedule import Action, Do, Schedule
-from pfeife.ir.program import Reduction
+from pfeife.ir.parts import Reduction
 from pfeife.lowering.lower import chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families import forward_only, gpipe, one_f_one_b

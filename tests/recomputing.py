@@ -8,7 +8,7 @@ from programs import CPU_CORE, captured, clusters
 
 import pfeife
 from pfeife import sched
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.sched.cutting import choose_recompute
 
 # So slow at products that "selective" does none of them again.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pfeife.cost.body import Storage
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.sched.cutting.workload import Flow, Workload
 
 

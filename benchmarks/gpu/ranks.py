@@ -28,7 +28,7 @@ from gpu.correctness import REPLICATED, fused, ranks_of  # noqa: E402
 from gpu.rows import Setting, Wrong  # noqa: E402
 from gpu.workers import serve  # noqa: E402
 from pfeife.data.machine import Mesh  # noqa: E402
-from pfeife.ir.program import Reduction  # noqa: E402
+from pfeife.ir.parts import Reduction  # noqa: E402
 from pfeife.lowering.buckets import Bucket  # noqa: E402
 from pfeife.runtime.distributed.elsewhere import is_here  # noqa: E402
 from pfeife.runtime.distributed.pipeline import DistributedPipeline  # noqa: E402

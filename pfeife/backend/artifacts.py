@@ -12,7 +12,8 @@ from pfeife.data import plain
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
-from pfeife.ir.program import Premise, Program
+from pfeife.ir.parts import Premise
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Recorded
 
 

@@ -33,7 +33,8 @@ from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.first_call import check_first_call
 from pfeife.frontend.other_rows import check_traced
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import resized
 from pfeife.lowering.buckets import largest_share
 from pfeife.lowering.lower import lower

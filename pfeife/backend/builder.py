@@ -12,7 +12,8 @@ from pfeife.backend.layout import laid_out
 from pfeife.backend.options import Options
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World

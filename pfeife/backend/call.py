@@ -17,7 +17,8 @@ from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, State, divisors
-from pfeife.ir.program import STATE_ROLES, Port, Program, Role
+from pfeife.ir.parts import STATE_ROLES, Port, Role
+from pfeife.ir.program import Program
 from pfeife.runtime.distributed.elsewhere import arrived
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.world import World
 
 

@@ -18,7 +18,8 @@ from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Watched
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.world import World

@@ -12,7 +12,7 @@ import torch
 from pfeife import _torch
 from pfeife.frontend.batch import Leaf
 from pfeife.frontend.captured import Captured
-from pfeife.ir.program import Port
+from pfeife.ir.parts import Port
 from pfeife.ir.sizes import broken_limit, captured_sizes
 
 Sizes = Mapping[str, Mapping[int, int]]  # by the names of arguments and by dimensions

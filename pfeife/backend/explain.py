@@ -23,7 +23,9 @@ from pfeife.frontend.captured import Door, RefusedByBoth, taken
 from pfeife.frontend.dynamo import plain_error
 from pfeife.frontend.untouched import untouched
 from pfeife.ir.flops import node_flops
-from pfeife.ir.program import Kind, Premise, Program, node_bytes, source_line
+from pfeife.ir.nodes import node_bytes, source_line
+from pfeife.ir.parts import Kind, Premise
+from pfeife.ir.program import Program
 from pfeife.passes.fuse import module_path
 
 Entry = Literal["pfeife.compile", "torch.compile"]

@@ -15,7 +15,8 @@ from pfeife.backend.meter import Meter
 from pfeife.backend.options import Options
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Captured
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.runtime.distributed.rank_zero import Sent
 
 log = logging.getLogger("pfeife")

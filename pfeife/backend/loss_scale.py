@@ -25,7 +25,8 @@ import attrs
 import torch
 
 from pfeife.ir.evaluate import Result, State
-from pfeife.ir.program import Port, Program
+from pfeife.ir.parts import Port
+from pfeife.ir.program import Program
 from pfeife.ir.underflow import underflows
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.heartbeat import Doing

@@ -15,7 +15,8 @@ from pfeife.data.figures import OnStep, StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.optimizers import Optimizer
 from pfeife.ir.batch import rows_and_tokens
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import resized
 from pfeife.report.step_line import step_line
 from pfeife.runtime.distributed.pipeline import DistributedPipeline

@@ -15,7 +15,7 @@ from pfeife.backend.options import Options
 from pfeife.backend.pieces import Part, Parts, Piece
 from pfeife.backend.steps import Steps, is_trained
 from pfeife.data.progress import Shown, shown
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.world import World

@@ -26,7 +26,8 @@ from pfeife.frontend.dynamo import copied
 from pfeife.frontend.reductions import derive
 from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.value import Unknown
-from pfeife.ir.program import Port, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.failure import PipelineError
 

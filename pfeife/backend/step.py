@@ -35,7 +35,7 @@ from pfeife.frontend.presented import Presented
 from pfeife.frontend.traced import kind_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.frontend.untouched import set_states, torchs_states
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World

@@ -26,7 +26,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.foreign import version_of
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.rank_zero import Sent

@@ -13,7 +13,8 @@ import torch
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.expected import close
 from pfeife.ir.evaluate import Result, evaluate
-from pfeife.ir.program import STATE_ROLES, Program, Role
+from pfeife.ir.parts import STATE_ROLES, Role
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Recorded
 
 log = logging.getLogger("pfeife")

@@ -24,7 +24,8 @@ from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.capture_key import sources
 from pfeife.frontend.stored import StoredProgram, restore, store
 from pfeife.ir.batch import rows_and_tokens
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 
 log = logging.getLogger("pfeife")
 

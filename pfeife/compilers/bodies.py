@@ -15,10 +15,7 @@ from pfeife.compilers.piece import COMPILERS, Compiler, Run, compile_piece, exam
 from pfeife.compilers.piece import inputs as inputs_of
 from pfeife.data.progress import Progress
 from pfeife.ir.absorb import absorb
-from pfeife.ir.outline import KIND_WORDS, own_results
-from pfeife.ir.program import (
-    Call,
-    Program,
+from pfeife.ir.nodes import (
     find_node,
     has_effects,
     is_number,
@@ -27,6 +24,9 @@ from pfeife.ir.program import (
     source_line,
     value_of,
 )
+from pfeife.ir.outline import KIND_WORDS, own_results
+from pfeife.ir.parts import Call
+from pfeife.ir.program import Program
 
 log = logging.getLogger("pfeife")
 

@@ -9,7 +9,9 @@ import torch
 
 from pfeife import _torch
 from pfeife.compilers.draws import draws
-from pfeife.ir.program import Call, Program, value_of
+from pfeife.ir.nodes import value_of
+from pfeife.ir.parts import Call
+from pfeife.ir.program import Program
 
 WARM_UPS = 3  # as in torch's documentation: lazy initialisation, then two that are like the capture
 MOST = 8  # sizes of a piece for which a graph is kept: each has memory of its own

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from pfeife.ir.program import returned
+from pfeife.ir.nodes import returned
 from pfeife.ir.seeding import seeded
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.compilers.open_sizes import compile_open, is_open
-from pfeife.ir.program import returned
+from pfeife.ir.nodes import returned
 from pfeife.ir.seeding import seeded
 
 Compiler = Callable[[fx.GraphModule, list[torch.Tensor]], Callable]

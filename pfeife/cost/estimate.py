@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
+from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
-from pfeife.ir.program import Call, Program, Role, returned
+from pfeife.ir.parts import Call, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import call_of
 
 

@@ -18,7 +18,8 @@ from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import MemoryCurve, MemoryPoint
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import STATE_ROLES, Program, Role
+from pfeife.ir.parts import STATE_ROLES, Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import captured_sizes
 from pfeife.ir.travel import holders
 from pfeife.ir.underflow import underflows

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from pfeife.cost.body import Body, rounded
-from pfeife.ir.program import Call, Kind, Role, node_bytes, returned, value_of
+from pfeife.ir.nodes import node_bytes, returned, value_of
+from pfeife.ir.parts import Call, Kind, Role
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.envelope import Envelope
 from pfeife.lowering.wiring import Wiring

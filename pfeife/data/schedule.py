@@ -10,7 +10,7 @@ from reprlib import repr as short
 import attrs
 
 from pfeife.data import checks, plain
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 
 
 class Do(StrEnum):

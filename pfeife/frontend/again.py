@@ -15,7 +15,7 @@ from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.dynamo import dynamo_graph
 from pfeife.frontend.untouched import torchs_generators
 from pfeife.frontend.waiting import check_values
-from pfeife.ir.program import returned
+from pfeife.ir.nodes import returned
 
 
 @attrs.frozen(eq=False)

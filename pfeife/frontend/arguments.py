@@ -14,7 +14,8 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.data_writes import check_given
 from pfeife.frontend.frozen import check_draws
-from pfeife.ir.program import Premise, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Premise, Role
 
 
 @attrs.frozen(eq=False)

@@ -23,7 +23,8 @@ from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.tracing import traced
 from pfeife.frontend.waiting import deferred_tensors, prepare
-from pfeife.ir.program import Port, Program, Role
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 
 log = logging.getLogger("pfeife")
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.user_lines import calling_line
-from pfeife.ir.program import source_line
+from pfeife.ir.nodes import source_line
 
 
 class DataWrites(torch.overrides.TorchFunctionMode):

@@ -10,7 +10,7 @@ from pfeife import _torch
 from pfeife.frontend.data_writes import WritingData, check_writes
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import leaves_of
-from pfeife.ir.program import returned
+from pfeife.ir.nodes import returned
 
 T = TypeVar("T")
 

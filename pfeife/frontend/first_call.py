@@ -13,7 +13,9 @@ from pfeife import _torch
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.forward import Forward
-from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import with_sizes
 
 log = logging.getLogger("pfeife")

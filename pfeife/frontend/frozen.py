@@ -13,7 +13,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.frontend.living import living
 from pfeife.frontend.user_lines import OURS, line_of
-from pfeife.ir.program import source_line
+from pfeife.ir.nodes import source_line
 
 _NOT_THE_USERS = (*OURS, random.__file__, "<")
 

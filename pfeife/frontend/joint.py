@@ -18,7 +18,8 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.kernel_numbers import read_numbers
 from pfeife.frontend.ports import Porter, new_name, registered, result_name, stateless
 from pfeife.frontend.results import Loss, find_loss
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 
 
 class _Joint(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import output_node, source_line
+from pfeife.ir.nodes import output_node, source_line
 
 _NAMES = ("momentum", "exponential_average_factor")  # what operations call the number
 

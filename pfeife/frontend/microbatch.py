@@ -10,7 +10,7 @@ from pfeife.frontend.capture import as_last
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.results import Key, index_of
 from pfeife.ir.evaluate import Divisor, add, combined, over
-from pfeife.ir.program import Port, Role
+from pfeife.ir.parts import Port, Role
 
 
 def check_outputs(captured: Captured, reduce: Mapping[Key, str], count: int) -> Captured:

@@ -18,7 +18,9 @@ from pfeife.frontend.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.first_call import Runs, Values
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.untouched import values_kept
-from pfeife.ir.program import Program, Role, source_line
+from pfeife.ir.nodes import source_line
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import with_sizes
 
 log = logging.getLogger("pfeife")

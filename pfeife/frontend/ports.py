@@ -11,10 +11,7 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below, sizes_of_arguments
 from pfeife.frontend.capture_key import Traceable
-from pfeife.ir.program import (
-    Port,
-    Program,
-    Role,
+from pfeife.ir.nodes import (
     has_effects,
     is_number,
     is_sized_by_data,
@@ -22,6 +19,8 @@ from pfeife.ir.program import (
     size_tensor,
     source_line,
 )
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import is_random, seeded
 from pfeife.ir.verify import verify
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife.frontend.absent import LayoutAlone, absent
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.places import Places
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 
 
 class _Shown(LayoutAlone):

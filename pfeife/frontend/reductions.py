@@ -19,7 +19,9 @@ from pfeife import _torch
 from pfeife.frontend.rows.follow import ancestors, follow, paired
 from pfeife.frontend.rows.seen import Sample, seen_rows
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
-from pfeife.ir.program import Count, Port, Program, Role, returned, source_line
+from pfeife.ir.nodes import returned, source_line
+from pfeife.ir.parts import Count, Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 from pfeife.ir.sizes import broken_limit, captured_sizes, resized, settled
 

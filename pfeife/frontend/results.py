@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pfeife import _torch
 from pfeife.frontend.batch import fields_of, key_of
 from pfeife.frontend.places import SIMPLE
-from pfeife.ir.program import returned
+from pfeife.ir.nodes import returned
 
 Key = int | str | tuple[int | str, ...]
 # Which result is the loss: a name, a path, an index, none of them, or the only one that can be.

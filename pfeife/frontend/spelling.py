@@ -20,7 +20,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from pfeife import _torch
 from pfeife.data import plain, values
-from pfeife.ir.program import size_tensor
+from pfeife.ir.nodes import size_tensor
 from pfeife.ir.seeding import seeded
 
 _ENUMS = (torch.dtype, torch.layout, torch.memory_format)

@@ -15,7 +15,9 @@ from torch import fx, nn
 
 from pfeife import _torch
 from pfeife.frontend import spelling
-from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.verify import verify
 
 KEPT: dict[str, type] = {

@@ -16,7 +16,7 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.guards import Guard
 from pfeife.frontend.open_sizes import OpenSizes
 from pfeife.frontend.places import SIMPLE, Slot
-from pfeife.ir.program import Premise
+from pfeife.ir.parts import Premise
 
 Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
 

@@ -45,7 +45,7 @@ from pfeife.frontend.untouched import torchs_generators, values_kept
 from pfeife.frontend.user_lines import noted as lines_noted
 from pfeife.frontend.user_lines import user_line
 from pfeife.frontend.waiting import check_values
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 
 log = logging.getLogger("pfeife")
 Step = Callable[..., Any]

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import (
-    Program,
+from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.nodes import (
     has_effects,
     is_number,
     node_bytes,
@@ -24,7 +24,7 @@ from pfeife.ir.program import (
 from pfeife.ir.settle import settle
 
 
-def absorb(program: Program) -> Program:
+def absorb(program: AProgram) -> AProgram:
     """The same program, whose plain nodes between calls are parts of the calls' bodies.
 
         before   (a,) = A(x);  q = half(a);  f = float(q);  (b,) = B(f)
@@ -45,10 +45,10 @@ def absorb(program: Program) -> Program:
         raise ValueError("; ".join(problems))
     if any("val" not in node.meta for node in plain):
         program = settle(program)  # tells how large they are
-    return _Absorber(program).build()
+    return attrs.evolve(program, module=_Absorber(program).build())
 
 
-def plain_nodes(program: Program) -> list[fx.Node]:
+def plain_nodes(program: AProgram) -> list[fx.Node]:
     """The nodes of a graph of calls that compute by themselves."""
     if not program.calls:
         return []
@@ -66,7 +66,7 @@ def _passes_on(node: object) -> bool:
     return isinstance(node, fx.Node) and (node.op == "call_module" or node.target is receive)
 
 
-def misplaced(program: Program) -> Iterator[str]:
+def misplaced(program: AProgram) -> Iterator[str]:
     """What cannot become a part of a body, in words."""
     plain = plain_nodes(program)
     known = set(plain)
@@ -167,7 +167,7 @@ def _readers(plain: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
 
 
 class _Absorber:
-    def __init__(self, program: Program):
+    def __init__(self, program: ProgramBase):
         self.program, self.nodes = program, list(program.module.graph.nodes)
         self.plain = _read(plain_nodes(program))
         self.late = _late(self.plain)
@@ -214,7 +214,7 @@ class _Absorber:
         inside = set(members)
         return [s for s in reads if s not in inside and self.maker.get(s) is not call]
 
-    def build(self) -> Program:
+    def build(self) -> fx.GraphModule:
         plain = set(plain_nodes(self.program))
         for node in self.nodes:
             if node.op == "call_module":
@@ -223,8 +223,7 @@ class _Absorber:
                 self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
                 if node.op == "get_attr":
                     self._hold(str(node.target))
-        module = _torch.graph_module(self.held, self.graph)
-        return attrs.evolve(self.program, module=module)
+        return _torch.graph_module(self.held, self.graph)
 
     def _hold(self, target: str) -> None:
         self.held[target] = operator.attrgetter(target)(self.program.module)

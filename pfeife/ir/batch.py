@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from pfeife.ir.program import Port, Program, Role
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 
 
 def rows_and_tokens(program: Program) -> tuple[int, int]:

@@ -7,7 +7,9 @@ from typing import Any
 from torch import fx
 
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import Kind, Program, Role, is_source
+from pfeife.ir.nodes import is_source
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import numbers_of_sizes
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import STATE_ROLES, Count, Port, Program, Role
+from pfeife.ir.parts import STATE_ROLES, Count, Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import mix
 from pfeife.ir.sizes import broken_limit, sizes_in
 from pfeife.ir.statistics import tracked, tracked_names

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import Program
+from pfeife.ir.base import ProgramBase
 from pfeife.ir.seeding import seeded
 
 
@@ -42,7 +42,7 @@ def graph_flops(graph: fx.Graph) -> dict[torch.dtype, int]:
     return found
 
 
-def flops_of(program: Program) -> dict[torch.dtype, int]:
+def flops_of(program: ProgramBase) -> dict[torch.dtype, int]:
     """The floating-point operations of a microbatch, forward and backward, by the dtype in which
     they are done; those of a program that recomputes have what it computes twice."""
     found: dict[torch.dtype, int] = {}

@@ -4,7 +4,9 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import Port, Program, Role, output_node, value_of
+from pfeife.ir.nodes import output_node, value_of
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 
 
 def from_graph(module: fx.GraphModule) -> Program:

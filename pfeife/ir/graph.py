@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import networkx as nx
 from torch import fx
 
+from pfeife.ir.base import ProgramBase
 from pfeife.ir.flops import graph_flops, node_flops
-from pfeife.ir.program import Call, Program, is_source, node_bytes, receive, send
+from pfeife.ir.nodes import is_source, node_bytes, receive, send
+from pfeife.ir.parts import Call
 
 
 class Origin(NamedTuple):
@@ -18,7 +20,7 @@ class Origin(NamedTuple):
     sent: bool = False
 
 
-def origins(program: Program) -> dict[fx.Node, Origin]:
+def origins(program: ProgramBase) -> dict[fx.Node, Origin]:
     """For every value of a program that is computed, where it comes from: parts of results and
     received copies are seen through."""
     found: dict[fx.Node, Origin] = {}
@@ -37,7 +39,7 @@ def origins(program: Program) -> dict[fx.Node, Origin]:
     return found
 
 
-def to_networkx(program: Program) -> nx.DiGraph:
+def to_networkx(program: ProgramBase) -> nx.DiGraph:
     """See `Program.graph`."""
     calls = {call.node: call for call in program.calls}
     found = origins(program)
@@ -54,7 +56,7 @@ def to_networkx(program: Program) -> nx.DiGraph:
     return graph
 
 
-def _attributes(program: Program, node: fx.Node, call: Call | None) -> dict[str, object]:
+def _attributes(program: ProgramBase, node: fx.Node, call: Call | None) -> dict[str, object]:
     if call is None:
         flops = node_flops(node) if node.op == "call_function" else 0
         name = getattr(node.target, "__name__", str(node.target))

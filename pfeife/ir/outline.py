@@ -16,19 +16,9 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import (
-    STATE_ROLES,
-    Call,
-    Kind,
-    Program,
-    Role,
-    is_number,
-    is_source,
-    receive,
-    returned,
-    send,
-    source_line,
-)
+from pfeife.ir.nodes import is_number, is_source, receive, returned, send, source_line
+from pfeife.ir.parts import STATE_ROLES, Call, Kind, Role
+from pfeife.ir.program import Program
 
 
 class Group(NamedTuple):

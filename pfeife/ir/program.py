@@ -5,268 +5,22 @@ receives) the graph takes one microbatch: its placeholders are the input ports, 
 dict from the names of the output ports to tensors.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from enum import StrEnum
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import networkx as nx
-import torch
-from torch import fx
 
-from pfeife import _torch
-
-if TYPE_CHECKING:
-    from pfeife.ir.rewrite import Edit, Rewrite, Where
+from pfeife.ir.base import ProgramBase
+from pfeife.ir.graph import to_networkx
+from pfeife.ir.rewrite import Edit, Rewrite, Where, edit, replace, rewrite
+from pfeife.ir.source import source
 
 
-class Role(StrEnum):
-    """What a port is for."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    CONSTANT = "constant"  # a tensor that the step closes over and nobody trains
-    BATCH = "batch"
-    SIZE = "size"  # an int, the same in all microbatches of a step: a size of the batch
-    SEED = "seed"  # int64 scalar, one per microbatch, from which random operations draw
-    TANGENT = "tangent"  # the gradient that arrives at an output
-    LOSS = "loss"
-    OUTPUT = "output"
-    BUFFER_UPDATE = "buffer_update"
-    GRADIENT = "gradient"  # of a parameter: summed over microbatches
-    BATCH_GRADIENT = "batch_gradient"  # of a batch input: one per microbatch
-
-
-INPUT_ROLES = (
-    *(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.BATCH),
-    *(Role.SIZE, Role.SEED, Role.TANGENT),
-)
-STATE_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
-
-
-class Kind(StrEnum):
-    """What a call computes, in the letters of torch.distributed.pipelining's schedules."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT_BACKWARD = "I"
-    WEIGHT_BACKWARD = "W"
-
-
-@attrs.frozen
-class Port:
-    """One named input or output of a program.
-
-    `names` are fully qualified names, the canonical one first and the aliases of a tied
-    parameter after it. An output's `names` are those of the input that it belongs to: the
-    parameter of a gradient, the buffer of an update, the output of a tangent. (What becomes of a
-    batch input that the step changes in place is an output of its own.) Several gradient
-    ports may share their names: the gradient is their sum in the order of the ports.
-    `batch_dim` is the dimension along which microbatches are cut or joined, None where there
-    is none or nobody said. `reduction` says how the microbatches of a loss or another result
-    without that dimension are put together, None where nobody said: "weighted" is a mean by the
-    program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
-    alike in every microbatch, "last" is that of the last one. Where data decide the size (see
-    `is_sized_by_data`), `shape` is the most that it can be. Where the sizes of the batch decide it,
-    `sizes` has its sizes as expressions of the names of the size ports, and `shape` those for which
-    the program was planned. A parameter that is `held` in a wider type by who runs the program
-    (master weights) is cast to its `dtype` once a step.
-    """
-
-    name: str
-    role: Role
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    batch_dim: int | None = None
-    reduction: Literal["mean", "sum", "weighted", "same", "last"] | None = None
-    counts: tuple[int, ...] = ()
-    sized_by_data: bool = False
-    held: torch.dtype | None = None
-    sizes: tuple[_torch.Size, ...] | None = None
-
-    @property
-    def fqn(self) -> str:
-        return self.names[0]
-
-    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Its shape where the size ports have such values, by their names."""
-        return self.shape if self.sizes is None else _torch.sizes_at(self.sizes, sizes)
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def given_dtype(self) -> torch.dtype:
-        """In which type the program is given it."""
-        return self.dtype if self.held is None else self.held
-
-    @property
-    def given_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.given_dtype.itemsize
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        by = " x " if self.sizes else "x"
-        dims = by.join(map(str, self.sizes or self.shape)) or "scalar"
-        dims = f"at most {dims}" if self.sized_by_data else dims
-        tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
-        by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
-        how = f" {self.reduction}{by}" if self.reduction else ""
-        how += f" of {self.held}".replace("torch.", "") if self.held else ""
-        return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
-
-
-@attrs.frozen
-class Call:
-    """One call of a body in the graph: its node, what it computes, for which cluster or stage.
-
-    `rank` is None before a plan has placed the stages, `seconds` before `annotate`;
-    `accumulate_seconds` is what adding its gradients to those of earlier microbatches takes.
-    """
-
-    node: str
-    kind: Kind
-    unit: int
-    rank: int | None = None
-    seconds: float | None = None
-    accumulate_seconds: float = 0.0
-
-
-@attrs.frozen
-class Reduction:
-    """Once a step, after the last gradient: what becomes of one parameter's gradient.
-
-    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
-    over `replicas` pipelines in their order, and divided by these if it is to `average`.
-    Those with one `bucket` travel together; without a number, each alone. The sum goes to the
-    replica that is its `owner`, None: to all.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    replicas: int = 1
-    average: bool = False
-    bucket: int | None = None
-    owner: int | None = None
-
-
-@attrs.frozen(eq=False)
-class Count:
-    """How much a microbatch counts in a mean, such as its targets that are not ignored: a graph
-    from batch ports by name to a scalar; `line` is where the user's model divides by it.
-    `empty_is_zero`: where there is nothing to count, gradients are zero rather than nan."""
-
-    module: fx.GraphModule
-    line: str
-    empty_is_zero: bool = False
-
-    def __str__(self) -> str:
-        return f"count in {self.line}: {self.module.code.strip()}"
-
-
-@attrs.frozen
-class Tracked:
-    """A batch norm that tracks all microbatches of a step: the names of its running mean and
-    variance, and of the buffer that counts the batches. Their updates are what a microbatch has
-    found of its own, of so many `elements` a channel (perhaps an expression of size ports); the
-    step puts them together at its end, see `ir.statistics`. Without a `momentum` it is one over
-    that count."""
-
-    mean: str
-    variance: str
-    count: str | None
-    elements: _torch.Size
-    momentum: float | None
-
-
-@attrs.frozen
-class Premise:
-    """Something that a captured step takes for granted; where it does not hold, the step is
-    captured anew, or refused. `kind` is a word for such ones."""
-
-    kind: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.what}"
-
-
-@attrs.frozen(eq=False, slots=False)
-class Program:
-    """A graph module of one microbatch with its ports; see the module's docstring.
-
-    `calls` says what each call_module node is (empty for a flat graph), `reductions` what
-    happens to gradients once a step, and `replicas` over how many pipelines the microbatches
-    are spread. `counts` are what the results' means are weighted by. `premises` are what a trace of
-    the step has taken for granted; its answers are printed. (Dynamo has guards.) `limits` are what
-    was assumed of the values of size ports: expressions of their names that are true.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    calls: tuple[Call, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    replicas: int = 1
-    counts: tuple[Count, ...] = ()
-    tracked: tuple[Tracked, ...] = ()
-    premises: tuple[Premise, ...] = attrs.field(default=(), repr=False)
-    limits: tuple[Any, ...] = ()
-
-    @cached_property
-    def _by_roles(self) -> dict[tuple[Role, ...], tuple[Port, ...]]:
-        """What `ports` has answered: every microbatch asks."""
-        return {}
-
-    def ports(self, *roles: Role) -> tuple[Port, ...]:
-        if roles not in self._by_roles:
-            every = (*self.inputs, *self.outputs)
-            self._by_roles[roles] = tuple(port for port in every if port.role in roles)
-        return self._by_roles[roles]
-
-    @property
-    def averages(self) -> bool:
-        """Whether replicas average: each has the mean loss of its own rows. The parts of a loss
-        that is a sum are added, and so are those of a gradient if the loss is outside."""
-        means = [port for port in self.ports(Role.LOSS) if port.reduction != "sum"]
-        return self.replicas > 1 and bool(means)
-
-    @cached_property
-    def _by_kind(self) -> dict[tuple[Kind, int], Call]:
-        return {(call.kind, call.unit): call for call in reversed(self.calls)}  # the first counts
-
-    def call(self, kind: Kind, unit: int) -> Call:
-        """The call that computes a part of a cluster or stage. Raises KeyError if none does."""
-        if (kind, unit) not in self._by_kind:
-            raise KeyError(f"no call {unit}{kind} in this program")
-        return self._by_kind[kind, unit]
-
-    @cached_property
-    def _by_name(self) -> dict[str, fx.Node]:
-        return {node.name: node for node in self.module.graph.nodes}
-
-    def node(self, name: str) -> fx.Node:
-        """The node of the graph with a name, also of a port or call. Raises KeyError for others."""
-        if name not in self._by_name:
-            raise KeyError(f"no node {name} in the graph")
-        return self._by_name[name]
-
-    @property
-    def units(self) -> int:
-        """How many clusters or stages the program is made of."""
-        return 1 + max((call.unit for call in self.calls), default=-1)
-
-    def body(self, call: Call) -> fx.GraphModule:
-        """The graph module that a call runs."""
-        body = self.module.get_submodule(str(self.node(call.node).target))
-        assert isinstance(body, fx.GraphModule)
-        return body
+@attrs.frozen(eq=False, slots=False, repr=False)
+class Program(ProgramBase):
+    """A graph module of one microbatch with its ports; see the module's docstring, and
+    `ir.base.ProgramBase` for its fields."""
 
     def graph(self) -> nx.DiGraph:
         """What computes, and what flows: a networkx graph of any level.
@@ -276,11 +30,9 @@ class Program:
         results) and, where known, `unit`, `rank` and `seconds`. Edges have `values` (names),
         `bytes`, and whether they are `sent` from rank to rank.
         """
-        from pfeife.ir.graph import to_networkx  # which needs this module
-
         return to_networkx(self)
 
-    def rewrite(self, function: "Rewrite", of: "Where" = "bodies") -> "Program":
+    def rewrite(self, function: Rewrite, of: Where = "bodies") -> "Program":
         """A copy in which each operation is what `function` makes of it.
 
         As with fx's Transformer, but on a copy, on every body of a graph of calls (`of="calls"`:
@@ -297,15 +49,13 @@ class Program:
         >>> [node.name for node in flat.rewrite(smooth).module.graph.nodes]
         ['x', 'silu_default', 'sum_1', 'output']
         """
-        from pfeife.ir.rewrite import rewrite
-
         return rewrite(self, function, of)
 
     def replace(
         self,
         pattern: Callable[..., Any],
         replacement: Callable[..., Any],
-        of: "Where" = "bodies",
+        of: Where = "bodies",
     ) -> "Program":
         """A copy in which each part that matches one function of torch.ops is another one: both are
         functions of the same arguments, as torch.fx.subgraph_rewriter takes them. What others read
@@ -317,11 +67,9 @@ class Program:
         >>> [node.name for node in square.module.graph.nodes]
         ['x', 'square_default', 'sum_1', 'output']
         """
-        from pfeife.ir.rewrite import replace
-
         return replace(self, pattern, replacement, of)
 
-    def edit(self, change: "Edit", of: "Where" = "bodies") -> "Program":
+    def edit(self, change: Edit, of: Where = "bodies") -> "Program":
         """A copy of which `change` has edited every graph module in place (or has returned another
         one), by whatever fx offers. Raises ValueError if a body takes or gives other values than
         before, or an output has another form.
@@ -329,127 +77,10 @@ class Program:
         >>> flat = pfeife.capture(lambda x: x.sum(), torch.ones(2))
         >>> lean = flat.edit(lambda module: module.graph.eliminate_dead_code())
         """
-        from pfeife.ir.rewrite import edit
-
         return edit(self, change, of)
 
     def source(self) -> str:
         """The text of a Python file that needs torch alone (and Pfeife where random numbers are
         drawn): a class `Program`, called with the inputs in their order, and as a script a run on
         zeros. Raises ValueError for a function without a name and for a large constant."""
-        from pfeife.ir.source import source
-
         return source(self)
-
-    def __repr__(self) -> str:
-        """Its figures; `print(program)` writes all of it."""
-        kinds = Counter(call.kind.value for call in self.calls)
-        made = f"{self.units} units, calls " + " ".join(f"{n}{k}" for k, n in kinds.items())
-        ends = [Counter(port.role.value for port in ports) for ports in (self.inputs, self.outputs)]
-        inputs, outputs = (", ".join(f"{n} {role}" for role, n in one.items()) for one in ends)
-        what = made if self.calls else f"flat, {len(self.module.graph.nodes)} nodes"
-        return f"Program({what}; takes {inputs}; gives {outputs})"
-
-    def __str__(self) -> str:
-        lines = [f"# {port}" for port in self.inputs]
-        lines += [f"# -> {port}" for port in self.outputs]
-        lines += [f"# {reduction}" for reduction in self.reductions]
-        lines += [f"# {line}" for count in self.counts for line in str(count).splitlines()]
-        lines += [f"# {norm}" for norm in self.tracked]
-        lines += [f"# where {limit}" for limit in self.limits]
-        lines += [f"# {premise}" for premise in self.premises if premise.kind == "answer"]
-        return "\n".join([*lines, self.module.print_readable(print_output=False)])
-
-
-def find_node(module: fx.GraphModule, name: str) -> fx.Node:
-    for node in module.graph.nodes:
-        if node.name == name:
-            return node
-    raise KeyError(f"no node {name} in the graph")
-
-
-def output_node(module: fx.GraphModule) -> fx.Node:
-    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
-
-
-def returned(module: fx.GraphModule) -> Any:
-    """What a graph returns: a dict of nodes for a program, a tuple of nodes for a body."""
-    return output_node(module).args[0]
-
-
-def is_source(node: fx.Node) -> bool:
-    """Whether a node brings a value into the graph rather than computing one."""
-    return node.op in ("placeholder", "get_attr")
-
-
-def sizes_of(node: fx.Node) -> tuple[_torch.Size, ...]:
-    """The sizes of a node's tensor, as expressions of the names of size ports where these decide
-    them."""
-    value = value_of(node)
-    assert value is not None
-    sizes: tuple[_torch.Size, ...] = node.meta["sizes"][0] if "sizes" in node.meta else value.shape
-    return sizes
-
-
-def has_effects(node: fx.Node) -> bool:
-    """Whether a node does more than to compute its value; what may draw random numbers does not,
-    for draws are seeded (attention counts as random even without dropout)."""
-    return node.is_impure(impure_random=False)
-
-
-def value_of(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that stands for a node's value; None where it is not one tensor."""
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def is_number(node: fx.Node) -> bool:
-    """Whether a node computes a number rather than tensors, such as `x.item()`. Numbers are no
-    messages: every body that reads one computes it for itself, of tensors."""
-    return node.op == "call_function" and isinstance(node.meta.get("val"), int | float | bool)
-
-
-def is_sized_by_data(node: fx.Node) -> bool:
-    """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
-    most that this can be; where it is sent, the sizes travel first (`lowering.announced`)."""
-    return bool(node.meta.get("sized_by_data"))
-
-
-def tell(node: fx.Node, value: Any, sizes: Any = None) -> None:
-    """Says of a node what its fake value is, and with which expressions of sizes it is laid out:
-    a pair of those of its shape and its strides, None where no size port decides them."""
-    node.meta.pop("sizes", None)
-    node.meta["val"] = value
-    if sizes is not None:
-        node.meta["sizes"] = sizes
-
-
-def node_bytes(node: fx.Node) -> int:
-    """Bytes of a node's value, without what it shares with others."""
-    value = value_of(node)
-    return 0 if value is None else value.numel() * value.dtype.itemsize
-
-
-def source_line(node: fx.Node) -> str:
-    """The line of the user's model that a node comes from, or the node itself."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    places = [line.strip() for line in lines if line.strip().startswith("File ")]
-    return places[-1] if places else f"node {node.name}"
-
-
-def size_tensor(operation: Any, *args: Any) -> torch.Tensor:
-    """A number that an operation tells of a tensor whose size data decide, as a tensor: that may
-    travel where the first one may not."""
-    value = operation(*args)
-    dtype = torch.float64 if isinstance(value, float) else torch.int64
-    return torch.scalar_tensor(value, dtype=dtype, device=args[0].device)
-
-
-def send(values: tuple, source: int, destination: int) -> tuple:
-    """Marks that rank `source` sends `values` as one message to rank `destination`."""
-    return values
-
-
-def receive(message: tuple, source: int, destination: int) -> tuple:
-    """Marks that rank `destination` receives a message of rank `source`: fresh copies."""
-    return message

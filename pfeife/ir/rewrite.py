@@ -8,7 +8,8 @@ from torch import fx
 from torch.fx import subgraph_rewriter
 
 from pfeife import _torch
-from pfeife.ir.program import Program, returned, value_of
+from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.nodes import returned, value_of
 from pfeife.ir.settle import settle
 
 Where = Literal["bodies", "calls"]
@@ -45,7 +46,7 @@ _TOLD = ("val", "sizes", "tensor_meta")  # of a value: told anew
 Rewrite = Callable[[Operation], fx.Node | None]
 
 
-def rewrite(program: Program, function: Rewrite, of: Where = "bodies") -> Program:
+def rewrite(program: AProgram, function: Rewrite, of: Where = "bodies") -> AProgram:
     """See `Program.rewrite`."""
     return edit(program, lambda module: _rewritten(module, function), of)
 
@@ -68,11 +69,11 @@ def _rewritten(module: fx.GraphModule, function: Rewrite) -> fx.GraphModule:
 
 
 def replace(
-    program: Program,
+    program: AProgram,
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],
     of: Where = "bodies",
-) -> Program:
+) -> AProgram:
     """See `Program.replace`."""
 
     def change(module: fx.GraphModule) -> None:
@@ -85,7 +86,7 @@ def replace(
     return edit(program, change, of)
 
 
-def edit(program: Program, change: Edit, of: Where = "bodies") -> Program:
+def edit(program: AProgram, change: Edit, of: Where = "bodies") -> AProgram:
     """See `Program.edit`."""
     if program.calls and of == "bodies":
         module = _copy(program.module)
@@ -133,7 +134,7 @@ def _arguments(body: fx.GraphModule) -> int:
     return sum(node.op == "placeholder" for node in body.graph.nodes)
 
 
-def _check_ports(before: Program, after: Program) -> None:
+def _check_ports(before: ProgramBase, after: ProgramBase) -> None:
     """Ports say what goes in and comes out: a pass that changes one changes the port too."""
     for name, node in returned(before.module).items():
         found = returned(after.module).get(name)

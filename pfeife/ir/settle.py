@@ -12,7 +12,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import Program, has_effects, output_node, receive, returned, send, tell
+from pfeife.ir.base import AProgram
+from pfeife.ir.nodes import has_effects, output_node, receive, returned, send, tell
 from pfeife.ir.seeding import seeded
 from pfeife.ir.sizes import captured_sizes
 
@@ -21,7 +22,7 @@ _PASSING = (send, receive, operator.getitem)
 Opened = Callable[[], _torch.OpenValues]  # made when something is told
 
 
-def settle(program: Program) -> Program:
+def settle(program: AProgram) -> AProgram:
     """The same program, whose graph and bodies run as they stand, and whose new nodes have the
     fake value (`meta["val"]`) that costs and memory are told by, and expressions of its sizes
     (`meta["sizes"]`) where these are open.

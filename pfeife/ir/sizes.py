@@ -14,12 +14,14 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import Program, Role, is_number, is_source, returned
+from pfeife.ir.base import AProgram
+from pfeife.ir.nodes import is_number, is_source, returned
+from pfeife.ir.parts import Role
 
 _SIZE = torch.ops.aten.sym_size.int  # of a tensor; what data decide is read by an item
 
 
-def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
+def sizes_in(program: AProgram, values: Mapping[str, Any]) -> dict[str, int]:
     """The values of a program's size ports, by their names: as given among `values`, which are by
     the names of the ports, or as the shapes of the tensors among these tell. Raises ValueError for
     one that nothing tells, or that two tensors have otherwise."""
@@ -31,7 +33,7 @@ def sizes_in(program: Program, values: Mapping[str, Any]) -> dict[str, int]:
     return sizes_of_shapes(program, shapes)
 
 
-def sizes_of_shapes(program: Program, shapes: Mapping[str, Any]) -> dict[str, int]:
+def sizes_of_shapes(program: AProgram, shapes: Mapping[str, Any]) -> dict[str, int]:
     """The same from the shapes of tensors, and the numbers that are known."""
     ports = program.ports(Role.SIZE)
     wanted = {_torch.name_of_size(port.name): port.name for port in ports}
@@ -51,17 +53,17 @@ def sizes_of_shapes(program: Program, shapes: Mapping[str, Any]) -> dict[str, in
     return found
 
 
-def with_sizes(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+def with_sizes(program: AProgram, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of inputs by the names of their ports, and those of the size ports that they tell."""
     return {**values, **sizes_in(program, values)} if program.ports(Role.SIZE) else dict(values)
 
 
-def captured_sizes(program: Program) -> dict[str, int]:
+def captured_sizes(program: AProgram) -> dict[str, int]:
     """What the size ports were when the program was captured, by their names."""
     return {port.name: program.node(port.name).meta["val"] for port in program.ports(Role.SIZE)}
 
 
-def numbers_of_sizes(program: Program, graph: fx.Graph, of_tensors: bool = False) -> set[str]:
+def numbers_of_sizes(program: AProgram, graph: fx.Graph, of_tensors: bool = False) -> set[str]:
     """The names of size ports in the graph of a program or a body of it, and of the numbers that
     are computed of nothing else; `of_tensors`: or of sizes that tensors in it have."""
     sizes = {port.name for port in program.ports(Role.SIZE)}
@@ -75,20 +77,20 @@ def numbers_of_sizes(program: Program, graph: fx.Graph, of_tensors: bool = False
     return found
 
 
-def broken_limit(program: Program, sizes: Mapping[str, int]) -> str:
+def broken_limit(program: AProgram, sizes: Mapping[str, int]) -> str:
     """Which limit of a program such sizes break, "" if none."""
     broken = (str(one) for one in program.limits if not _torch.holds(one, sizes))
     return next(broken, "")
 
 
-def is_open(program: Program) -> bool:
+def is_open(program: AProgram) -> bool:
     """Whether a program holds for other sizes than those that it was captured at: some of torch's
     kernels take any for a number."""
     sizes = captured_sizes(program).items()
     return not all(_torch.is_single(program.limits, name, size) for name, size in sizes)
 
 
-def settled(program: Program) -> Program:
+def settled(program: AProgram) -> AProgram:
     """A flat program for nothing but the sizes that it was captured at: numbers in place of its
     size ports and of what is computed of them. Its nodes have the names that they had."""
     if not program.ports(Role.SIZE):
@@ -130,7 +132,7 @@ def _settled(module: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule
     return _torch.graph_module(module, graph)
 
 
-def resized(program: Program, sizes: Mapping[str, int]) -> Program:
+def resized(program: AProgram, sizes: Mapping[str, int]) -> AProgram:
     """A copy whose ports and nodes have the shapes (numbers the values) that they have where the
     size ports are such numbers: for costs, bytes and figures of other sizes than those of the
     capture."""

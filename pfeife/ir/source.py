@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from pfeife.ir.program import Port, Program, receive, send, size_tensor
+from pfeife.ir.base import ProgramBase
+from pfeife.ir.nodes import receive, send, size_tensor
+from pfeife.ir.parts import Port
 from pfeife.ir.sizes import captured_sizes
 
 LARGEST = 2**16  # elements of the constants that a text may have
 _ALONE = (send, receive, size_tensor)  # whose own text needs no more than torch
 
 
-def source(program: Program) -> str:
+def source(program: ProgramBase) -> str:
     """See `Program.source`."""
     writer = _Writer()
     writer.add("Program", program.module)
@@ -30,12 +32,12 @@ def source(program: Program) -> str:
     )
 
 
-def _ports(program: Program) -> list[str]:
+def _ports(program: ProgramBase) -> list[str]:
     takes = [f"# {port}" for port in program.inputs]
     return [*takes, *(f"# -> {port}" for port in program.outputs)]
 
 
-def _main(program: Program) -> str:
+def _main(program: ProgramBase) -> str:
     """Runs the program on zeros, so that the file is a script."""
     sizes = captured_sizes(program)
     given = ",\n        ".join(

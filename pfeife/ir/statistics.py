@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pfeife import _torch
-from pfeife.ir.program import Program, Tracked
+from pfeife.ir.parts import Tracked
+from pfeife.ir.program import Program
 
 Named = Mapping[str, torch.Tensor]
 

@@ -4,7 +4,9 @@ import attrs
 from torch import fx
 
 from pfeife.ir.absorb import absorb
-from pfeife.ir.program import Call, Program, Role, node_bytes, returned, send
+from pfeife.ir.nodes import node_bytes, returned, send
+from pfeife.ir.parts import Call, Role
+from pfeife.ir.program import Program
 
 
 def call_of(value: fx.Node) -> fx.Node:

@@ -2,7 +2,9 @@
 
 import torch
 
-from pfeife.ir.program import Kind, Program, value_of
+from pfeife.ir.nodes import value_of
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 
 
 def underflows(program: Program) -> bool:

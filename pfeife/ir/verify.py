@@ -9,16 +9,9 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.absorb import misplaced
-from pfeife.ir.program import (
-    INPUT_ROLES,
-    Program,
-    Role,
-    is_source,
-    receive,
-    returned,
-    send,
-    value_of,
-)
+from pfeife.ir.nodes import is_source, receive, returned, send, value_of
+from pfeife.ir.parts import INPUT_ROLES, Role
+from pfeife.ir.program import Program
 
 
 def verify(program: Program) -> Program:

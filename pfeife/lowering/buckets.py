@@ -9,7 +9,9 @@ import attrs
 import torch
 
 from pfeife.data.machine import Machine
-from pfeife.ir.program import Port, Program, Reduction, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Reduction, Role
+from pfeife.ir.program import Program
 
 
 @attrs.frozen(slots=False)

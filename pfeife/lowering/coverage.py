@@ -6,7 +6,8 @@ from typing import NamedTuple
 from torch import fx
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, Schedule
-from pfeife.ir.program import Reduction, receive, send
+from pfeife.ir.nodes import receive, send
+from pfeife.ir.parts import Reduction
 from pfeife.lowering.wiring import Wiring
 
 _GRADIENTS = (Do.BACKWARD, Do.WEIGHT_BACKWARD)

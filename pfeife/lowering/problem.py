@@ -8,7 +8,7 @@ import attrs
 
 from pfeife.data import checks
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.lower import Transfer
 from pfeife.lowering.replay import replay
 

@@ -9,18 +9,10 @@ from torch import fx
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
 from pfeife.ir.absorb import absorb
+from pfeife.ir.nodes import find_node, is_sized_by_data, returned
 from pfeife.ir.outline import own_results
-from pfeife.ir.program import (
-    STATE_ROLES,
-    Call,
-    Kind,
-    Port,
-    Program,
-    Role,
-    find_node,
-    is_sized_by_data,
-    returned,
-)
+from pfeife.ir.parts import STATE_ROLES, Call, Kind, Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import Message, messages
 from pfeife.lowering.announced import envelope_with
 from pfeife.lowering.envelope import Envelope, Layout
@@ -54,11 +46,15 @@ def _layout(node: fx.Node, sizes: Mapping[str, int]) -> Layout:
     return Layout(shape, strides, value.dtype).dense()
 
 
+def _absorbed(program: Program) -> Program:
+    return absorb(program)
+
+
 @attrs.frozen(eq=False, slots=False)
 class Wiring:
     """A program seen from its schedule's actions: calls with all that they absorb, and messages."""
 
-    program: Program = attrs.field(converter=absorb)
+    program: Program = attrs.field(converter=_absorbed)
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:

@@ -6,7 +6,8 @@ from pfeife.data.machine import Mesh
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas, replicas_of
 from pfeife.data.schedule import Do
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Pass, Passes, compose
 from pfeife.passes.dp_wrap import dp_wrap
 from pfeife.passes.partition import partition

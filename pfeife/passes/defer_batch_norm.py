@@ -9,16 +9,9 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import (
-    Port,
-    Program,
-    Role,
-    Tracked,
-    is_sized_by_data,
-    returned,
-    sizes_of,
-    source_line,
-)
+from pfeife.ir.nodes import is_sized_by_data, returned, sizes_of, source_line
+from pfeife.ir.parts import Port, Role, Tracked
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Pass
 
 aten = torch.ops.aten

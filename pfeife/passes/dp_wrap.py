@@ -8,7 +8,9 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.replicas import Replicas
-from pfeife.ir.program import Program, Reduction, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Reduction, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.passes.send_recv import reduction_of
 

@@ -9,16 +9,10 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.boundary import is_boundary
+from pfeife.ir.nodes import is_number, is_source, node_bytes, returned
 from pfeife.ir.outline import Group, inline, is_view, outline, viewed
-from pfeife.ir.program import (
-    Kind,
-    Program,
-    Role,
-    is_number,
-    is_source,
-    node_bytes,
-    returned,
-)
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 from pfeife.passes.compose import Pass
 

@@ -10,10 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.ir.program import (
-    Port,
-    Program,
-    Role,
+from pfeife.ir.nodes import (
     has_effects,
     is_number,
     is_sized_by_data,
@@ -24,6 +21,8 @@ from pfeife.ir.program import (
     tell,
     value_of,
 )
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 from pfeife.ir.sizes import captured_sizes
 from pfeife.passes.compose import Pass

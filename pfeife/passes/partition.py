@@ -8,18 +8,10 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.data.plan import Plan
+from pfeife.ir.nodes import is_number, is_source, returned, source_line
 from pfeife.ir.outline import Group, inline, outline, viewed
-from pfeife.ir.program import (
-    Call,
-    Kind,
-    Port,
-    Program,
-    Role,
-    is_number,
-    is_source,
-    returned,
-    source_line,
-)
+from pfeife.ir.parts import Call, Kind, Port, Role
+from pfeife.ir.program import Program
 from pfeife.passes.recompute import recomputed
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.settle import settle
 from pfeife.passes.compose import Pass
 

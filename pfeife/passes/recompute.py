@@ -8,8 +8,10 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.data.plan import Plan
+from pfeife.ir.nodes import has_effects
 from pfeife.ir.outline import Group
-from pfeife.ir.program import Kind, Program, Role, has_effects
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 
 
 def recomputed(

@@ -6,8 +6,10 @@ import attrs
 from torch import fx
 
 from pfeife.ir.flops import graph_flops
+from pfeife.ir.nodes import is_source, returned
 from pfeife.ir.outline import Group, inline, outline
-from pfeife.ir.program import Call, Kind, Program, Role, is_source, returned
+from pfeife.ir.parts import Call, Kind, Role
+from pfeife.ir.program import Program
 from pfeife.passes.partition import views_of_inputs
 
 

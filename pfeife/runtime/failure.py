@@ -8,7 +8,7 @@ import attrs
 from torch import fx
 
 from pfeife.data.schedule import Action, Do
-from pfeife.ir.program import find_node, source_line
+from pfeife.ir.nodes import find_node, source_line
 
 _WORDS = {
     Do.FORWARD: "the forward",

@@ -18,7 +18,8 @@ import torch
 
 from pfeife import _torch
 from pfeife.data.schedule import SENDS, Action, Do
-from pfeife.ir.program import Call, Kind, Port, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Call, Kind, Port, Role
 from pfeife.ir.statistics import tracked_names
 from pfeife.ir.travel import Message
 from pfeife.lowering.buckets import Bucket, buckets_of

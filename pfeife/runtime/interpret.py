@@ -34,7 +34,8 @@ from torch.profiler import record_function
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, Action, Do, Schedule
 from pfeife.ir.evaluate import Result, State, as_computed
-from pfeife.ir.program import STATE_ROLES, Port, Program, Role
+from pfeife.ir.parts import STATE_ROLES, Port, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.channel import MOST, MOST_QUEUED, Channel
 from pfeife.lowering.clocks import Acknowledged, acknowledged
 from pfeife.lowering.envelope import Envelope

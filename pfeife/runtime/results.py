@@ -7,7 +7,9 @@ import torch
 from torch import fx
 
 from pfeife.ir.evaluate import Result, add, averaged, combined, mean, with_statistics
-from pfeife.ir.program import Port, Program, Role, returned
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.step import Step
 

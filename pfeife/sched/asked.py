@@ -8,7 +8,8 @@ import attrs
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import MemoryCurve
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.sched.by_family import Scheduling, of_family, saved_is_open
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints

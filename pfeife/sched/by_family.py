@@ -7,7 +7,8 @@ import attrs
 
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.schedule import Do, Schedule
-from pfeife.ir.program import Kind, Program, Role
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, makespan, seconds_of, transfers
 from pfeife.lowering.simulate import simulate

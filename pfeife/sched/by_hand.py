@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Sequence
 
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.by_family import Scheduling, family_of
 from pfeife.sched.cutting.account import Account

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from pfeife.ir.program import Kind, Program, Role, source_line
+from pfeife.ir.nodes import source_line
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.sched.cutting.workload import blocked_borders
 

@@ -8,7 +8,8 @@ from pfeife.data.plan import Plan
 from pfeife.data.schedule import Do
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.sched.cutting.room import no_room
 

@@ -17,7 +17,8 @@ from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Watched
 from pfeife.data.units import size
 from pfeife.ir.digest import program_digest
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.sched.asked import Asked
 from pfeife.sched.by_family import Scheduling

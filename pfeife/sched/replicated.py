@@ -8,7 +8,7 @@ from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas
 from pfeife.data.schedule import Action, Do, Schedule
-from pfeife.ir.program import Reduction
+from pfeife.ir.parts import Reduction
 from pfeife.lowering.buckets import reducing_seconds
 from pfeife.lowering.lower import insert_actions
 from pfeife.lowering.problem import Problem, seconds_of, transfers

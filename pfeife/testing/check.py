@@ -18,7 +18,9 @@ from pfeife.ir.evaluate import (
     named_batch,
     step_inputs,
 )
-from pfeife.ir.program import STATE_ROLES, Program, Role, is_sized_by_data, value_of
+from pfeife.ir.nodes import is_sized_by_data, value_of
+from pfeife.ir.parts import STATE_ROLES, Role
+from pfeife.ir.program import Program
 from pfeife.ir.settle import settle
 from pfeife.ir.sizes import numbers_of_sizes, resized
 from pfeife.ir.verify import verify

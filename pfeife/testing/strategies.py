@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pfeife.cost import machine
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 from pfeife.passes import partition
 from pfeife.sched import policy
 from pfeife.sched.cutting import choose_recompute

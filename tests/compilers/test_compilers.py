@@ -18,7 +18,7 @@ from pfeife.backend.options import options_from
 from pfeife.compilers import BodyCompiler, compile_bodies, compiler_name, cuda_graphs, fingerprint
 from pfeife.cost import estimate, machine, measure
 from pfeife.ir.digest import fingerprint as text_of
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, eager_accumulation
 

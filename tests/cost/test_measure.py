@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pfeife
 from pfeife.cost import measure
 from pfeife.cost.measure import fingerprint
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 
 aten = torch.ops.aten
 

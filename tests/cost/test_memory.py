@@ -12,7 +12,7 @@ import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, memory_curves, stage_memory
 from pfeife.data.optimizers import optimizer_bytes
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.lowering.channel import AHEAD
 from pfeife.sched.cutting import clusters_of, workload_of
 from pfeife.sched.cutting.account import Account, units_of

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import pfeife
 from pfeife.frontend.reductions import _operations
-from pfeife.ir.program import Count, Role
+from pfeife.ir.parts import Count, Role
 from pfeife.testing import check_pass, eager_accumulation
 
 

@@ -11,7 +11,7 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import memory_curves
-from pfeife.ir.program import receive, send
+from pfeife.ir.nodes import receive, send
 from pfeife.ir.settle import settle
 from pfeife.ir.travel import messages
 from pfeife.lowering.predict import travels

@@ -15,7 +15,7 @@ from torch import nn
 
 import pfeife
 from pfeife.frontend.reductions import derive_reductions
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.ir.sizes import captured_sizes, resized
 from pfeife.testing import eager_accumulation
 

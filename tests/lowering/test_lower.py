@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orders import placed, reductions
 
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do, parse_action
-from pfeife.ir.program import Kind, Reduction
+from pfeife.ir.parts import Kind, Reduction
 from pfeife.lowering.lower import Transfer, chain, insert_actions
 from pfeife.lowering.verify import verify_schedule
 from pfeife.sched.families import gpipe, one_f_one_b

@@ -17,7 +17,7 @@ from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
-from pfeife.ir.program import find_node, node_bytes
+from pfeife.ir.nodes import find_node, node_bytes
 from pfeife.ir.travel import messages
 from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of

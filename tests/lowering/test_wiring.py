@@ -12,7 +12,7 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate, machine
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.lowering.wiring import summed_in_place
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, nets, plans, tied_across

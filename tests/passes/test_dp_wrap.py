@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from programs import captured, clusters
 
 import pfeife
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.lowering.buckets import buckets_of, largest_share, owned_bytes
 from pfeife.testing import plans
 

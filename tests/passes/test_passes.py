@@ -15,7 +15,7 @@ from share import crossed, random_cases
 import pfeife
 from pfeife import sched
 from pfeife.cost import measure
-from pfeife.ir.program import Port, Role
+from pfeife.ir.parts import Port, Role
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass, eager_accumulation, nets
 
@@ -222,7 +222,7 @@ def test_masks_are_computed_where_they_are_read():
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
     crossing = pfeife.ir.travel.messages(sent)
     shapes = [
-        tuple(pfeife.ir.program.find_node(sent.module, name).meta["val"].shape)
+        tuple(pfeife.ir.nodes.find_node(sent.module, name).meta["val"].shape)
         for message in crossing
         for name in message.values
     ]

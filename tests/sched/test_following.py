@@ -10,7 +10,7 @@ from share import crossed, random_cases
 import pfeife
 from pfeife import sched
 from pfeife.cost import estimate
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 from pfeife.ir.travel import holders
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.distributed.owned import ranks_of

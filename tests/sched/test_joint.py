@@ -15,7 +15,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.cost.body import Storage
 from pfeife.data.tried import Tried
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.problem import Problem, fits, makespan
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints

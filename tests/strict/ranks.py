@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import pfeife
-from pfeife.ir.program import Call, Program, Role, is_sized_by_data, returned
+from pfeife.ir.nodes import is_sized_by_data, returned
+from pfeife.ir.parts import Call, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.channel import MOST_QUEUED
 from pfeife.runtime import interpret
 from pfeife.runtime.distributed import world

@@ -16,7 +16,8 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.expected import Draws, Expected, Unseeded
-from pfeife.ir.program import Port, Program
+from pfeife.ir.parts import Port
+from pfeife.ir.program import Program
 
 log = logging.getLogger("pfeife")
 # How far the same rows of one dtype may be apart, as a share of the largest value: what other

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import fx
 
-from pfeife.ir.program import source_line, value_of
+from pfeife.ir.nodes import source_line, value_of
 from pfeife.ir.seeding import seeded
 
 _NONE: frozenset[Any] = frozenset()

@@ -11,7 +11,9 @@ from torch import fx
 from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
 from pfeife.data.units import count, duration, size
-from pfeife.ir.program import Call, Kind, Program, Role, node_bytes, source_line
+from pfeife.ir.nodes import node_bytes, source_line
+from pfeife.ir.parts import Call, Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders, messages
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path

@@ -6,7 +6,8 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.ir.evaluate import Result
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.ir.statistics import tracked_names
 from pfeife.runtime.distributed.packing import pack, room, unpack
 from pfeife.runtime.distributed.world import World

@@ -7,7 +7,8 @@ import attrs
 import torch
 
 from pfeife.data.machine import Mesh
-from pfeife.ir.program import Port, Program, Role
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.memory_spans import overlapping

@@ -11,7 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
 from pfeife.frontend.waiting import is_waiting, make, standing_for
-from pfeife.ir.program import Program, Role
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
 from pfeife.runtime.distributed.asking import Asking
 from pfeife.runtime.distributed.copies import Copies
 from pfeife.runtime.distributed.deep_copies import DeepCopies

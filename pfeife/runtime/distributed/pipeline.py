@@ -20,7 +20,8 @@ from pfeife.ir.evaluate import (
     mean,
     with_statistics,
 )
-from pfeife.ir.program import Port, Program, Role
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.arriving import compared, sketch

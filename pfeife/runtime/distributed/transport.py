@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pfeife.data.machine import Mesh
-from pfeife.ir.program import Program, Reduction
+from pfeife.ir.parts import Reduction
+from pfeife.ir.program import Program
 from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope, Tensors

@@ -14,7 +14,8 @@ import torch
 from pfeife import _torch
 from pfeife.data.schedule import Action, Schedule
 from pfeife.ir.evaluate import Result, State, add, mean
-from pfeife.ir.program import Program, Reduction, Role
+from pfeife.ir.parts import Reduction, Role
+from pfeife.ir.program import Program
 from pfeife.lowering.buckets import Bucket
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.clocks import acknowledged

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from pfeife.data.plan import RecomputeOption
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.channel import window
 from pfeife.sched.cutting.workload import Flow, Workload
 

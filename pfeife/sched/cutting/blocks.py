@@ -7,7 +7,8 @@ from itertools import pairwise
 from reprlib import repr as short
 
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 from pfeife.sched.cutting.clusters import Clusters
 from pfeife.sched.cutting.partitions import module_stack
 

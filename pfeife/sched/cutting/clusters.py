@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.sched.cutting.borders import between
 from pfeife.sched.cutting.joints import Border
 from pfeife.sched.cutting.workload import Workload

@@ -7,8 +7,10 @@ from torch import fx
 
 from pfeife.cost.estimate import node_seconds
 from pfeife.data.machine import Machine
+from pfeife.ir.nodes import is_source, node_bytes
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program, Role, is_source, node_bytes
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.seeding import seeded
 
 

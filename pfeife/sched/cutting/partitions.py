@@ -8,7 +8,8 @@ import numpy as np
 from torch import fx
 
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program, Role
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.travel import holders
 from pfeife.sched.cutting.borders import between, evenest, stages_from
 from pfeife.sched.cutting.cuts import split_at

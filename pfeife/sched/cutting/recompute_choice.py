@@ -20,7 +20,9 @@ from pfeife.cost.body import Storage, storage_in, storage_of
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data.machine import Machine
 from pfeife.data.plan import RecomputeOption
-from pfeife.ir.program import Kind, Program, Role, find_node, has_effects, is_source, returned
+from pfeife.ir.nodes import find_node, has_effects, is_source, returned
+from pfeife.ir.parts import Kind, Role
+from pfeife.ir.program import Program
 from pfeife.ir.sizes import numbers_of_sizes
 from pfeife.ir.travel import call_of
 

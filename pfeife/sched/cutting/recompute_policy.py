@@ -10,7 +10,8 @@ from pfeife.data.machine import Machine
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.data.timeline import MemoryCurve
 from pfeife.ir.outline import inline
-from pfeife.ir.program import Kind, Program
+from pfeife.ir.parts import Kind
+from pfeife.ir.program import Program
 from pfeife.passes import join_backward, partition
 from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
 from pfeife.sched.cutting.relief import relieved, with_blocks

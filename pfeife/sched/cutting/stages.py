@@ -6,7 +6,7 @@ import attrs
 
 from pfeife.data.network import Network
 from pfeife.data.plan import Plan
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of

@@ -9,7 +9,7 @@ from share import some
 from torch import nn
 
 import pfeife
-from pfeife.ir.program import Role
+from pfeife.ir.parts import Role
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 import pfeife
 from pfeife.compilers import compile_bodies
-from pfeife.ir.program import Reduction
+from pfeife.ir.parts import Reduction
 from pfeife.lowering.buckets import Bucket
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.local.pipeline import LocalTransport, LocalWorld

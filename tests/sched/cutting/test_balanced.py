@@ -13,7 +13,7 @@ from workloads import chained
 from pfeife.data.link import LinkKind
 from pfeife.data.machine import Machine
 from pfeife.data.network import Network, Node
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.channel import window
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.balanced import balanced

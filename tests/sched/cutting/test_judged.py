@@ -12,7 +12,7 @@ from pfeife import sched
 from pfeife.cost import estimate, machine
 from pfeife.data.link import LinkKind
 from pfeife.data.network import Network
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.lowering.problem import makespan
 from pfeife.sched.by_family import cut_for, in_flight
 from pfeife.sched.cutting.account import Account

@@ -6,7 +6,7 @@ import pytest
 from pfeife.cost import machine
 from pfeife.cost.body import Storage
 from pfeife.data.plan import RecomputeOption
-from pfeife.ir.program import Kind
+from pfeife.ir.parts import Kind
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
 from pfeife.sched.cutting.room import NoRoom

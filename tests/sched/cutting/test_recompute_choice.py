@@ -19,7 +19,8 @@ from pfeife.cost import machine, stage_memory
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data import plain
 from pfeife.data.plan import Plan, RecomputeOption
-from pfeife.ir.program import Kind, is_source
+from pfeife.ir.nodes import is_source
+from pfeife.ir.parts import Kind
 from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.sched.cutting.recompute_choice import _stages
 from pfeife.testing import check_pass, nets, plans

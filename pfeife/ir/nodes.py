@@ -1,0 +1,102 @@
+"""What is asked of a node of a graph, and the two marks of a message."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+
+
+def find_node(module: fx.GraphModule, name: str) -> fx.Node:
+    for node in module.graph.nodes:
+        if node.name == name:
+            return node
+    raise KeyError(f"no node {name} in the graph")
+
+
+def output_node(module: fx.GraphModule) -> fx.Node:
+    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
+
+
+def returned(module: fx.GraphModule) -> Any:
+    """What a graph returns: a dict of nodes for a program, a tuple of nodes for a body."""
+    return output_node(module).args[0]
+
+
+def is_source(node: fx.Node) -> bool:
+    """Whether a node brings a value into the graph rather than computing one."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def sizes_of(node: fx.Node) -> tuple[_torch.Size, ...]:
+    """The sizes of a node's tensor, as expressions of the names of size ports where these decide
+    them."""
+    value = value_of(node)
+    assert value is not None
+    sizes: tuple[_torch.Size, ...] = node.meta["sizes"][0] if "sizes" in node.meta else value.shape
+    return sizes
+
+
+def has_effects(node: fx.Node) -> bool:
+    """Whether a node does more than to compute its value; what may draw random numbers does not,
+    for draws are seeded (attention counts as random even without dropout)."""
+    return node.is_impure(impure_random=False)
+
+
+def value_of(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that stands for a node's value; None where it is not one tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node computes a number rather than tensors, such as `x.item()`. Numbers are no
+    messages: every body that reads one computes it for itself, of tensors."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), int | float | bool)
+
+
+def is_sized_by_data(node: fx.Node) -> bool:
+    """Whether data decide the size of a node's value, as of `x.nonzero()`. Its fake value has the
+    most that this can be; where it is sent, the sizes travel first (`lowering.announced`)."""
+    return bool(node.meta.get("sized_by_data"))
+
+
+def tell(node: fx.Node, value: Any, sizes: Any = None) -> None:
+    """Says of a node what its fake value is, and with which expressions of sizes it is laid out:
+    a pair of those of its shape and its strides, None where no size port decides them."""
+    node.meta.pop("sizes", None)
+    node.meta["val"] = value
+    if sizes is not None:
+        node.meta["sizes"] = sizes
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of a node's value, without what it shares with others."""
+    value = value_of(node)
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the user's model that a node comes from, or the node itself."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    places = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return places[-1] if places else f"node {node.name}"
+
+
+def size_tensor(operation: Any, *args: Any) -> torch.Tensor:
+    """A number that an operation tells of a tensor whose size data decide, as a tensor: that may
+    travel where the first one may not."""
+    value = operation(*args)
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.scalar_tensor(value, dtype=dtype, device=args[0].device)
+
+
+def send(values: tuple, source: int, destination: int) -> tuple:
+    """Marks that rank `source` sends `values` as one message to rank `destination`."""
+    return values
+
+
+def receive(message: tuple, source: int, destination: int) -> tuple:
+    """Marks that rank `destination` receives a message of rank `source`: fresh copies."""
+    return message

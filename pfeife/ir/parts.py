@@ -1,0 +1,186 @@
+"""What a program is made of: ports, calls of bodies, and what is said of them."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch
+
+
+class Role(StrEnum):
+    """What a port is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor that the step closes over and nobody trains
+    BATCH = "batch"
+    SIZE = "size"  # an int, the same in all microbatches of a step: a size of the batch
+    SEED = "seed"  # int64 scalar, one per microbatch, from which random operations draw
+    TANGENT = "tangent"  # the gradient that arrives at an output
+    LOSS = "loss"
+    OUTPUT = "output"
+    BUFFER_UPDATE = "buffer_update"
+    GRADIENT = "gradient"  # of a parameter: summed over microbatches
+    BATCH_GRADIENT = "batch_gradient"  # of a batch input: one per microbatch
+
+
+INPUT_ROLES = (
+    *(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.BATCH),
+    *(Role.SIZE, Role.SEED, Role.TANGENT),
+)
+STATE_ROLES = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
+
+
+class Kind(StrEnum):
+    """What a call computes, in the letters of torch.distributed.pipelining's schedules."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+
+
+@attrs.frozen
+class Port:
+    """One named input or output of a program.
+
+    `names` are fully qualified names, the canonical one first and the aliases of a tied
+    parameter after it. An output's `names` are those of the input that it belongs to: the
+    parameter of a gradient, the buffer of an update, the output of a tangent. (What becomes of a
+    batch input that the step changes in place is an output of its own.) Several gradient
+    ports may share their names: the gradient is their sum in the order of the ports.
+    `batch_dim` is the dimension along which microbatches are cut or joined, None where there
+    is none or nobody said. `reduction` says how the microbatches of a loss or another result
+    without that dimension are put together, None where nobody said: "weighted" is a mean by the
+    program's count in `counts`; a "mean" with `counts` holds only where these are even; "same" is
+    alike in every microbatch, "last" is that of the last one. Where data decide the size (see
+    `is_sized_by_data`), `shape` is the most that it can be. Where the sizes of the batch decide it,
+    `sizes` has its sizes as expressions of the names of the size ports, and `shape` those for which
+    the program was planned. A parameter that is `held` in a wider type by who runs the program
+    (master weights) is cast to its `dtype` once a step.
+    """
+
+    name: str
+    role: Role
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    batch_dim: int | None = None
+    reduction: Literal["mean", "sum", "weighted", "same", "last"] | None = None
+    counts: tuple[int, ...] = ()
+    sized_by_data: bool = False
+    held: torch.dtype | None = None
+    sizes: tuple[_torch.Size, ...] | None = None
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0]
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape where the size ports have such values, by their names."""
+        return self.shape if self.sizes is None else _torch.sizes_at(self.sizes, sizes)
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """In which type the program is given it."""
+        return self.dtype if self.held is None else self.held
+
+    @property
+    def given_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.given_dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        by = " x " if self.sizes else "x"
+        dims = by.join(map(str, self.sizes or self.shape)) or "scalar"
+        dims = f"at most {dims}" if self.sized_by_data else dims
+        tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
+        by = f" by count {', '.join(map(str, self.counts))}" if self.counts else ""
+        how = f" {self.reduction}{by}" if self.reduction else ""
+        how += f" of {self.held}".replace("torch.", "") if self.held else ""
+        return f"{self.name}: {self.role} {self.fqn}{tied} {dtype} {dims} {self.device}{how}"
+
+
+@attrs.frozen
+class Call:
+    """One call of a body in the graph: its node, what it computes, for which cluster or stage.
+
+    `rank` is None before a plan has placed the stages, `seconds` before `annotate`;
+    `accumulate_seconds` is what adding its gradients to those of earlier microbatches takes.
+    """
+
+    node: str
+    kind: Kind
+    unit: int
+    rank: int | None = None
+    seconds: float | None = None
+    accumulate_seconds: float = 0.0
+
+
+@attrs.frozen
+class Reduction:
+    """Once a step, after the last gradient: what becomes of one parameter's gradient.
+
+    The parts that `ranks` of one pipeline hold are added in the order of the ranks, then
+    over `replicas` pipelines in their order, and divided by these if it is to `average`.
+    Those with one `bucket` travel together; without a number, each alone. The sum goes to the
+    replica that is its `owner`, None: to all.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    replicas: int = 1
+    average: bool = False
+    bucket: int | None = None
+    owner: int | None = None
+
+
+@attrs.frozen(eq=False)
+class Count:
+    """How much a microbatch counts in a mean, such as its targets that are not ignored: a graph
+    from batch ports by name to a scalar; `line` is where the user's model divides by it.
+    `empty_is_zero`: where there is nothing to count, gradients are zero rather than nan."""
+
+    module: fx.GraphModule
+    line: str
+    empty_is_zero: bool = False
+
+    def __str__(self) -> str:
+        return f"count in {self.line}: {self.module.code.strip()}"
+
+
+@attrs.frozen
+class Tracked:
+    """A batch norm that tracks all microbatches of a step: the names of its running mean and
+    variance, and of the buffer that counts the batches. Their updates are what a microbatch has
+    found of its own, of so many `elements` a channel (perhaps an expression of size ports); the
+    step puts them together at its end, see `ir.statistics`. Without a `momentum` it is one over
+    that count."""
+
+    mean: str
+    variance: str
+    count: str | None
+    elements: _torch.Size
+    momentum: float | None
+
+
+@attrs.frozen
+class Premise:
+    """Something that a captured step takes for granted; where it does not hold, the step is
+    captured anew, or refused. `kind` is a word for such ones."""
+
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
