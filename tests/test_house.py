@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import attrs
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,20 @@ def imported(tree: ast.AST):
 
 def layer(part: str) -> int:
     return next(index for index, names in enumerate(LAYERS) if part in names.split())
+
+
+def test_no_circle_of_files():
+    """Imports in functions, and for types alone, count."""
+    names = {".".join(("pfeife", *parts(path))).removesuffix(".__init__"): path for path in MODULES}
+    graph = nx.DiGraph()
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for read in imported(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                aliases = [alias.name for alias in node.names]
+                modules = {f"{read}.{one}" for one in aliases} & names.keys() or {read}
+                graph.add_edges_from((name, module) for module in modules & names.keys() - {name})
+    circles = [sorted(one) for one in nx.strongly_connected_components(graph) if len(one) > 1]
+    assert graph.number_of_edges() > 1000 and not circles
 
 
 UNSAFE_BUT_LISTED = {

@@ -1,7 +1,8 @@
 """The one value that flows through all: a program, and what it means.
 
-`program` has the value (an fx graph with named ports), `verify` checks its form, `evaluate` runs it
-at every level, in one process. Read these three first; `travel` says who reads and makes what, and
+`program` has the value (an fx graph with named ports; its fields are in `base`, ports and calls in
+`parts`), `verify` checks its form, `evaluate` runs it at every level, in one process. Read these
+first; `nodes` is what is asked of one node, `travel` says who reads and makes what, and
 what goes from rank to rank, `graph` draws that as networkx has it, `flops` counts operations,
 `batch` rows and tokens, `sizes` says what those of a batch are in a call, `from_graph` takes other
 people's graphs, `rewrite` edits copies, `settle` finishes what somebody has edited, `outline` turns

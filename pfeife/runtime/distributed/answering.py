@@ -3,22 +3,19 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 import torch
 
 from pfeife.data import plain
 from pfeife.runtime.distributed.collectives import ScriptCollective, collective_of
+from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.posting import NEVER, Inbox, Post
 from pfeife.runtime.distributed.questions import Answer, Found, Question, shaped
 from pfeife.runtime.distributed.script import Rest
 from pfeife.runtime.distributed.writes import STATE_BY_HAND, LateWrites, Writes
 from pfeife.runtime.failure import Refusal, failure_of
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
 
 # No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
 # for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
@@ -41,18 +38,20 @@ class _Pending:
 
 class Answering:
     """Answers the questions that come over `post`. `find` gives what answers one, `writes` counts
-    what the script has written by hand, `late` is told what it may not write to any more."""
+    what the script has written by hand, `late` is told what it may not write to any more,
+    `beside` is as in `Service`."""
 
     def __init__(
         self,
-        world: "World",
+        world: Peers,
         post: Post,
         find: Callable[[Question], Found | None],
         writes: Writes,
         late: LateWrites,
+        beside: Callable[[Collection[torch.Tensor]], set[torch.Tensor]],
     ) -> None:
         self.world, self.script, self.post = world, world.script, post
-        self.find, self.writes, self.late = find, writes, late
+        self.find, self.writes, self.late, self.beside = find, writes, late, beside
         self.pending: list[_Pending] = []
         self.over = False
         self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -237,7 +236,7 @@ class Answering:
         if there are any."""
         if pending.question.optimizer is not None:
             return True
-        others = self.world.ownership.saving.absent_beside(found.tensors)
+        others = self.beside(found.tensors)
         point, here = pending.question.point, self.writes.by_data(others)
         alike = here == point.by_data or not others
         if not alike and beyond:

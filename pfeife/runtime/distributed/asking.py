@@ -2,18 +2,16 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pfeife.runtime.distributed.foreign import Foreign
+from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.distributed.questions import Named
+from pfeife.runtime.distributed.serving import Service
 from pfeife.runtime.distributed.writes import A_COPY, STATE_BY_HAND, Writes
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.owned import Owned
-    from pfeife.runtime.distributed.serving import Service
 
 
 class Asking:
@@ -25,9 +23,9 @@ class Asking:
     `numbered` are the tensors by their numbers.
     """
 
-    service: "Service"
+    service: Service
 
-    def __init__(self, known: Mapping[torch.Tensor, "Owned"], foreign: Foreign):
+    def __init__(self, known: Mapping[torch.Tensor, Owned], foreign: Foreign):
         self.known, self.foreign = known, foreign
         self.writes = Writes(known, foreign)
         self.numbered: weakref.WeakValueDictionary[int, torch.Tensor] = (

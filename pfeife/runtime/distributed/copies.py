@@ -8,7 +8,6 @@ at its end          w0 --------->    a copy of w0
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +16,9 @@ from pfeife.data.replicas import BUCKET_BYTES
 from pfeife.frontend.absent import take_values
 from pfeife.runtime.distributed.foreign import Arrival, Foreign, version_of
 from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.owned import Owned
 from pfeife.runtime.distributed.packing import empty, pack, unpack
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.owned import Owned
-    from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.peers import Peers
 
 _PLACE = "optimizer.step() of parameters that replicas share out"
 
@@ -32,12 +29,12 @@ class Copies:
 
     def __init__(
         self,
-        known: Mapping[torch.Tensor, "Owned"],
+        known: Mapping[torch.Tensor, Owned],
         foreign: Foreign,
         versions: MutableMapping[int, int],
     ):
         self.known, self.foreign, self.versions = known, foreign, versions
-        self.world: World | None = None  # the latest
+        self.world: Peers | None = None  # the latest
         self.used = False  # whether there are any, on any rank
         self.behind = False  # whether copies have not all come
 
@@ -67,7 +64,7 @@ class Copies:
         known = {self.known[p].number: p for p in tensors if p in self.known}
         return {n: known[n] for n in sorted(known) if self.known[known[n]].replica is not None}
 
-    def renew(self, world: "World", tensors: Iterable[torch.Tensor]) -> None:
+    def renew(self, world: Peers, tensors: Iterable[torch.Tensor]) -> None:
         """Gives every replica the values of those that others train (collective)."""
         copied = self._copied(tensors)
         if not copied:

@@ -6,19 +6,16 @@ average.blocks.0      values     absent     made of it outside of a step: it is 
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.peers import Peers
 
 
 def holders_of(
-    tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: "World"
+    tensors: Mapping[str, torch.Tensor], mesh: Mesh, world: Peers
 ) -> dict[str, tuple[int, ...]]:
     """The ranks of a pipeline that have tensors which the others lack: of those where these are the
     same ranks in each pipeline (collective)."""

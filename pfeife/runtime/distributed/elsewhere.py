@@ -12,7 +12,7 @@ somebody changes it, or reads it again.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -21,9 +21,7 @@ from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.frontend.absent import Absence, absent
 from pfeife.runtime.distributed.heartbeat import Doing
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
+from pfeife.runtime.distributed.peers import Peers
 
 _PLACE = (
     "a norm of gradients (torch.nn.utils.clip_grad_norm_; where one rank trains all of these "
@@ -37,7 +35,7 @@ class Norms:
 
     def __init__(self, known: Mapping[torch.Tensor, Any], owned: Mapping[int, Any]):
         self.known, self.owned = known, owned
-        self.world: World | None = None  # the latest
+        self.world: Peers | None = None  # the latest
         self.told: dict[float, dict[int, float]] = {}  # by order and number
 
     def take(self, number: int, order: float) -> float:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,13 +34,11 @@ from pfeife.runtime.distributed.owned import (
     ranks_of,
     trained_by,
 )
+from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.saving import Saving
 from pfeife.runtime.distributed.step_hooks import StepHooks
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.peak import give_back
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
 
 
 class Ownership:
@@ -125,7 +123,7 @@ class Ownership:
         slots: Slots,
         mesh: Mesh,
         modules: Iterable[nn.Module],
-        world: "World",
+        world: Peers,
         carried: Collection[str] = (),
         apart: bool = False,
     ) -> None:
@@ -189,13 +187,13 @@ class Ownership:
         self.saving.watch(self.deep_copies.found)
         self.deep_copies.found.clear()
 
-    def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: "World") -> None:
+    def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: Peers) -> None:
         """Gives what a script has computed of what ranks train its owners (collective)."""
         ports = program.ports(Role.PARAMETER, Role.BUFFER)
         self.adopt_derived({p.fqn: slots[p.name] for p in ports if p.name in slots}, world, mesh)
 
     def adopt_derived(
-        self, state: Mapping[str, Any], world: "World", mesh: Mesh | None = None
+        self, state: Mapping[str, Any], world: Peers, mesh: Mesh | None = None
     ) -> None:
         """The same of tensors by their names, in a mesh, or that of what is trained."""
         if all(len(owned.holders) == world.size for owned in self.owned.values()):
@@ -257,7 +255,7 @@ class Ownership:
         return {number: numbered[number] for number in sorted(numbered)}
 
 
-def _check_alike(state: Mapping[str, Any], world: "World") -> None:
+def _check_alike(state: Mapping[str, Any], world: Peers) -> None:
     wrong = world.differing(state)
     if wrong:
         raise Refusal(

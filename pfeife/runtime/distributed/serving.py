@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,14 +20,12 @@ from pfeife.data import plain
 from pfeife.runtime.distributed.answering import Answering
 from pfeife.runtime.distributed.connection import Connection
 from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.posting import NEVER, Post, leave
 from pfeife.runtime.distributed.questions import Answer, Found, Named, Question, decoded
 from pfeife.runtime.distributed.script import Change, Rest
 from pfeife.runtime.distributed.writes import BY_DATA, LateWrites, Writes
 from pfeife.runtime.failure import Refusal
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
 
 _TAGS = 2**29
 
@@ -48,15 +46,18 @@ class Service:
     notices what is written to what a script was given.
 
     `connection` is one of all ranks, on the CPU, that nothing else uses; `find` gives what answers
-    a question, `writes` counts what the script has written.
+    a question, `writes` counts what the script has written, `renew` lets go of what nobody else has
+    any more, `beside` is what the rank lacks of the state of modules that have some tensors.
     """
 
     def __init__(
         self,
-        world: "World",
+        world: Peers,
         connection: Connection,
         find: Callable[[Question], Found | None],
         writes: Writes,
+        renew: Callable[[], None],
+        beside: Callable[[Collection[torch.Tensor]], set[torch.Tensor]],
     ) -> None:
         self.world, self.script, self.writes = world, world.script, writes
         self.connection, self.post = connection, Post(connection)
@@ -65,7 +66,8 @@ class Service:
         self.tags = itertools.count()
         self.asking = threading.Lock()  # one question at a time
         writes.forget()
-        self.answering = Answering(world, self.post, find, writes, self.late)
+        self.renew = renew
+        self.answering = Answering(world, self.post, find, writes, self.late, beside)
 
     def end(self) -> None:
         """Answers nobody any more, and lets go of the connection."""
@@ -130,7 +132,7 @@ class Service:
         self._close("calls of compiled steps")
         self.script.thread = threading.get_ident()
         self.script.move("calls of compiled steps")
-        self.world.ownership.asking.renew()
+        self.renew()
         try:
             yield
         finally:

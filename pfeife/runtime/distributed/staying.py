@@ -3,48 +3,53 @@
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pfeife.runtime.distributed.diagnosis import lives
 from pfeife.runtime.distributed.heartbeat import ENDED, Doing, Monitor
 from pfeife.runtime.distributed.patience import stillness
+from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.script import Rest
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.world import World
 
 log = logging.getLogger("pfeife")
 _TICK = 0.05  # seconds
 
 
-def stay(world: "World") -> None:
-    """Returns when the scripts of all ranks have ended, at once after a failure or an exception.
+def stay(
+    peers: Peers,
+    divided: bool,
+    wrong: Callable[[], Exception | None],
+    disconnect: Callable[[], None],
+) -> None:
+    """Returns when the scripts of all ranks have ended, at once after a failure or an exception, or
+    if no state is `divided` among them.
 
     Meanwhile this rank answers questions, and nothing else: its other connections are closed, so
-    that a rank that makes a further step fails, as if this process had ended.
+    that a rank that makes a further step fails, as if this process had ended. `wrong` says what is
+    wrong with what it has answered.
     """
-    divided, store = world.ownership.divided(world.size), world.monitor.store
-    world.monitor.ask(lambda: store.set(f"over {world.rank}", ""))
-    if not divided or world.failure is not None or hasattr(sys, "last_value"):
+    store = peers.monitor.store
+    peers.monitor.ask(lambda: store.set(f"over {peers.rank}", ""))
+    if not divided or peers.failure is not None or hasattr(sys, "last_value"):
         return
-    late = world.service.wrong()
+    late = wrong()
     if late is not None:  # no call comes that would raise it
-        log.error("rank %d: %s", world.rank, late)
-    world.disconnect()
-    world.look = lambda: Doing(ENDED)
-    with world.script.resting(Rest.END):
-        _wait_for_others(world)
+        log.error("rank %d: %s", peers.rank, late)
+    disconnect()
+    peers.look = lambda: Doing(ENDED)
+    with peers.script.resting(Rest.END):
+        _wait_for_others(peers)
 
 
-def _wait_for_others(world: "World") -> None:
+def _wait_for_others(peers: Peers) -> None:
     """Until all ranks have ended, any has failed, or those that have not give no sign of life."""
-    monitor = world.monitor
+    monitor = peers.monitor
     before, looked = monitor.heartbeats(), time.monotonic()
-    while world.failure is None:
+    while peers.failure is None:
         running = monitor.ask(lambda: [r for r in range(monitor.size) if not _is_over(monitor, r)])
         if not running:  # or the store is gone
             return
-        if time.monotonic() > looked + stillness(world.timeout):
+        if time.monotonic() > looked + stillness(peers.timeout):
             now = monitor.heartbeats()
             if not any(lives(rank, before, now) for rank in running):
                 return

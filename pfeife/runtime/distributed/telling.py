@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -10,11 +10,9 @@ import torch
 from pfeife._torch import is_absent
 from pfeife.data import plain
 from pfeife.runtime.distributed.foreign import Borrowed, digest, version_of
+from pfeife.runtime.distributed.ownership import Ownership
+from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
-
-if TYPE_CHECKING:
-    from pfeife.runtime.distributed.ownership import Ownership
-    from pfeife.runtime.distributed.world import World
 
 
 @attrs.frozen
@@ -56,7 +54,7 @@ def _read(texts: Sequence[str]) -> list[News]:
     return [by_text[text] for text in texts]
 
 
-def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[Any]) -> str:
+def news_of(ownership: Ownership, borrowed: Borrowed | None, args: Sequence[Any]) -> str:
     """What this rank tells the others before it uses `args`, "" if all is as it was: what of
     them has been written to, what has become absent."""
     gradients, optimizers = ownership.gradients, ownership.optimizers
@@ -78,7 +76,7 @@ def news_of(ownership: "Ownership", borrowed: Borrowed | None, args: Sequence[An
     ).text
 
 
-def _lost(ownership: "Ownership", tensors: Mapping[int, torch.Tensor]) -> list[str]:
+def _lost(ownership: Ownership, tensors: Mapping[int, torch.Tensor]) -> list[str]:
     """The frozen parameters that this rank keeps, and that have become absent here."""
     return [
         ownership.owned[number].name
@@ -88,7 +86,7 @@ def _lost(ownership: "Ownership", tensors: Mapping[int, torch.Tensor]) -> list[s
 
 
 def _writes(
-    ownership: "Ownership", tensors: Mapping[int, torch.Tensor]
+    ownership: Ownership, tensors: Mapping[int, torch.Tensor]
 ) -> dict[tuple[int, ...], str]:
     """How often what other ranks train as well has been written to since the ranks have last
     agreed, by those ranks."""
@@ -101,8 +99,8 @@ def _writes(
 
 
 def agree_on(
-    ownership: "Ownership",
-    world: "World",
+    ownership: Ownership,
+    world: World,
     texts: Sequence[str],
     borrowed: Borrowed | None = None,
     args: Sequence[Any] = (),
@@ -137,7 +135,7 @@ def agree_on(
     borrowed.agreed(args)
 
 
-def _compare_steps(ownership: "Ownership", world: "World", every: Sequence[News]) -> None:
+def _compare_steps(ownership: Ownership, world: World, every: Sequence[News]) -> None:
     gradients = ownership.gradients
     gradients.compare_steps([news.stepped for news in every], world.rank)
     try:
@@ -164,7 +162,7 @@ def _check_lost(every: Sequence[News], borrowed: Sequence[str]) -> None:
         )
 
 
-def _check_by_hand(ownership: "Ownership", every: Sequence[News]) -> None:
+def _check_by_hand(ownership: Ownership, every: Sequence[News]) -> None:
     """Raises Refusal for writes of ranks to what they do not have, which those who have it have not
     made. (That these make more is no harm: what they have counts.)"""
     counts = [dict(news.wrote) for news in every]
@@ -181,10 +179,10 @@ def _check_by_hand(ownership: "Ownership", every: Sequence[News]) -> None:
 
 
 def _compare_changed(
-    ownership: "Ownership",
+    ownership: Ownership,
     every: Sequence[News],
     tensors: Mapping[int, torch.Tensor],
-    world: "World",
+    world: World,
 ) -> None:
     """Compares what ranks have written to state of others with what these have. `tensors` are
     this rank's by their numbers."""
@@ -207,10 +205,10 @@ def _compare_changed(
 
 
 def _compare_shared(
-    ownership: "Ownership",
+    ownership: Ownership,
     every: Sequence[News],
     tensors: Mapping[int, torch.Tensor],
-    world: "World",
+    world: World,
 ) -> None:
     """Compares what several ranks train and have not written to as often as one another: one
     of them has loaded a checkpoint alone. `tensors` are this rank's by their numbers."""
@@ -222,7 +220,7 @@ def _compare_shared(
             _check_alike(theirs, world, ranks)
 
 
-def _copied(ownership: "Ownership", every: Sequence[News]) -> bool:
+def _copied(ownership: Ownership, every: Sequence[News]) -> bool:
     """Whether some of what ranks have written to is trained by one replica for all."""
     written = {ranks for news in every for ranks, _ in news.shared}
     owned = ownership.owned.values() if written else ()
@@ -230,7 +228,7 @@ def _copied(ownership: "Ownership", every: Sequence[News]) -> bool:
 
 
 def _check_alike(
-    named: Sequence[tuple[str, torch.Tensor]], world: "World", ranks: Sequence[int]
+    named: Sequence[tuple[str, torch.Tensor]], world: World, ranks: Sequence[int]
 ) -> None:
     """Raises Refusal on all ranks unless some have the same values of tensors, given with names
     (collective)."""
