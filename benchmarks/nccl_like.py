@@ -35,7 +35,7 @@ from faulty import Case, case
 from forked import Launch, Report
 
 from pfeife import _torch
-from pfeife.runtime.distributed import ending, process_group, transport, world
+from pfeife.runtime.distributed import ending, peers, process_group, transport, world
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.failure import PipelineError
 
@@ -183,8 +183,8 @@ def rank_of(tried: Case, fault: Fault) -> Any:
         global ahead, mine
         torch.set_num_threads(1)
         dist.ProcessGroupNCCL = NcclLike  # type: ignore[attr-defined]
-        world.goes_by_nccl = lambda device: True  # type: ignore[assignment]
-        world.GRACE = process_group.GRACE = ending.CHANCE = 1.5
+        peers.goes_by_nccl = lambda device: True  # type: ignore[assignment]
+        peers.GRACE = world.GRACE = process_group.GRACE = ending.CHANCE = 1.5
         transport.queued_by_now = Mark  # type: ignore[assignment]
         ahead = fault.ahead
         if rank == STRUCK:

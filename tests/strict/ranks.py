@@ -18,7 +18,7 @@ from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.channel import MOST_QUEUED
 from pfeife.runtime import interpret
-from pfeife.runtime.distributed import world
+from pfeife.runtime.distributed import peers
 from pfeife.runtime.distributed.ends import Ends
 from pfeife.runtime.distributed.heartbeat import Doing
 from pfeife.runtime.distributed.launching import MOST_QUEUES
@@ -147,7 +147,7 @@ def on_strict_ranks(
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(told or queues or MOST_QUEUES)}
     with (
         replaced(),
-        mock.patch.object(world, "Connection", connection),
+        mock.patch.object(peers, "Connection", connection),
         mock.patch.dict(os.environ, environment),
         mock.patch.object(interpret, "MOST", MOST_QUEUED),  # as for a program of a GPU
     ):
