@@ -23,6 +23,7 @@ from torch import nn
 
 import pfeife
 from pfeife.backend.artifacts import Artifacts
+from pfeife.backend.build import build_step
 from pfeife.backend.builder import Builder
 from pfeife.backend.options import Options
 from pfeife.data.progress import shown
@@ -345,6 +346,7 @@ def the_machine_is_that_of_the_parameters():
     def planned(device: str):
         builder = Builder(Options(), None, None)
         show = shown(LOG, progress=False, rank=0)
-        return builder.build(graph, (x,), None, torch.device(device), show, Artifacts(None)).plan
+        given = (builder, graph, (x,), None, torch.device(device), show, Artifacts(None))
+        return build_step(*given).plan
 
     assert planned("meta") == planned("cpu")
