@@ -365,7 +365,14 @@ class Build:
             actions = mesh.replicas * sum(map(len, schedule.ranks))
             phase.outcome = lambda: f"{actions} actions on {mesh.size} ranks"
             if options.runtime is not None:
-                return options.runtime(program, schedule, bodies), None
+                pipeline = options.runtime(program, schedule, bodies)
+                lacks = {p.fqn for p in program.ports(Role.GRADIENT)} - pipeline.gradients
+                if lacks:
+                    raise ValueError(
+                        f"option runtime={described(options.runtime)}: its pipeline says that it "
+                        f"has no gradients of {sorted(lacks)}, which the program has"
+                    )
+                return pipeline, None
             if world is None:
                 return LocalPipeline(program, schedule, self._devices(mesh.ranks), bodies), None
             device = _device_of(program, self.device)

@@ -240,6 +240,8 @@ class Call:
                 gradient = torch.cat(parts, dims[name]) if len(parts) > 1 else parts[0]
             else:
                 gradient = result.gradients.get(name)
+                if gradient is None and name in self.compiled.pipeline.gradients:
+                    raise ValueError(f"the runtime's step has no gradient of {name}")
             found.append(gradient if gradient is None else gradient.to(self.places[name]))
         return found
 

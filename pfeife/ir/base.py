@@ -1,8 +1,9 @@
 """What a program has and is asked; `ir.program` adds what is made of one."""
 
+import copy
 from collections import Counter
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import attrs
 from torch import fx
@@ -80,6 +81,18 @@ class ProgramBase:
         body = self.module.get_submodule(str(self.node(call.node).target))
         assert isinstance(body, fx.GraphModule)
         return body
+
+    def __copy__(self) -> Self:
+        return attrs.evolve(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return attrs.evolve(self, module=copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a program is not pickled, which would lose what its nodes say: pfeife plan "
+            "--save-program writes one as JSON, and program.source() as Python"
+        )
 
     def __repr__(self) -> str:
         """Its figures; `print(program)` writes all of it."""

@@ -561,9 +561,25 @@ def test_a_runtime_of_ones_own():
     assert isinstance(compiled(stages=2, runtime=InOrder).pipeline, InOrder)
 
 
+class WithoutBias(InOrder):
+    """Loses gradients."""
+
+    def result(self, *, outputs=True) -> pfeife.Result:
+        kept = {n: g for n, g in self.found.gradients.items() if not n.endswith("bias")}
+        return attrs.evolve(self.found, gradients=kept)
+
+
+class ThatSaysSo(InOrder):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.gradients = frozenset(n for n in self.gradients if not n.endswith("bias"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"runtime": WithoutBias}, "the runtime's step has no gradient of .*bias"),
+        ({"runtime": ThatSaysSo}, "its pipeline says that it has no gradients of .*bias"),
         ({"runtime": 3}, "option runtime=3: must be a function of"),
         ({"runtime": InOrder, "devices": ["cpu"]}, "it runs all ranks in one process"),
     ],
