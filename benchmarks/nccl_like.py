@@ -35,7 +35,8 @@ from faulty import Case, case
 from forked import Launch, Report
 
 from pfeife import _torch
-from pfeife.runtime.distributed import ending, peers, process_group, transport, world
+from pfeife.runtime.distributed import peers, process_group, transport, world
+from pfeife.runtime.distributed.liveness import ending
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.failure import PipelineError
 

@@ -30,8 +30,8 @@ import pfeife
 from pfeife import report, sched
 from pfeife.cost import estimate, machine, memory_curves
 from pfeife.lowering.buckets import buckets_of
+from pfeife.runtime.distributed.links.reducing import Reducer
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.reducing import Reducer
 from pfeife.runtime.profile import profile_memory
 from pfeife.runtime.results import trained_on
 

@@ -48,7 +48,7 @@ from pfeife.passes import (
     split_backward,
     totals,
 )
-from pfeife.runtime.distributed.loading import data_sampler, from_rank0
+from pfeife.runtime.distributed.batches.loading import data_sampler, from_rank0
 from pfeife.runtime.failure import PipelineError
 from pfeife.sched.families.family import Family
 

@@ -18,9 +18,9 @@ from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
 from pfeife.frontend.absent import Absence, become_absent
 from pfeife.frontend.living import living
-from pfeife.runtime.distributed.apart import why_not_apart
-from pfeife.runtime.distributed.foreign import Foreign
-from pfeife.runtime.distributed.owned import Owned
+from pfeife.runtime.distributed.state.apart import why_not_apart
+from pfeife.runtime.distributed.state.foreign import Foreign
+from pfeife.runtime.distributed.state.owned import Owned
 from pfeife.runtime.peak import give_back
 
 HERE, THERE = "cpu", "second:0"

@@ -14,7 +14,8 @@ from strict.ranks import beside, kernels, on_strict_ranks, steps_of
 
 import pfeife
 from pfeife.lowering import announced
-from pfeife.runtime.distributed import batch_norms, connecting, reducing
+from pfeife.runtime.distributed import batch_norms
+from pfeife.runtime.distributed.links import connecting, reducing
 from pfeife.runtime.interpret import RankRunner
 from pfeife.sched import families
 from pfeife.testing import assert_same

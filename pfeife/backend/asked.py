@@ -18,7 +18,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import DataParallel
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.runtime.distributed.meshes import MeshLike
+from pfeife.runtime.distributed.batches.meshes import MeshLike
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import CutAt, Partition, RecomputePolicy

@@ -54,8 +54,8 @@ from pfeife.passes.apply import passes_of
 from pfeife.passes.compose import History, Pass, Passes, Recorded
 from pfeife.report import Target
 from pfeife.runtime.distributed.agreement import comparable
-from pfeife.runtime.distributed.foreign import Borrowed
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
+from pfeife.runtime.distributed.state.foreign import Borrowed
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.local.pipeline import LocalPipeline

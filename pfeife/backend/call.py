@@ -19,10 +19,10 @@ from pfeife.frontend.microbatch import cut, join
 from pfeife.ir.evaluate import Divisor, Result, State, divisors
 from pfeife.ir.parts import STATE_ROLES, Port, Role
 from pfeife.ir.program import Program
-from pfeife.runtime.distributed.elsewhere import arrived
+from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.rank_zero import Sent
+from pfeife.runtime.distributed.state.elsewhere import arrived
 from pfeife.runtime.step import Observer, Watch
 
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports

@@ -18,11 +18,11 @@ from pfeife.backend.restoring import (
     plain_name,
 )
 from pfeife.frontend.checkpoint_folder import Folder
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.shares import all_state, share_of_model, share_of_optimizers
+from pfeife.runtime.distributed.state.shares import all_state, share_of_model, share_of_optimizers
+from pfeife.runtime.distributed.state.writing import Writer, Writing, complete
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.distributed.writing import Writer, Writing, complete
 
 _STEP = "step"
 

@@ -24,7 +24,7 @@ from pfeife.ir.sizes import broken_limit, captured_sizes, resized
 from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
-from pfeife.runtime.distributed.foreign import Borrowed
+from pfeife.runtime.distributed.state.foreign import Borrowed
 from pfeife.runtime.failure import Refusal
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness

@@ -17,7 +17,7 @@ from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
-from pfeife.runtime.distributed.rank_zero import Sent
+from pfeife.runtime.distributed.batches.rank_zero import Sent
 
 log = logging.getLogger("pfeife")
 Gradients = tuple[torch.Tensor | None, ...]

@@ -28,9 +28,9 @@ from pfeife.ir.evaluate import Result, State
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
 from pfeife.ir.underflow import underflows
-from pfeife.runtime.distributed.foreign import version_of
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
+from pfeife.runtime.distributed.state.foreign import version_of
 from pfeife.runtime.protocols import Pipeline
 
 log = logging.getLogger("pfeife")

@@ -41,7 +41,7 @@ from pfeife.data.plan import Costs, Plan
 from pfeife.data.replicas import BUCKET_BYTES, DataParallel, Replicas
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.runtime.distributed.meshes import mesh_of
+from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import MESSAGE_TOLERANCE, CutAt, Partition, RecomputePolicy

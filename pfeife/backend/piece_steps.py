@@ -16,8 +16,8 @@ from pfeife.backend.pieces import Part, Parts, Piece
 from pfeife.backend.steps import Steps, is_trained
 from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role
+from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.rank_zero import Sent
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Refusal
 

@@ -28,7 +28,7 @@ from pfeife.frontend.results import Loss
 from pfeife.frontend.rows.value import Unknown
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
-from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.state.foreign import version_of
 from pfeife.runtime.failure import PipelineError
 
 log = logging.getLogger("pfeife")

@@ -13,7 +13,7 @@ from pfeife.frontend.checkpoint_files import check_shapes
 from pfeife.frontend.checkpoint_folder import Folder
 from pfeife.frontend.waiting import deferred_tensors, is_waiting
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.shares import name_in, owner_of, reading
+from pfeife.runtime.distributed.state.shares import name_in, owner_of, reading
 from pfeife.runtime.distributed.world import World
 
 MODEL, OPTIMIZER = "model", "optim"

@@ -12,9 +12,9 @@ from torch import nn
 
 from pfeife.backend.restoring import plain_name
 from pfeife.data import files
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.shares import all_state, check_hooks, owner_of
+from pfeife.runtime.distributed.state.shares import all_state, check_hooks, owner_of
 from pfeife.runtime.distributed.world import World
 
 INDEX = "model.safetensors.index.json"

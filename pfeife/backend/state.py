@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from pfeife._torch import is_absent
-from pfeife.runtime.distributed.elsewhere import is_here
-from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.owned import Owned
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.shares import all_state, owner_of
+from pfeife.runtime.distributed.state.elsewhere import is_here
+from pfeife.runtime.distributed.state.owned import Owned
+from pfeife.runtime.distributed.state.shares import all_state, owner_of
 from pfeife.runtime.distributed.world import World
 
 

@@ -36,8 +36,8 @@ from pfeife.frontend.traced import kind_of
 from pfeife.frontend.tracing import Traced, traced
 from pfeife.frontend.untouched import set_states, torchs_states
 from pfeife.ir.parts import Role
+from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
-from pfeife.runtime.distributed.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal

@@ -27,11 +27,11 @@ from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
 from pfeife.frontend.waiting import is_waiting
 from pfeife.ir.parts import Role
-from pfeife.runtime.distributed.foreign import version_of
+from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.peers import checksum
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.rank_zero import Sent
-from pfeife.runtime.distributed.telling import agree_on, news_of
+from pfeife.runtime.distributed.state.foreign import version_of
+from pfeife.runtime.distributed.state.telling import agree_on, news_of
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
 from pfeife.runtime.failure import PipelineError, Refusal

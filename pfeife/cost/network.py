@@ -14,8 +14,8 @@ from pfeife.data.link import Link
 from pfeife.data.network import Network
 from pfeife.data.progress import Progress
 from pfeife.lowering.envelope import Envelope, Layout
-from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
+from pfeife.runtime.distributed.links.buffers import Buffers
+from pfeife.runtime.distributed.links.ends import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 

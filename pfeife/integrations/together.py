@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pfeife.runtime.distributed.announcing import Announced, Structure, structure_of
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.batches.announcing import Announced, Structure, structure_of
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.failure import Refusal
 

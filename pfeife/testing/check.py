@@ -26,7 +26,7 @@ from pfeife.ir.sizes import numbers_of_sizes, resized
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.runtime.distributed.elsewhere import is_here
+from pfeife.runtime.distributed.state.elsewhere import is_here
 
 
 def check_pass(

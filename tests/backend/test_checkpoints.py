@@ -17,7 +17,7 @@ import pfeife
 from pfeife import _torch
 from pfeife.frontend.checkpoint_folder import METADATA
 from pfeife.frontend.waiting import deferred_tensors
-from pfeife.runtime.distributed import writing
+from pfeife.runtime.distributed.state import writing
 
 
 class State:

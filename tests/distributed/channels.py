@@ -24,11 +24,11 @@ from pfeife.cost import estimate, machine
 from pfeife.cost.network import bench_network
 from pfeife.lowering.channel import Channel
 from pfeife.lowering.envelope import APART, PACKED, Envelope, Layout
-from pfeife.runtime.distributed import mapped
-from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.connection import Connection
-from pfeife.runtime.distributed.ends import Ends
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.links import mapped
+from pfeife.runtime.distributed.links.buffers import Buffers
+from pfeife.runtime.distributed.links.connection import Connection
+from pfeife.runtime.distributed.links.ends import Ends
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import assert_same

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pfeife
 from pfeife.cost import memory_curves
-from pfeife.runtime.distributed.elsewhere import is_here
+from pfeife.runtime.distributed.state.elsewhere import is_here
 from pfeife.runtime.profile import LiveTensors
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}

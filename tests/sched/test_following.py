@@ -13,7 +13,7 @@ from pfeife.cost import estimate
 from pfeife.ir.parts import Role
 from pfeife.ir.travel import holders
 from pfeife.runtime import LocalPipeline
-from pfeife.runtime.distributed.owned import ranks_of
+from pfeife.runtime.distributed.state.owned import ranks_of
 from pfeife.sched.families.policies import POLICIES
 from pfeife.testing import assert_same, nets, tied_across
 

@@ -19,13 +19,13 @@ from pfeife.ir.program import Program
 from pfeife.lowering.channel import MOST_QUEUED
 from pfeife.runtime import interpret
 from pfeife.runtime.distributed import peers
-from pfeife.runtime.distributed.ends import Ends
-from pfeife.runtime.distributed.heartbeat import Doing
-from pfeife.runtime.distributed.launching import MOST_QUEUES
+from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero
+from pfeife.runtime.distributed.links.ends import Ends
+from pfeife.runtime.distributed.links.launching import MOST_QUEUES
+from pfeife.runtime.distributed.links.reducing import Reducer
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.rank_zero import CallOfRankZero
-from pfeife.runtime.distributed.reducing import Reducer
-from pfeife.runtime.distributed.script import Script
+from pfeife.runtime.distributed.served.script import Script
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced

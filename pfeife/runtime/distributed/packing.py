@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pfeife.runtime.distributed.questions import as_bytes
+from pfeife.runtime.distributed.served.questions import as_bytes
 
 _ALIGNED = 16  # bytes: where a tensor starts in a message
 

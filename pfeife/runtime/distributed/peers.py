@@ -17,19 +17,20 @@ import torch.distributed as dist
 from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.data import plain
-from pfeife.runtime.distributed import diagnosis
 from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
-from pfeife.runtime.distributed.connecting import ALL_RANKS, use_once
-from pfeife.runtime.distributed.connection import (
+from pfeife.runtime.distributed.links.connecting import ALL_RANKS, use_once
+from pfeife.runtime.distributed.links.connection import (
     FOREVER,
     Connection,
     goes_by_nccl,
     queued_by_now,
     wait_for_queued,
 )
-from pfeife.runtime.distributed.ending import end_process
-from pfeife.runtime.distributed.ends import Ends
-from pfeife.runtime.distributed.heartbeat import (
+from pfeife.runtime.distributed.links.ends import Ends
+from pfeife.runtime.distributed.links.reducing import Reducer
+from pfeife.runtime.distributed.liveness import diagnosis
+from pfeife.runtime.distributed.liveness.ending import end_process
+from pfeife.runtime.distributed.liveness.heartbeat import (
     ALL,
     BUILDING,
     INTERVAL,
@@ -37,12 +38,11 @@ from pfeife.runtime.distributed.heartbeat import (
     Doing,
     Monitor,
 )
-from pfeife.runtime.distributed.lifelines import SILENCE, Lifelines
-from pfeife.runtime.distributed.patience import Patience
-from pfeife.runtime.distributed.posting import OVER, leave
-from pfeife.runtime.distributed.reducing import Reducer
-from pfeife.runtime.distributed.rendezvous import rendezvous
-from pfeife.runtime.distributed.script import Rest, Script
+from pfeife.runtime.distributed.liveness.lifelines import SILENCE, Lifelines
+from pfeife.runtime.distributed.liveness.patience import Patience
+from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
+from pfeife.runtime.distributed.served.posting import OVER, leave
+from pfeife.runtime.distributed.served.script import Rest, Script
 from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
 
 log = logging.getLogger("pfeife")

@@ -24,10 +24,10 @@ from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
-from pfeife.runtime.distributed.arriving import compared, sketch
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
-from pfeife.runtime.distributed.connection import Connection
-from pfeife.runtime.distributed.heartbeat import Doing
+from pfeife.runtime.distributed.links.arriving import compared, sketch
+from pfeife.runtime.distributed.links.connection import Connection
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World

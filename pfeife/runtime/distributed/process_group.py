@@ -9,12 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
-from pfeife.runtime.distributed.interface import choose_interface
-from pfeife.runtime.distributed.last_words import tell_torchrun
-from pfeife.runtime.distributed.ownership import Ownership
-from pfeife.runtime.distributed.rendezvous import rendezvous
-from pfeife.runtime.distributed.starting import start_group
+from pfeife.runtime.distributed.liveness.heartbeat import kept_by_torchrun
+from pfeife.runtime.distributed.liveness.interface import choose_interface
+from pfeife.runtime.distributed.liveness.last_words import tell_torchrun
+from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
+from pfeife.runtime.distributed.liveness.starting import start_group
+from pfeife.runtime.distributed.state.ownership import Ownership
 from pfeife.runtime.distributed.world import GRACE, World
 from pfeife.runtime.failure import Failure, PipelineError
 

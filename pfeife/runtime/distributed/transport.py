@@ -15,12 +15,12 @@ from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
-from pfeife.runtime.distributed.buffers import Buffers
-from pfeife.runtime.distributed.connecting import REDUCE
-from pfeife.runtime.distributed.connection import Connection, queued_by_now
-from pfeife.runtime.distributed.ends import Incoming, Outgoing, Works
-from pfeife.runtime.distributed.launching import check_launching
-from pfeife.runtime.distributed.reducing import Reducing, Route
+from pfeife.runtime.distributed.links.buffers import Buffers
+from pfeife.runtime.distributed.links.connecting import REDUCE
+from pfeife.runtime.distributed.links.connection import Connection, queued_by_now
+from pfeife.runtime.distributed.links.ends import Incoming, Outgoing, Works
+from pfeife.runtime.distributed.links.launching import check_launching
+from pfeife.runtime.distributed.links.reducing import Reducing, Route
 from pfeife.runtime.distributed.world import World
 
 

@@ -4,12 +4,12 @@ import time
 
 import torch
 
-from pfeife.runtime.distributed import diagnosis
-from pfeife.runtime.distributed.heartbeat import kept_by_torchrun
-from pfeife.runtime.distributed.ownership import Ownership
+from pfeife.runtime.distributed.liveness import diagnosis
+from pfeife.runtime.distributed.liveness.heartbeat import kept_by_torchrun
 from pfeife.runtime.distributed.peers import GRACE, Peers
-from pfeife.runtime.distributed.serving import Service
-from pfeife.runtime.distributed.staying import stay
+from pfeife.runtime.distributed.served.serving import Service
+from pfeife.runtime.distributed.served.staying import stay
+from pfeife.runtime.distributed.state.ownership import Ownership
 
 _ASKED = "asked"  # what the connection of the service is for
 

@@ -20,7 +20,7 @@ import pfeife
 from pfeife.data.schedule import Do
 from pfeife.lowering import envelope
 from pfeife.runtime import buffered
-from pfeife.runtime.distributed import buffers, reducing
+from pfeife.runtime.distributed.links import buffers, reducing
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part

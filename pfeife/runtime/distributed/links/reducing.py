@@ -1,0 +1,210 @@
+"""Buckets of gradients, reduced beside what the rank computes, always in one order of additions.
+
+    parts -> flat ---alltoall---> scratch --added in order--> sums ---to all---> flat
+             (copied)             a piece of each member     (averaged)     or kept by their owner
+
+A sum is that of the members' parts in their order wherever it stands in a bucket, which a ring
+does not keep to: so the bits depend neither on the sizes of buckets nor on what else is under way.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife import _torch
+from pfeife.data.machine import Mesh
+from pfeife.lowering.buckets import Bucket
+from pfeife.runtime.distributed.links.connection import FOREVER, Connection
+from pfeife.runtime.local.threads import flushes_denormals
+
+
+class Reducer:
+    """Does a rank's jobs one after another: a thread where they would keep the caller, under Gloo;
+    on CUDA a stream, on which they follow what the caller has queued before."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.thread = ThreadPoolExecutor(1, "pfeife reducer")  # started with the first job
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, job: Callable[[], object], touched: Iterable[torch.Tensor]) -> "_Job | _Queued":
+        """Returns at once, with what can be waited for like torch.distributed's own work. What is
+        `touched` goes back to the caller's stream when the job is over, waited for or not."""
+        if self.stream is None:
+            flushes = flushes_denormals()
+            return _Job(self.thread.submit(_alone, job, flushes))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            job()
+            for one in touched:
+                one.record_stream(self.stream)
+            return _Queued(self.stream.record_event())
+
+    def close(self) -> None:
+        """Takes nothing more; the thread ends when what it has is done or has failed."""
+        self.thread.shutdown(wait=False)
+
+
+def _alone(job: Callable[[], object], flushes: bool) -> float:
+    """Does a job; returns when that was done, as time.perf_counter tells it."""
+    torch.set_flush_denormal(flushes)
+    with torch.no_grad():
+        job()
+    return time.perf_counter()
+
+
+class _Job:
+    """One that the thread does."""
+
+    def __init__(self, done: Future[float]):
+        self.done = done
+
+    @property
+    def ended(self) -> float:
+        return self.done.result()
+
+    def is_completed(self) -> bool:
+        return self.done.done()
+
+    def wait(self, patience: timedelta) -> None:
+        """Raises RuntimeError if it has failed or takes longer."""
+        try:
+            self.done.result(patience.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("gradients are still being reduced") from error
+
+
+class _Queued:
+    """One on a stream, which the caller's stream waits for. When it was done nobody knows: as
+    with all that is queued, a measurement waits for it (`profile`)."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self.event = event
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+    def wait(self, patience: timedelta) -> None:
+        self.event.wait(torch.cuda.current_stream(self.event.device))
+
+    @property
+    def ended(self) -> float:
+        return time.perf_counter()
+
+
+@attrs.frozen(eq=False, slots=False)
+class Route:
+    """How a bucket travels for one member of a mesh, which is in a replica; pieces stand in the
+    order of the connection's ranks."""
+
+    bucket: Bucket
+    mesh: Mesh
+    replica: int
+    connection: Connection
+
+    @cached_property
+    def _replicas(self) -> list[int]:
+        """Of the connection's ranks."""
+        return [self.mesh.place(rank)[0] for rank in self.connection.ranks]
+
+    @cached_property
+    def _order(self) -> list[list[int]]:
+        """The places of pieces in which they are added: those of a pipeline, then these sums."""
+        first = self.bucket.first
+        replicas = range(self.mesh.replicas) if first.replicas > 1 else (self.replica,)
+        index, mesh = self.connection.index, self.mesh
+        return [[index(mesh.in_world(r, rank)) for rank in first.ranks] for r in replicas]
+
+    def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The parts as they are sent, in one tensor."""
+        bucket = self.bucket
+        flat = parts[0].new_empty(bucket.flat_bytes // bucket.dtype.itemsize, dtype=bucket.dtype)
+        places: list[Sequence[int]] = [range(len(parts))]
+        if bucket.owned:
+            places = [bucket.share(replica) for replica in self._replicas]
+        at = 0
+        for place in (place for share in places for place in share):
+            _view(flat, at, bucket, place).copy_(parts[place])
+            at += bucket.elements[place]
+        flat[at:].zero_()
+        return flat
+
+    def sums(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Those that the member gets, as parts of one tensor, each with a count of its changes."""
+        found, at = {}, 0
+        for place in self.bucket.share(self.replica):
+            name = self.bucket.reductions[place].name
+            found[name] = _view(flat, at, self.bucket, place).data  # a view has its base's count
+            at += self.bucket.elements[place]
+        return found
+
+    def run(self, flat: torch.Tensor, scratch: torch.Tensor, mine: torch.Tensor | None) -> None:
+        """Sends, adds up, and gathers the sums in `flat`, or keeps its own in `mine`."""
+        bucket, group = self.bucket, self.connection.group
+        size = bucket.piece(self.replica) * bucket.dtype.itemsize
+        theirs = [bucket.piece(replica) * bucket.dtype.itemsize for replica in self._replicas]
+        scratch = scratch[: size * bucket.members]
+        sent = flat.view(torch.uint8)
+        _done(group.alltoall_base(scratch, sent, [size] * bucket.members, theirs), flat)
+        total = self._added(scratch.view(bucket.dtype).view(bucket.members, -1))
+        if mine is None:
+            _done(_torch.gather_into(group, sent, total.view(torch.uint8)), flat)
+        else:
+            mine.copy_(total)
+
+    def run_sparse(self, totals: Sequence[torch.Tensor]) -> None:
+        """Sums in place. Gloo sends the rows that gradients have; other backends refuse them."""
+        for total in totals:
+            _done(self.connection.group.allreduce(total), total)
+            if self.bucket.first.average:
+                total.div_(self.bucket.first.replicas)
+
+    def _added(self, pieces: torch.Tensor) -> torch.Tensor:
+        heads = []
+        for places in self._order:
+            head = pieces[places[0]]
+            for place in places[1:]:
+                head.add_(pieces[place])
+            heads.append(head)
+        total = heads[0]
+        for head in heads[1:]:
+            total.add_(head)
+        return total.div_(len(heads)) if self.bucket.first.average else total
+
+
+def _view(flat: torch.Tensor, at: int, bucket: Bucket, place: int) -> torch.Tensor:
+    """A gradient's part of one tensor."""
+    return flat[at : at + bucket.elements[place]].view(bucket.shapes[place])
+
+
+def _done(work: Any, like: torch.Tensor) -> None:
+    """Waits for a collective; on CUDA the stream does, and NCCL's watchdog looks after it."""
+    work.wait() if like.is_cuda else work.wait(FOREVER)
+
+
+class Reducing:
+    """A bucket on its way: once what was `begun` is over, `found` has what this rank gets of it.
+    `beside` is what must live as long."""
+
+    def __init__(
+        self,
+        begun: _Job | _Queued,
+        wait: Callable[[Any], None],
+        found: Mapping[str, torch.Tensor],
+        beside: torch.Tensor | None = None,
+    ):
+        self.begun, self.waiting, self.found, self.beside = begun, wait, found, beside
+
+    @property
+    def ended(self) -> float:
+        return self.begun.ended
+
+    def wait(self) -> Mapping[str, torch.Tensor]:
+        self.waiting(self.begun)
+        return self.found

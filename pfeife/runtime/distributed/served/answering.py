@@ -1,0 +1,272 @@
+"""Answers to those who ask this rank for its state, on threads: given where its script rests."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import attrs
+import torch
+
+from pfeife.data import plain
+from pfeife.runtime.distributed.peers import Peers
+from pfeife.runtime.distributed.served.collectives import ScriptCollective, collective_of
+from pfeife.runtime.distributed.served.posting import NEVER, Inbox, Post
+from pfeife.runtime.distributed.served.questions import Answer, Found, Question, shaped
+from pfeife.runtime.distributed.served.script import Rest
+from pfeife.runtime.distributed.served.writes import STATE_BY_HAND, LateWrites, Writes
+from pfeife.runtime.failure import Refusal, failure_of
+
+# No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
+# for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
+_Answered = tuple[int, int, Answer, Found]  # to whom, under which tag, what, and what it is of
+_TICK = 0.02  # seconds after which who has a question looks whether the script rests by now
+
+
+@attrs.frozen(eq=False)
+class _Pending:
+    """A question of a rank that has no answer yet, and until when it has time."""
+
+    reader: int
+    question: Question
+    until: float
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.until
+
+
+class Answering:
+    """Answers the questions that come over `post`. `find` gives what answers one, `writes` counts
+    what the script has written by hand, `late` is told what it may not write to any more,
+    `beside` is as in `Service`."""
+
+    def __init__(
+        self,
+        world: Peers,
+        post: Post,
+        find: Callable[[Question], Found | None],
+        writes: Writes,
+        late: LateWrites,
+        beside: Callable[[Collection[torch.Tensor]], set[torch.Tensor]],
+    ) -> None:
+        self.world, self.script, self.post = world, world.script, post
+        self.find, self.writes, self.late, self.beside = find, writes, late, beside
+        self.pending: list[_Pending] = []
+        self.over = False
+        self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        threads = {"receives questions": self._receive, "answers": self._serve}
+        if world.nccl:
+            threads["watches the next rank"] = self._watch
+        self.threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"pfeife {name}", daemon=True)
+            for name, work in threads.items()
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Answers nobody any more. The threads end once the connection is cut."""
+        with self.script.lock:
+            self.over = True
+            self.script.lock.notify_all()
+
+    def join(self) -> None:
+        """Waits for the threads, but not for long."""
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Fails all ranks if a thread's work ends before the service does."""
+        try:
+            work()
+        except Exception as error:
+            if not self.over and self.world.failure is None:
+                self.world.stop(failure_of(error, self.world.rank, "an answer to state_dict()"))
+
+    def _receive(self) -> None:
+        inbox = Inbox(self.world.letters)
+        while (text := self._next(inbox)) is not None:
+            question = plain.from_json(Question, text)
+            with self.script.lock:
+                until = time.monotonic() + self.world.timeout / 2
+                self.pending.append(_Pending(question.reader, question, until))
+                self.script.lock.notify_all()
+
+    def _next(self, inbox: Inbox) -> str | None:
+        """The next question, None when the service is over, or all ranks have failed."""
+        try:
+            return inbox.next(self.world.rank)
+        except RuntimeError as error:
+            if not self.over and self.world.failure is None:
+                self.world.lost(None, error)
+            return None
+
+    def _serve(self) -> None:
+        while not self.over:
+            self._send(self._answered())
+
+    def _send(self, answered: Sequence[_Answered]) -> None:
+        for reader, tag, answer, found in answered:
+            with contextlib.suppress(RuntimeError):  # who asked is gone, and others see to it
+                self.post.send(reader, tag, plain.to_json(answer), found.tensors)
+
+    def _answered(self) -> list[_Answered]:
+        """Waits for something to answer, and answers what can be."""
+        with self.script.lock:
+            self.script.lock.wait_for(lambda: self.pending or self.over)
+            if self.world.failure is not None:
+                self.pending.clear()  # who asked hears of it, too
+            answered, left = [], []
+            for pending in self.pending:
+                answer = self._answer(pending)
+                if answer is None:
+                    left.append(pending)
+                else:
+                    answered.append((pending.reader, pending.question.tag, *answer))
+            self.pending = left
+            if left and not answered:
+                self.script.lock.wait(_TICK)
+            return answered
+
+    def _answer(self, pending: "_Pending") -> tuple[Answer, Found] | None:
+        """An answer, and what it is of; None if the script is not there yet."""
+        question = pending.question
+        try:
+            if question.passing:
+                over = self._is_passed(question) or pending.is_late
+                return (Answer(), Found()) if over else None
+            found = self._read(pending)
+            if found is not None:
+                return Answer("", (*map(shaped, found.tensors),), found.states), found
+            if pending.is_late:
+                raise Refusal(self._never_rested(pending))
+        except Refusal as error:
+            return Answer(str(error)), Found()
+        return None
+
+    def _never_rested(self, pending: "_Pending") -> str:
+        seconds = f"within {self.world.timeout / 2:g} s"
+        if pending.question.point.by_data:
+            return (
+                f"rank {pending.reader}, which asks, has written to it by its .data, which nobody "
+                "counts, and this rank did not come to where it has surely done so, too (a step or "
+                f"a collective of all ranks that rank {pending.reader} comes to later) {seconds}"
+            )
+        return (
+            "its script did not come to rest there (before a step, at a barrier, in its own "
+            f"state_dict()) {seconds}"
+        )
+
+    def _is_passed(self, question: Question) -> bool:
+        """Whether the script asks for nothing any more at the point of a question."""
+        script, point = self.script, question.point
+        if script.waits_beyond(point, collective_of(script.thread)):
+            return True
+        here = script.place == point.place and script.asked >= point.asked
+        return here or script.place.beyond(point.place)
+
+    def _read(self, pending: "_Pending") -> Found | None:
+        """A copy of what is asked for, None if the script is not there yet. Raises Refusal if it
+        has gone on, or waits for those behind the one that asks.
+
+        What rests in `Script.resting` stays there as long as the lock is held. A collective of the
+        script's own may end meanwhile: then its frame is another one, and the copy is thrown away.
+        """
+        script, question = self.script, pending.question
+        point, inside = question.point, collective_of(script.thread)
+        beyond = script.waits_beyond(point, inside)
+        if script.place != point.place:
+            if beyond or script.place.beyond(point.place):
+                raise Refusal(
+                    f"there have been {script.place} by now, and on rank {pending.reader}, which "
+                    f"asks, {point.place}"
+                )
+            return None
+        if script.rest is Rest.NOWHERE and inside is None:
+            return None
+        found = self.find(question)
+        if found is None and beyond:
+            raise Refusal("it has made no such copy of a model")
+        if found is None or not self._has_written_alike(pending, found, beyond):
+            return None
+        found.check_here()
+        if not self._has_assigned_alike(pending, found, beyond):
+            return None
+        if script.rest is Rest.NOWHERE and not self._is_readable(inside, question, found):
+            return None
+        copied = self._copied(found)
+        if script.rest is Rest.NOWHERE and not self._still(inside, pending, found, beyond):
+            return None
+        if question.optimizer is not None:
+            self.late.watch(STATE_BY_HAND, zip(found.names, found.tensors, strict=True))
+        return copied
+
+    def _is_readable(
+        self, inside: ScriptCollective | None, question: Question, found: Found
+    ) -> bool:
+        """Whether a collective of the script's own leaves tensors alone. What was written to by
+        hand may still be queued on a GPU, and nothing tells when that is over."""
+        assert inside is not None
+        by_hand = any(question.written) or question.point.by_data
+        return not (inside.writes_to(found.tensors) or (self.stream and by_hand))
+
+    def _copied(self, found: Found) -> Found:
+        """On a GPU on a stream of its own, after what the script had queued when it came to rest:
+        in the script's stream a collective may be waiting for the rank that asks."""
+        if self.stream is None:
+            return found.copied()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.script.queued)
+            return found.copied()
+
+    def _still(
+        self, inside: ScriptCollective | None, pending: "_Pending", found: Found, beyond: bool
+    ) -> bool:
+        """Whether the script is still where it was, and has the same tensors there."""
+        assert inside is not None
+        alike = self._has_written_alike(pending, found, beyond)
+        return inside.continues(collective_of(self.script.thread)) and alike
+
+    def _has_assigned_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
+        """Whether the script has written by `.data` as that of the rank which asks, and has come at
+        least as far; False if it may yet. Raises Refusal if it will not. What ranks write to their
+        own tensors so nobody sees: it shows in what they do to those of others in the same module,
+        if there are any."""
+        if pending.question.optimizer is not None:
+            return True
+        others = self.beside(found.tensors)
+        point, here = pending.question.point, self.writes.by_data(others)
+        alike = here == point.by_data or not others
+        if not alike and beyond:
+            raise Refusal(
+                f"the script has written to parameters by their .data on rank {pending.reader}, "
+                "which asks, and not so here, or the other way round: nobody counts that where the "
+                "values are; write to the parameters themselves under torch.no_grad()"
+            )
+        asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
+        return alike and (not point.by_data or beyond or asks)
+
+    def _has_written_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
+        """Whether the script has written to tensors as often as that of the rank which asks; False
+        if it may yet. Raises Refusal if it will not."""
+        question = pending.question
+        if question.optimizer is not None:
+            return True
+        counts = self.writes.counted(found.tensors)
+        for name, count, theirs in zip(found.names, counts, question.written, strict=True):
+            if count > theirs or (count < theirs and (beyond or pending.is_late)):
+                raise Refusal(
+                    f"{name} was written to by hand {count} times since the last change that "
+                    f"all make, and on rank {pending.reader}, which asks, {theirs} times"
+                )
+        return counts == question.written
+
+    def _watch(self) -> None:
+        """Notes it when the next rank is gone, which NCCL does not notice."""
+        other = (self.world.rank + 1) % self.world.size
+        try:
+            self.post.text(other, NEVER)
+        except RuntimeError as error:
+            self.world.torn[other] = error

@@ -1,0 +1,180 @@
+"""`state_dict()` of an optimizer on one rank: with the state that others keep."""
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.frontend.living import living
+from pfeife.runtime.distributed.served.asking import Asking
+from pfeife.runtime.distributed.served.questions import Found, Named, Question, copied, encoded
+from pfeife.runtime.failure import Refusal
+
+
+class Optimizers:
+    """The optimizers of what ranks train, in the order of their first steps: before that, none has
+    state that others lack. Steps within a backward are no change by themselves: ranks make other
+    ones there, each where its parameters are, and all make the backward."""
+
+    def __init__(self, asking: Asking):
+        self.asking = asking
+        self.known: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.loaded = False  # whether one was given state since the ranks have last compared
+
+    def steps(self) -> int:
+        """How many there have been since the last call."""
+        return self.asking.service.script.place.times("steps of optimizers")
+
+    def compare(self, counts: Sequence[int], loaded: Collection[int]) -> None:
+        """Notes it where ranks have not stepped equally often, by the `counts` of each: then these
+        do not tell whether they are at one point of the script. Raises Refusal where some ranks
+        have `loaded` an optimizer's state, and others none."""
+        other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        self.loaded = False
+        if other is not None:
+            self.asking.service.uneven = (
+                f"before the last call there were {counts[0]} steps of optimizers on rank 0 and "
+                f"{counts[other]} on rank {other}, so that nobody knows when the ranks are at one "
+                "point"
+            )
+        if 0 < len(loaded) < len(counts):
+            raise Refusal(
+                f"an optimizer has been given state on ranks {sorted(loaded)}, and on the others "
+                "none: call optimizer.load_state_dict on every rank, or on none, and begin again "
+                "from the last checkpoint if it has stepped since"
+            )
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has anything that ranks train."""
+        return any(one in self.asking.known for one in _parameters(optimizer))
+
+    def _listed(self) -> list[torch.optim.Optimizer]:
+        found = [one() for one in self.known]
+        return [one for one in found if one is not None]
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """When any optimizer is about to step."""
+        if not self._ours(optimizer):
+            return
+        if not any(other is optimizer for other in self._listed()):
+            self._add(optimizer)
+            self.loaded |= any(optimizer.state.get(one) for one in _parameters(optimizer))
+            if _torch.is_in_backward():  # those of what other ranks train do not step here
+                self._add_living()
+        if not _torch.is_in_backward():
+            self.asking.service.begin("steps of optimizers")
+        self._let_go(optimizer)  # what was loaded, or made before anybody trained it
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        self.known = [weakref.ref(other) for other in (*self._listed(), optimizer)]
+        self.asking.keep(optimizer)
+        optimizer.register_state_dict_post_hook(self.saved)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def _add_living(self) -> None:
+        """Those of this process that nobody has seen to step."""
+        listed = set(map(id, self._listed()))
+        for optimizer in living(torch.optim.Optimizer):
+            if id(optimizer) not in listed and self._ours(optimizer):
+                self._add(optimizer)
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """When it has stepped."""
+        if self._ours(optimizer):
+            self._let_go(optimizer)  # what it makes where there is no gradient
+            known = [p for p in _parameters(optimizer) if p in self.asking.known]
+            if _torch.is_in_backward():
+                self.asking.writes.forget(known)
+            else:
+                self.asking.service.end_of("steps of optimizers", known)
+
+    def _let_go(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of the state for what other ranks train."""
+        for one in [p for p in _parameters(optimizer) if p in self.asking.foreign]:
+            optimizer.state.pop(one, None)
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        self.asking.service.copies.release(state)
+        self.asking.service.begin("loads of state")
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self.loaded = True
+        self.asking.service.end_of("loads of state", ())
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer, found: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """A hook: the state_dict() with the state of what other ranks train, which replaces what
+        may be there for these, and by the indices that it has on one device; all are copies on the
+        CPU. Raises as `Service.states`."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.asking.foreign.reading or not self.asking.is_asked_for(trained):
+            return None
+        groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
+        pairs = [
+            pair
+            for mine, packed in groups
+            for pair in zip(mine["params"], packed["params"], strict=True)
+        ]
+        missing = {index: p for p, index in pairs if p in self.asking.foreign}
+        numbers = {index: self.asking.number(p) for p, index in pairs if p in self.asking.known}
+
+        def by_number(states: Mapping[Any, Any]) -> dict[int, Any]:
+            return {numbers[index]: state for index, state in states.items() if index in numbers}
+
+        here = {index: state for index, state in found["state"].items() if index not in missing}
+        theirs = self.asking.states(self._named(optimizer), missing.values(), by_number(here))
+        copies = pytree.tree_map_only(torch.Tensor, copied, here)
+        whole = copies | {i: theirs[numbers[i]] for i in missing if numbers[i] in theirs}
+        self.asking.watch_copies(by_number(whole), "the state of ")
+        order = sorted(index for index in whole if isinstance(index, int))
+        ordered = {index: whole[index] for index in order}
+        return found | {"state": ordered | {key: whole[key] for key in whole if key not in ordered}}
+
+    def _named(self, optimizer: torch.optim.Optimizer) -> Named:
+        """What all ranks call it. An optimizer that has not stepped here comes last."""
+        kind, groups = self._described(optimizer)
+        alike = [one for one in self._listed() if self._described(one) == (kind, groups)]
+        place = next((at for at, one in enumerate(alike) if one is optimizer), len(alike))
+        return Named(kind, groups, place)
+
+    def _described(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        known = self.asking.known
+        groups = (
+            (*(known[one].number if one in known else -1 for one in group["params"]),)
+            for group in optimizer.param_groups
+        )
+        return type(optimizer).__name__, (*groups,)
+
+    def find(self, question: Question) -> Found | None:
+        """What answers a question of another rank, None if that is of copies which this one has not
+        made. Raises Refusal if there is no such thing."""
+        numbered = self.asking.numbered
+        if not all(number in numbered for number in question.tensors):
+            return None
+        tensors = [numbered[number] for number in question.tensors]
+        wanted = [(self.asking.known[tensor], tensor) for tensor in tensors]
+        if question.optimizer is None:
+            names = (owned.name for owned, _ in wanted)
+            return Found((*(tensor for _, tensor in wanted),), (*names,))
+        named = question.optimizer
+        listed = (one for one in self._listed() if self._named(one) == named)
+        optimizer = next(listed, None)
+        if optimizer is None:
+            raise Refusal(f"no {named.kind} with the same parameters has stepped there")
+        state: Mapping[torch.Tensor, Any] = optimizer.state
+        parts, of, states = list[torch.Tensor](), list[str](), list[str | None]()
+        for owned, parameter in wanted:
+            states.append(encoded(state[parameter], parts) if parameter in state else None)
+            of += [f"the state of {owned.name}"] * (len(parts) - len(of))
+        return Found(tuple(parts), tuple(of), tuple(states))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])

@@ -1,0 +1,82 @@
+"""Texts and tensors between two ranks, one after another."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import distributed as dist
+
+from pfeife.data import plain
+from pfeife.runtime.distributed.links.connection import FOREVER, Connection
+from pfeife.runtime.distributed.served.questions import Shaped, as_bytes
+
+NEVER = 1  # the tag of a text that nobody sends; answers have those that the questions say
+OVER = ""  # the last text that a rank leaves, for itself
+
+
+class Inbox:
+    """Texts that any rank leaves in a store, which nobody else uses from this thread. (Gloo has a
+    receive from any rank, but no way to end it when nobody sends any more. A wait of the store's
+    that comes to its end without a text warns of that on standard error, so it is ended by one.)"""
+
+    def __init__(self, store: dist.Store):
+        self.store, self.count = store, 0
+        store.set_timeout(FOREVER)
+
+    def next(self, rank: int) -> str | None:
+        """The next text for a rank, None for `OVER`. Raises RuntimeError if the store is gone."""
+        self.count += 1
+        key = f"text {rank} {self.count}"
+        text = self.store.get(key).decode()  # which waits for it
+        if text == OVER:  # whoever is next waits already, and the store does one thing at a time
+            return None
+        self.store.delete_key(key)
+        return text
+
+
+def leave(store: dist.Store, rank: int, text: str) -> int:
+    """Leaves a text for a rank in a store; gives how many there have been."""
+    count = int(store.add(f"texts {rank}", 1))
+    store.set(f"text {rank} {count}", text)
+    return count
+
+
+class Post:
+    """Messages over a connection of all ranks, on the CPU: first the length of a text, then the
+    text, then the bytes of each tensor that it tells of. Everything raises RuntimeError when the
+    other rank is gone or the connection was cut."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+
+    def send(self, rank: int, tag: int, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Returns when all has been taken."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        head = torch.tensor([len(data)])
+        dense = (as_bytes(one.detach().cpu().contiguous()) for one in tensors if one.numel())
+        for piece in itertools.chain((head, data), dense):
+            self._group().send([piece], rank, tag).wait(FOREVER)
+
+    def text(self, rank: int, tag: int) -> str:
+        """The next text of a rank."""
+        head = torch.zeros(1, dtype=torch.int64)
+        self._group().recv([head], rank, tag).wait(FOREVER)
+        length = int(head)
+        if not 0 < length <= plain.LARGEST_FILE:
+            raise ValueError(f"rank {rank} sends a text of {length} bytes")
+        data = torch.empty(length, dtype=torch.uint8)
+        self._group().recv([data], rank, tag).wait(FOREVER)
+        return bytes(data.numpy()).decode()
+
+    def tensor(self, rank: int, tag: int, told: Shaped) -> torch.Tensor:
+        """The next tensor of a rank, as it was told of. Raises ValueError for what is none."""
+        found = told.empty()
+        if found.numel():
+            self._group().recv([as_bytes(found)], rank, tag).wait(FOREVER)
+        return told.laid_out(found)
+
+    def _group(self) -> "torch.distributed.ProcessGroup":
+        group = self.connection.group
+        if group is None:
+            raise RuntimeError("the connection is closed")
+        return group

@@ -1,0 +1,112 @@
+"""Parameters that one replica trains for all: after its optimizer's step the others copy them.
+
+                    replica 0        replica 1
+optimizer.step()    w0 is stepped    w1 is stepped      each has a gradient of its own alone
+at its end          w0 --------->    a copy of w0
+                    a copy of w1     <--------- w1
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import zip_longest
+
+import torch
+
+from pfeife._torch import is_absent
+from pfeife.data.replicas import BUCKET_BYTES
+from pfeife.frontend.absent import take_values
+from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.packing import empty, pack, unpack
+from pfeife.runtime.distributed.peers import Peers
+from pfeife.runtime.distributed.state.foreign import Arrival, Foreign, version_of
+from pfeife.runtime.distributed.state.owned import Owned
+
+_PLACE = "optimizer.step() of parameters that replicas share out"
+
+
+class Copies:
+    """Keeps the copies of this process those of their owners. `known` has the owners of all
+    tensors, `versions` those that tensors had when their ranks last agreed, by number."""
+
+    def __init__(
+        self,
+        known: Mapping[torch.Tensor, Owned],
+        foreign: Foreign,
+        versions: MutableMapping[int, int],
+    ):
+        self.known, self.foreign, self.versions = known, foreign, versions
+        self.world: Peers | None = None  # the latest
+        self.used = False  # whether there are any, on any rank
+        self.behind = False  # whether copies have not all come
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor that another replica trains."""
+        self.foreign.copies[tensor] = None
+        if tensor.requires_grad:
+            owned = self.known[tensor]
+            tensor.register_hook(Arrival(f"{owned.name} is trained by rank {owned.first}"))
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every rank has stepped (collective, if there are such parameters). Raises Refusal
+        if ranks are not at a step of the same parameters."""
+        world = self.world
+        if not self.used or world is None:
+            return
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        tensors = self._copied(every)
+        if tensors:
+            with world.busy(lambda: Doing(_PLACE)):
+                self.behind = True
+                world.agreed(" ".join(map(str, tensors)), _PLACE)
+                self.renew(world, tensors.values())
+
+    def _copied(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those of some tensors that one replica trains for all, by their numbers, in order."""
+        known = {self.known[p].number: p for p in tensors if p in self.known}
+        return {n: known[n] for n in sorted(known) if self.known[known[n]].replica is not None}
+
+    def renew(self, world: Peers, tensors: Iterable[torch.Tensor]) -> None:
+        """Gives every replica the values of those that others train (collective)."""
+        copied = self._copied(tensors)
+        if not copied:
+            return
+        mesh = next(self.known[one].mesh for one in copied.values())
+        replica, rank = mesh.place(world.rank)
+        columns = [
+            sorted(mesh.in_world(r, k) for r in range(mesh.replicas)) for k in range(mesh.ranks)
+        ]
+        connection = [world.connection_of(ranks, "copies") for ranks in columns][rank]
+        here = [one for one in copied.values() if self.known[one].holds(world.rank)]
+        self.behind = True
+        pieces = [
+            _pieces([one for one in here if self.known[one].replica == owner])
+            for owner in range(mesh.replicas)
+        ]
+        for together in zip_longest(*pieces):  # one of each owner at a time
+            under_way = []
+            for owner, piece in enumerate(together):
+                if piece:
+                    message = (pack if owner == replica else empty)(piece, world.device)
+                    root = connection.index(mesh.in_world(owner, rank))
+                    work = connection.group.broadcast(message, root)
+                    under_way.append((work, message, () if owner == replica else piece))
+            for work, message, copies in under_way:
+                world.wait(work)
+                for one in filter(is_absent, copies):  # gradients that are elsewhere, written to it
+                    take_values(one)
+                unpack(message, copies)
+        self.versions.update(
+            {n: version_of(one) for n, one in copied.items() if n in self.versions}
+        )
+        self.behind = False
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that travel together."""
+    open_: list[torch.Tensor] = []
+    for one in tensors:
+        if open_ and sum(other.nbytes for other in open_) + one.nbytes > BUCKET_BYTES:
+            yield open_
+            open_ = []
+        open_.append(one)
+    if open_:
+        yield open_

@@ -1,0 +1,161 @@
+"""What happens to gradients between a step and its optimizer, which sees one rank's part alone."""
+
+import logging
+import weakref
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from pfeife._torch import is_absent
+from pfeife.runtime.distributed.state.apart import why_not_apart
+from pfeife.runtime.failure import Refusal
+
+log = logging.getLogger("pfeife")
+
+
+class Gradients:
+    """What this rank's optimizers do, each of which sees one rank's part alone. `owned` are the
+    tensors that some rank trains, `absent` those that this one does not."""
+
+    def __init__(self, owned: MutableMapping[torch.Tensor, Any], absent: Container[torch.Tensor]):
+        self.owned, self.absent = owned, absent
+        # The optimizers that stepped since the ranks have last compared, with their settings.
+        self.stepped: set[str] = set()
+        self.settings: dict[int, list[str]] = {}  # of groups that ranks share, by a tensor's number
+        self.warned: set[str] = set()
+        self.tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def forget(self) -> None:
+        """After the ranks have compared."""
+        self.stepped, self.settings = set(), {}
+
+    def compare_steps(self, digests: Sequence[str], rank: int) -> None:
+        """Warns where ranks have stepped other optimizers than this `rank`, by the digests of each.
+        That is no error: an optimizer of each parameter, stepped when its gradient is there, is
+        stepped where the parameter is."""
+        others = [other for other, digest in enumerate(digests) if digest != digests[rank]]
+        if others:
+            self._warn(
+                "steps",
+                f"rank {rank} has stepped {', '.join(sorted(self.stepped)) or 'no optimizer'} "
+                f"since the last step, and ranks {others} others, or otherwise set: every rank "
+                "trains a part of the model, so that all make the same steps",
+            )
+
+    def check_settings(self, told: Sequence[Iterable[tuple[int, str]]]) -> None:
+        """Raises Refusal where a group whose parameters several ranks step is set otherwise on
+        some of them, by the numbers and digests that each has told."""
+        by_number: dict[int, dict[int, str]] = {}
+        for rank, settings in enumerate(told):
+            for number, digest in settings:
+                by_number.setdefault(number, {})[rank] = digest
+        for number, digests in by_number.items():
+            first, *rest = digests
+            others = [rank for rank in rest if digests[rank] != digests[first]]
+            if others:
+                made = self.settings.get(number, ())
+                mine = " and ".join(f"{one} {made.count(one)} times" for one in dict.fromkeys(made))
+                raise Refusal(
+                    f"an optimizer has stepped on ranks {others} with other settings than on rank "
+                    f"{first}, or not as often (here as {mine or 'nothing'}): what changes its "
+                    "param_groups, as a scheduler's step(), is called on every rank, and begin "
+                    "again from the last checkpoint, for the optimizer has made that step"
+                )
+
+    def check_here(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises ValueError for a parameter that this rank trains, and whose gradient is absent."""
+        for parameter in filter(self.owned.__contains__, parameters):
+            if parameter not in self.absent and is_absent(parameter.grad):
+                raise ValueError(
+                    f"the gradient of {self.owned[parameter].name}, which this rank trains, has no "
+                    "values here: the script has written to it what other ranks have, their "
+                    "gradients or parameters. Compute that in the step, as a term of the loss"
+                )
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what an optimizer is about to step with, and refuses what cannot be right."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.check_whole(optimizer)
+        self._check_state(optimizer, parameters)
+        self._check_apart(optimizer, parameters)
+        for group in optimizer.param_groups:
+            text = _described(optimizer, group)
+            self.stepped.add(text)
+            shared = self._shared(group["params"])
+            if shared is not None and any(p.grad is not None for p in group["params"]):
+                self.settings.setdefault(shared.number, []).append(text)
+
+    def check_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for an optimizer that needs all gradients at once, if some are not
+        here."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for owned in (self.owned[p] for p in parameters if p in self.owned):
+            if len(owned.ranks) < owned.mesh.ranks or owned.replica is not None:
+                raise ValueError(
+                    f"torch.optim.LBFGS needs all gradients in one process, but {owned.name} is "
+                    f"trained on ranks {list(owned.everywhere)} of {owned.mesh.size}: use an "
+                    "optimizer that takes parameters one by one, or as many replicas= as there are "
+                    "ranks, and data_parallel='average'"
+                )
+
+    def _check_apart(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        if optimizer in self.tried:
+            return
+        divided = self._divided(parameters)
+        if divided is None:
+            return
+        self.tried.add(optimizer)
+        why = why_not_apart(optimizer)
+        if why:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() {why}: this rank steps the parameters that it "
+                f"trains alone ({divided.name} is trained on ranks {list(divided.everywhere)} of "
+                f"{divided.mesh.size}), so that it would do something else than on one device. "
+                "Compute that before the step (torch.nn.utils.clip_grad_norm_ has the norm of all "
+                "gradients), take an optimizer that takes parameters one by one, or as many "
+                "replicas= as there are ranks, and data_parallel='average'"
+            )
+
+    def _divided(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """The first of some parameters that not all ranks train, None if all do."""
+        known = (self.owned[p] for p in parameters if p in self.owned)
+        return next((one for one in known if len(one.everywhere) < one.mesh.size), None)
+
+    def _shared(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """The first of some parameters that several ranks train, these or others; else None."""
+        known = [self.owned[p] for p in parameters if p in self.owned]
+        several = len({rank for one in known for rank in one.everywhere}) > 1
+        return known[0] if several else None
+
+    def _check_state(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """State for the parameters of other ranks, and none for those of this one, is that of
+        another rank's optimizer."""
+        state = optimizer.state  # which may have more than parameters
+        others = [p for p in parameters if p in state and p.grad is None and p in self.absent]
+        others = [p for p in others if state[p]]
+        if others and any(p.grad is not None and not state.get(p) for p in parameters):
+            raise ValueError(
+                f"the optimizer has state for {self.owned[others[0]].name}, which another rank "
+                "trains, and none for parameters of this rank: load the whole "
+                "optimizer.state_dict(), which every rank gives, on every rank"
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once for each kind."""
+        if kind not in self.warned:
+            log.warning(text)
+        self.warned.add(kind)
+
+
+def _described(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """An optimizer with what a group is set to, its numbers of Python's."""
+    plain = int | float | str | tuple | None
+    given = [f"{key}={value}" for key, value in group.items() if isinstance(value, plain)]
+    return f"{type(optimizer).__name__}({', '.join(given)})"

@@ -1,0 +1,271 @@
+"""Which ranks train which state, for all programs of this process: they keep to it."""
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife._torch import is_absent
+from pfeife.data.machine import Mesh
+from pfeife.frontend.waiting import is_waiting, make, standing_for
+from pfeife.ir.parts import Role
+from pfeife.ir.program import Program
+from pfeife.runtime.distributed.peers import Peers
+from pfeife.runtime.distributed.served.asking import Asking
+from pfeife.runtime.distributed.served.deep_copies import DeepCopies
+from pfeife.runtime.distributed.served.optimizers import Optimizers
+from pfeife.runtime.distributed.served.saving import Saving
+from pfeife.runtime.distributed.state.copies import Copies
+from pfeife.runtime.distributed.state.derived import holders_of
+from pfeife.runtime.distributed.state.elsewhere import Norms
+from pfeife.runtime.distributed.state.foreign import (
+    Borrowed,
+    Foreign,
+    version_of,
+    where_trained,
+)
+from pfeife.runtime.distributed.state.gradients import Gradients
+from pfeife.runtime.distributed.state.owned import (
+    Owned,
+    Slots,
+    check_memory,
+    owners_of,
+    ranks_of,
+    trained_by,
+)
+from pfeife.runtime.distributed.state.step_hooks import StepHooks
+from pfeife.runtime.failure import Refusal
+from pfeife.runtime.peak import give_back
+
+
+class Ownership:
+    """Where state is trained, by the tensors themselves.
+
+    A program that trains a tensor first gives it its owners; every later one computes there what
+    uses it. What this rank does not train is `Foreign`: it has no values here.
+
+                   rank 0     rank 1
+        blocks.0   trained    absent      Owned(0, "blocks.0", ranks=(0,))
+        tied       trained    trained     Owned(1, "tied", ranks=(0, 1))
+        average    values     absent      Owned(2, "average", ranks=(0,)), a copy of blocks.0
+        frozen     absent     values      Owned(3, "frozen", ranks=(1,)), which alone reads it
+        mask       borrowed   borrowed    nobody owns it, all have its values
+    """
+
+    def __init__(self) -> None:
+        self.known = WeakIdKeyDictionary()
+        self.owned: dict[int, Owned] = {}  # by their numbers
+        self.shared: dict[int, int] = {}  # versions of what other ranks train as well
+        self.frozen: set[int] = set()  # the numbers of frozen parameters that this rank keeps
+        self.watched = WeakIdKeyDictionary()  # those whose gradients are guarded
+        self.checked: weakref.WeakKeyDictionary[Program, int] = weakref.WeakKeyDictionary()
+        self.foreign = Foreign(self._spread)
+        self.asking = Asking(self.known, self.foreign)
+        self.deep_copies = DeepCopies(self.known, self.asking)
+        self.saving = Saving(self.asking, self.deep_copies)
+        self.optimizers = Optimizers(self.asking)
+        self.gradients = Gradients(self.known, self.foreign)
+        self.norms = Norms(self.known, self.owned)
+        self.copies = Copies(self.known, self.foreign, self.shared)
+        self.hooks = StepHooks(self.gradients, self.optimizers, self.copies)
+
+    def end(self) -> None:
+        """No optimizer's step is seen any more."""
+        self.hooks.end()
+
+    def divided(self, ranks: int) -> bool:
+        """Whether some of so many ranks lacks state that others train."""
+        return any(len(owned.everywhere) < ranks for owned in self.owned.values())
+
+    def owns_any(self, values: Iterable[Any]) -> bool:
+        """Whether some rank trains any of these."""
+        return any(isinstance(one, torch.Tensor) and one in self.known for one in values)
+
+    def meshes(self, values: Iterable[Any]) -> set[Mesh]:
+        """In which meshes any of these are trained."""
+        known = self.known
+        return {known[one].mesh for one in values if isinstance(one, torch.Tensor) and one in known}
+
+    def least(self, ranks: int) -> int:
+        """The rank of a pipeline of so many that trains the fewest bytes."""
+        bytes_of = [0] * ranks
+        for tensor, owned in self.known.items():
+            for rank in owned.ranks:
+                bytes_of[rank % ranks] += tensor.nbytes
+        return bytes_of.index(min(bytes_of))
+
+    def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
+        """The owners of a program's state by canonical names. Raises Refusal for those in another
+        mesh."""
+        ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
+        found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
+        for name, owned in found.items():
+            if owned.mesh != mesh:
+                raise Refusal(
+                    f"{name} is trained on {owned.mesh.replicas} replicas of {owned.mesh.ranks} "
+                    f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
+                    "that use the same parameters have the same replicas, in the same mesh"
+                )
+        return {name: frozenset(owned.ranks) for name, owned in found.items()}
+
+    def replicas(self, program: Program, slots: Slots) -> dict[str, int | None]:
+        """The replicas that train a program's parameters by canonical names, None for all; of those
+        that have owners."""
+        ports = [p for p in program.ports(Role.PARAMETER) if slots.get(p.name) in self.known]
+        return {port.fqn: self.known[slots[port.name]].replica for port in ports}
+
+    def settle(
+        self,
+        program: Program,
+        slots: Slots,
+        mesh: Mesh,
+        modules: Iterable[nn.Module],
+        world: Peers,
+        carried: Collection[str] = (),
+        apart: bool = False,
+    ) -> None:
+        """Gives what a program trains owners, where it has none (collective): not the ports that
+        are `carried`, whose new values are results, on every rank. What no program has
+        trained yet must have the same values on every rank, else Refusal is raised: then one of
+        them was seeded otherwise, or was given another batch, unless replicas have batches that
+        are `apart`."""
+        known = self.of(program, slots, mesh)
+        ports = [port for port in program.inputs if port.role != Role.SIZE]
+        new = [p for p in ports if p.name in slots and p.fqn not in known]
+        alike = [port for port in new if port.role != Role.BATCH or not apart]
+        _check_alike({port.fqn: standing_for(slots[port.name]) for port in alike}, world)
+
+        left = [port for port in new if port.name not in carried]
+        pairs = owners_of(program, left, slots, mesh, len(self.owned))
+        check_memory([*self.known.items(), *pairs])
+
+        foreign = [tensor for tensor, owned in pairs if not owned.holds(world.rank)]
+        _make_own([slots[port.name] for port in new], foreign)
+        for tensor, owned in pairs:
+            self._note(tensor, owned, world.rank)
+
+        self._watch([slots[port.name] for port in trained_by(program)])
+        self.saving.watch(modules)
+        if pairs:
+            self.hooks.install()
+            give_back()
+
+    def _watch(self, trained: Iterable[Any]) -> None:
+        """Guards the gradients of parameters from now on; they may have been frozen so far."""
+        new = [one for one in trained if one in self.known and one not in self.watched]
+        new = [one for one in new if one.is_leaf and one.requires_grad]
+        for one in new:
+            self.watched[one] = None
+            self.foreign.guard(one)
+
+    def _spread(self, owned: Owned, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of a tensor of other ranks is about to be written into some of this
+        rank's: a module that has these may be a moving average, which is where its model is. Raises
+        ValueError for what this rank trains, which nobody would have then."""
+        for tensor in tensors:
+            if tensor in self.known:
+                self._check_written(self.known[tensor], tensor, owned)
+            elif isinstance(tensor, nn.Parameter):
+                self.deep_copies.find(owned, tensor, self.saving.watched)
+
+    def _check_written(self, mine: Owned, tensor: torch.Tensor, written: Owned) -> None:
+        """What is frozen is refused at the next step, on all ranks."""
+        if tensor not in self.foreign and mine.number not in self.frozen:
+            raise ValueError(
+                f"{where_trained(written)}, and is written to {mine.name}, of which this rank has "
+                "the values: then nobody has them. Compute that of pfeife.full_state_dict(model), "
+                "which every rank must call, and load what comes out on every rank"
+            )
+
+    def number_copies(self, digests: Sequence[str]) -> None:
+        """Takes deep copies that all ranks have made, by the digests of each, for state that they
+        train together."""
+        self.owned |= self.deep_copies.agree(digests, len(self.owned))
+        self.saving.watch(self.deep_copies.found)
+        self.deep_copies.found.clear()
+
+    def adopt(self, program: Program, slots: Slots, mesh: Mesh, world: Peers) -> None:
+        """Gives what a script has computed of what ranks train its owners (collective)."""
+        ports = program.ports(Role.PARAMETER, Role.BUFFER)
+        self.adopt_derived({p.fqn: slots[p.name] for p in ports if p.name in slots}, world, mesh)
+
+    def adopt_derived(
+        self, state: Mapping[str, Any], world: Peers, mesh: Mesh | None = None
+    ) -> None:
+        """The same of tensors by their names, in a mesh, or that of what is trained."""
+        if all(len(owned.holders) == world.size for owned in self.owned.values()):
+            return
+        mesh = mesh or next(iter(self.owned.values())).mesh
+        new = {n: one for n, one in state.items() if isinstance(one, torch.Tensor)}
+        new = {n: o for n, o in new.items() if o not in self.known and not is_waiting(o)}
+        held = holders_of(new, mesh, world)
+        for number, (name, ranks) in enumerate(held.items(), len(self.owned)):
+            alike = mesh.replicas == 1 or new[name].requires_grad
+            self._note(new[name], Owned(number, name, ranks, mesh, alike), world.rank)
+
+    def _note(self, tensor: torch.Tensor, owned: Owned, rank: int) -> None:
+        self.known[tensor] = owned
+        self.asking.keep(tensor)
+        self.asking.numbered[owned.number] = tensor
+        self.owned[owned.number] = owned
+        self.copies.used |= owned.replica is not None
+        if owned.holds(rank) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            self.frozen.add(owned.number)
+        if not owned.holds(rank):
+            self.foreign.add(tensor, owned)
+        elif owned.alike and len(owned.holders) > 1:
+            self.shared[owned.number] = version_of(tensor)
+            if not owned.trains(rank):
+                self.copies.add(tensor)
+
+    def outdated(self, program: Program, slots: Slots, mesh: Mesh) -> bool:
+        """Whether a program of the ranks reads state on ranks that do not train it: another one
+        has given that its owners since it was built."""
+        if self.checked.get(program) == len(self.owned):
+            return False
+        owners, ranks = self.of(program, slots, mesh), ranks_of(program)
+        if any(ranks.get(name, frozenset()) - theirs for name, theirs in owners.items()):
+            return True
+        self.checked[program] = len(self.owned)
+        return False
+
+    def borrowed(
+        self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
+    ) -> Borrowed:
+        """What of a program's state nobody trains; `names` are the arguments' ports."""
+        calls = {call.node for call in program.calls if call.rank == rank}
+        nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
+        ports = {p.name: p.fqn for p in program.ports(Role.PARAMETER, Role.BUFFER)}
+        found = [
+            (ports[name], place, any(user.name in calls for user in nodes[name].users))
+            for place, (name, value) in enumerate(zip(names, args, strict=True))
+            if name in ports and value not in self.known
+        ]
+        fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
+        absent = tuple(is_absent(args[place]) for place in at)
+        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at], absent)
+
+    def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Those of some arguments that ranks own, by their numbers, in order."""
+        found = [one for one in args if isinstance(one, torch.Tensor) and one in self.known]
+        numbered = {self.known[one].number: one for one in found}
+        return {number: numbered[number] for number in sorted(numbered)}
+
+
+def _check_alike(state: Mapping[str, Any], world: Peers) -> None:
+    wrong = world.differing(state)
+    if wrong:
+        raise Refusal(
+            f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
+            "given the whole batch, and seeded alike before the model is made; a copy of "
+            "trained parameters is made from pfeife.full_state_dict(model)"
+        )
+
+
+def _make_own(tensors: Iterable[Any], foreign: Iterable[Any]) -> None:
+    """Makes the values of those that are deferred, but for what other ranks train."""
+    others = {id(one) for one in foreign}
+    make([one for one in tensors if is_waiting(one) and id(one) not in others])
