@@ -18,7 +18,7 @@ from pfeife.data.schedule import Action, Schedule
 from pfeife.data.timeline import Timeline
 from pfeife.forecasting import Outlook, Question, forecast
 from pfeife.frontend.capture import capture
-from pfeife.frontend.deferred import deferred_init, materialize
+from pfeife.frontend.deferred.making import deferred_init, materialize
 from pfeife.ir.boundary import stage_boundary
 from pfeife.ir.evaluate import Result, evaluate, state_of
 from pfeife.ir.from_graph import from_graph

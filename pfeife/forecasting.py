@@ -16,8 +16,8 @@ from pfeife.data.plan import Plan
 from pfeife.data.progress import Progress
 from pfeife.data.replicas import DataParallel, Replicas
 from pfeife.data.schedule import Schedule
+from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.capture import capture
-from pfeife.frontend.capture_cache import Folder
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.lowering.lower import lower

@@ -16,8 +16,8 @@ from torch import nn
 import pfeife
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.absent import Absence, become_absent
-from pfeife.frontend.living import living
+from pfeife.frontend.deferred.absent import Absence, become_absent
+from pfeife.frontend.deferred.living import living
 from pfeife.runtime.distributed.state.apart import why_not_apart
 from pfeife.runtime.distributed.state.foreign import Foreign
 from pfeife.runtime.distributed.state.owned import Owned

@@ -15,7 +15,7 @@ import pfeife
 from pfeife import cost, sched
 from pfeife.compilers.cuda_graphs import check_devices
 from pfeife.compilers.draws import draws
-from pfeife.frontend.stored import restore, store
+from pfeife.frontend.cache.stored import restore, store
 from pfeife.ir.digest import program_digest
 from pfeife.ir.seeding import seeded
 from pfeife.ir.settle import settle

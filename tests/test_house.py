@@ -27,7 +27,7 @@ LAYERS = [
 ]
 DISTRIBUTED = {
     *{("cost", "network"), ("runtime", "distributed")},
-    *{("frontend", "checkpoint_folder"), ("_torch", "checkpoints")},
+    *{("frontend", "deferred"), ("_torch", "checkpoints")},
 }
 APART = {"passes", "runtime"}  # what they share lives below them
 

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 import pfeife
 from pfeife import sched
-from pfeife.frontend import ports, stored
+from pfeife.frontend import ports
+from pfeife.frontend.cache import stored
 from pfeife.ir import evaluate, settle
 from pfeife.ir.evaluate import named_batch
 from pfeife.ir.verify import verify

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pfeife.frontend.checkpoint_folder import Folder
+from pfeife.frontend.deferred.checkpoint_folder import Folder
 from pfeife.runtime.distributed.served.questions import decoded, encoded
 from pfeife.runtime.failure import Refusal
 

@@ -31,8 +31,8 @@ from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.first_call import check_first_call
-from pfeife.frontend.other_rows import check_traced
+from pfeife.frontend.checks.first_call import check_first_call
+from pfeife.frontend.checks.other_rows import check_traced
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import resized

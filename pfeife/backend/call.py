@@ -14,8 +14,8 @@ from pfeife.backend.meter import Figures, Meter, figures_of
 from pfeife.backend.options import Options
 from pfeife.backend.reporting import measure
 from pfeife.data.progress import Progress, Shown
-from pfeife.frontend.answers import WrongAnswer
 from pfeife.frontend.microbatch import cut, join
+from pfeife.frontend.trace.answers import WrongAnswer
 from pfeife.ir.evaluate import Divisor, Result, State, divisors
 from pfeife.ir.parts import STATE_ROLES, Port, Role
 from pfeife.ir.program import Program

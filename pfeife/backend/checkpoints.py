@@ -17,7 +17,7 @@ from pfeife.backend.restoring import (
     names_of,
     plain_name,
 )
-from pfeife.frontend.checkpoint_folder import Folder
+from pfeife.frontend.deferred.checkpoint_folder import Folder
 from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.state.shares import all_state, share_of_model, share_of_optimizers

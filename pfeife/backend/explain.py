@@ -20,8 +20,8 @@ from pfeife.backend.steps import Steps
 from pfeife.cost import assumed_rates
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Door, RefusedByBoth, taken
+from pfeife.frontend.checks.untouched import untouched
 from pfeife.frontend.dynamo import plain_error
-from pfeife.frontend.untouched import untouched
 from pfeife.ir.flops import node_flops
 from pfeife.ir.nodes import node_bytes, source_line
 from pfeife.ir.parts import Kind, Premise

@@ -20,8 +20,8 @@ from pfeife.frontend.arguments import (
     fake_like,
     with_open_sizes,
 )
+from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.capture import with_flags, with_reductions
-from pfeife.frontend.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, part_shape
 from pfeife.frontend.dynamo import dynamo_forward
 from pfeife.frontend.forward import Forward

@@ -23,8 +23,8 @@ from pfeife.frontend.arguments import Argument, fake_like
 from pfeife.frontend.capture import as_last
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.dynamo import copied
-from pfeife.frontend.reductions import derive
 from pfeife.frontend.results import Loss
+from pfeife.frontend.rows.reductions import derive
 from pfeife.frontend.rows.value import Unknown
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role

@@ -11,8 +11,8 @@ from pfeife import _torch
 from pfeife.backend.synced import check_synced
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
-from pfeife.frontend.guards import Guard
-from pfeife.frontend.places import Part
+from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.places import Part
 from pfeife.runtime.distributed.world import World
 
 

@@ -15,7 +15,7 @@ from pfeife.data import files
 from pfeife.data.advice import advice
 from pfeife.data.optimizers import optimizer_name
 from pfeife.data.timeline import MemoryCurve
-from pfeife.frontend.untouched import torchs_generators
+from pfeife.frontend.checks.untouched import torchs_generators
 from pfeife.ir.evaluate import State
 from pfeife.ir.flops import flops_of
 from pfeife.report.extra import plotly_script

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from pfeife.frontend.arguments import aliases
-from pfeife.frontend.checkpoint import shelve
-from pfeife.frontend.checkpoint_files import check_shapes
-from pfeife.frontend.checkpoint_folder import Folder
-from pfeife.frontend.waiting import deferred_tensors, is_waiting
+from pfeife.frontend.deferred.checkpoint import shelve
+from pfeife.frontend.deferred.checkpoint_files import check_shapes
+from pfeife.frontend.deferred.checkpoint_folder import Folder
+from pfeife.frontend.deferred.waiting import deferred_tensors, is_waiting
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.shares import name_in, owner_of, reading
 from pfeife.runtime.distributed.world import World

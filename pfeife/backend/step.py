@@ -23,18 +23,18 @@ from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, w
 from pfeife.backend.residence import residence
 from pfeife.backend.steps import Steps
 from pfeife.backend.values import with_values
-from pfeife.frontend.again import check_again, check_settled
 from pfeife.frontend.arguments import Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
+from pfeife.frontend.checks.again import check_again, check_settled
+from pfeife.frontend.checks.presented import Presented
+from pfeife.frontend.checks.untouched import set_states, torchs_states
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.guards import Guard
-from pfeife.frontend.open_sizes import open_places
-from pfeife.frontend.presented import Presented
-from pfeife.frontend.traced import kind_of
-from pfeife.frontend.tracing import Traced, traced
-from pfeife.frontend.untouched import set_states, torchs_states
+from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.open_sizes import open_places
+from pfeife.frontend.trace.traced import kind_of
+from pfeife.frontend.trace.tracing import Traced, traced
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.process_group import join_world, world_so_far

@@ -25,7 +25,7 @@ from pfeife.backend.residence import may_move
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
-from pfeife.frontend.waiting import is_waiting
+from pfeife.frontend.deferred.waiting import is_waiting
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.peers import checksum

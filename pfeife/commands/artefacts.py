@@ -11,7 +11,7 @@ from pfeife.data.network import Network
 from pfeife.data.plan import Costs, Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
-from pfeife.frontend.stored import StoredProgram
+from pfeife.frontend.cache.stored import StoredProgram
 
 _FIELDS: dict[type, set[str]] = {  # by which a file is known
     Plan: {"stage_of_cluster", "schedule"},

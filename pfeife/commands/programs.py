@@ -19,10 +19,10 @@ from pfeife.commands.words import PRECISIONS
 from pfeife.data import files, plain
 from pfeife.data.progress import Shown, shown
 from pfeife.forecasting import flat_program
-from pfeife.frontend import capture_cache
 from pfeife.frontend.batch import Cutter, Indivisible
-from pfeife.frontend.capture_key import sources
-from pfeife.frontend.stored import StoredProgram, restore, store
+from pfeife.frontend.cache import capture_cache
+from pfeife.frontend.cache.capture_key import sources
+from pfeife.frontend.cache.stored import StoredProgram, restore, store
 from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program

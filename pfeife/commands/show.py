@@ -144,7 +144,7 @@ def _other(data: Any, path: str) -> str:
 
 
 def _folder(path: str) -> str:
-    from pfeife.frontend.checkpoint_folder import Folder
+    from pfeife.frontend.deferred.checkpoint_folder import Folder
     from pfeife.report import size, table
 
     found = Folder(path)

@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.data_writes import check_given
-from pfeife.frontend.frozen import check_draws
+from pfeife.frontend.checks.frozen import check_draws
+from pfeife.frontend.trace.data_writes import check_given
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Premise, Role
 

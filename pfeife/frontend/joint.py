@@ -11,8 +11,8 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept
-from pfeife.frontend.capture_cache import Folder, kept
-from pfeife.frontend.capture_key import Traceable, key_of
+from pfeife.frontend.cache.capture_cache import Folder, kept
+from pfeife.frontend.cache.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.kernel_numbers import read_numbers

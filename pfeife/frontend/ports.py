@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, is_below, sizes_of_arguments
-from pfeife.frontend.capture_key import Traceable
+from pfeife.frontend.cache.capture_key import Traceable
 from pfeife.ir.nodes import (
     has_effects,
     is_number,

@@ -28,7 +28,7 @@ import pfeife
 from edges.saved import OPTIMIZERS, Pair, alike, norms
 from edges.state import PAIR, Tied, refused, rows
 from pfeife._torch import is_absent
-from pfeife.frontend.checkpoint_folder import Folder
+from pfeife.frontend.deferred.checkpoint_folder import Folder
 from pfeife.runtime.distributed.process_group import join_world
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -14,7 +14,7 @@ from share import crossed, some
 from torch import nn
 
 import pfeife
-from pfeife.frontend.reductions import derive_reductions
+from pfeife.frontend.rows.reductions import derive_reductions
 from pfeife.ir.parts import Role
 from pfeife.ir.sizes import captured_sizes, resized
 from pfeife.testing import eager_accumulation

@@ -2,5 +2,5 @@
 
 `follow` runs a graph by rules, `table` says which rule an operation has, `value` what is known of
 a value; read these in this order. The rules are in `elements`, `shapes` and `layers`; where there
-is none, `seen` looks at a run.
+is none, `seen` looks at a run. `reductions` says what this means for a program's results.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.frontend.expected import Draws, Expected, Unseeded
+from pfeife.frontend.checks.expected import Draws, Expected, Unseeded
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from pfeife.data import plain
-from pfeife.frontend.absent import RankZeroBatch, absent
+from pfeife.frontend.deferred.absent import RankZeroBatch, absent
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.served.questions import Shaped, decoded, encoded, shaped
 from pfeife.runtime.distributed.world import World

@@ -23,8 +23,8 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.absent import become_absent
-from pfeife.frontend.living import living
+from pfeife.frontend.deferred.absent import become_absent
+from pfeife.frontend.deferred.living import living
 from pfeife.runtime.distributed.served.asking import Asking
 from pfeife.runtime.distributed.served.script import Place
 from pfeife.runtime.distributed.state.owned import Owned

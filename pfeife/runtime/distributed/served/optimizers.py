@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.frontend.living import living
+from pfeife.frontend.deferred.living import living
 from pfeife.runtime.distributed.served.asking import Asking
 from pfeife.runtime.distributed.served.questions import Found, Named, Question, copied, encoded
 from pfeife.runtime.failure import Refusal

@@ -8,7 +8,7 @@ import torch
 
 from pfeife._torch import is_absent, is_wrapper
 from pfeife.data import values
-from pfeife.frontend.living import heirs
+from pfeife.frontend.deferred.living import heirs
 from pfeife.runtime.distributed.served.script import Point
 from pfeife.runtime.failure import Refusal
 

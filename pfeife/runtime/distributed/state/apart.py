@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pfeife.frontend.frozen import watching
-from pfeife.frontend.untouched import torchs_generators
+from pfeife.frontend.checks.frozen import watching
+from pfeife.frontend.checks.untouched import torchs_generators
 
 log = logging.getLogger("pfeife")
 

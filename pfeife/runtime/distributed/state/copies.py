@@ -13,7 +13,7 @@ import torch
 
 from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
-from pfeife.frontend.absent import take_values
+from pfeife.frontend.deferred.absent import take_values
 from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.peers import Peers

@@ -19,7 +19,7 @@ import torch
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.absent import Absence, absent
+from pfeife.frontend.deferred.absent import Absence, absent
 from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.peers import Peers
 

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.absent import Absence, become_absent
+from pfeife.frontend.deferred.absent import Absence, become_absent
 from pfeife.runtime.distributed.state.owned import Owned
 
 NOT_PICKLED = (

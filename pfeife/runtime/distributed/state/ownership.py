@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.waiting import is_waiting, make, standing_for
+from pfeife.frontend.deferred.waiting import is_waiting, make, standing_for
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.peers import Peers

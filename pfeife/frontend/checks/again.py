@@ -1,0 +1,145 @@
+"""Whether a step does the same once its Python has run: what it assigns in its first microbatch, a
+flag or a first value, the later ones of a call would read, but they run the first one's graph."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.arguments import Given, Inputs, describe
+from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.checks.untouched import torchs_generators
+from pfeife.frontend.deferred.waiting import check_values
+from pfeife.frontend.dynamo import dynamo_graph
+from pfeife.ir.nodes import returned
+
+
+@attrs.frozen(eq=False)
+class _Run:
+    """What one microbatch gave: the results by their paths, the state that it changed by the
+    identity of its tensors, and what it assigned to attributes: (holder, name, value before,
+    value)."""
+
+    values: Mapping[Any, torch.Tensor]
+    assigned: Sequence[tuple[Any, str, Any, Any]]
+
+
+def check_again(step: Callable[..., Any], call: Arguments) -> None:
+    """Raises ValueError if a step computes something else of the second microbatch of a call after
+    what it assigns in the first one: numbers, flags and first values of attributes.
+
+        first       if not self.ready: ...; self.ready = True      what it assigns
+        once        self.ready is False                            values of the second microbatch
+        again       self.ready is True                             the same values of it, or else
+    """
+    args, kwargs = call.made(_second(leaf) for leaf in call.leaves)
+    first = dynamo_graph(step, call.args, call.kwargs, _ran)
+    once = dynamo_graph(step, args, kwargs, _ran)
+    with _assigned(first):
+        again = dynamo_graph(step, args, kwargs, _ran)
+    for key in {*once.values, *again.values}:
+        if not _alike(once.values.get(key), again.values.get(key)):
+            names = sorted({f"{type(one).__name__}.{name}" for one, name, *_ in once.assigned})
+            raise ValueError(
+                f"the step assigns {', '.join(names)} and then computes something else, but all "
+                "microbatches of a call run what the first one does. Where that makes something "
+                "ready, call the model once before it is compiled; keep a count in a buffer"
+            )
+
+
+def check_settled(
+    step: Callable[..., Any],
+    call: Arguments,
+    given: Mapping[int, Given],
+    graph: str,
+    inputs: Inputs,
+) -> None:
+    """Raises ValueError if a step, which has just set numbers in lists, dicts or cells for the
+    first time, would set others or compute something else in its next microbatch: all have had the
+    same. `graph` is Dynamo's from before, as a text, and `inputs` are those of it."""
+    names = list(inputs.numbers)
+
+    def read(module: fx.GraphModule, examples: list[Any]) -> tuple[str, Inputs]:
+        return str(module.graph), describe(module, examples, given=given)
+
+    with _torch.opened([*_open_sizes(call, inputs)]):  # else it is another graph for its sizes
+        other, then = dynamo_graph(step, call.args, call.kwargs, read, dynamic=None)
+    moving = [n for n in names if n in then.numbers and then.numbers[n] != inputs.numbers[n]]
+    if moving or other != graph:
+        name = (moving or names)[0]
+        raise ValueError(
+            f"the step sets {name} (to {inputs.numbers[name]!r} in a first microbatch), and the "
+            "next microbatch would see that, but all have computed with what was there before: "
+            "keep it in a tensor, such as a buffer, or set it outside of the step (for what is "
+            "set once, run the step once without pfeife)"
+        )
+
+
+def _open_sizes(call: Arguments, inputs: Inputs) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """The tensors of a call with the dimensions that Dynamo has left open."""
+    for argument in inputs.arguments:
+        if argument.given and isinstance(argument.example, torch.Tensor):
+            shape = enumerate(argument.example.shape)
+            yield (
+                call.leaves[argument.position].first,
+                [dim for dim, size in shape if type(size) is not int],
+            )
+
+
+def _second(leaf: Leaf) -> torch.Tensor:
+    """What the second microbatch has of a tensor."""
+    if leaf.dim is None:
+        return leaf.first
+    rows = leaf.first.shape[leaf.dim]
+    part = leaf.whole.detach().narrow(leaf.dim, rows, rows)
+    return part.requires_grad_(leaf.first.requires_grad)
+
+
+def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
+    """Runs Dynamo's graph on copies of its inputs. Called while Dynamo compiles."""
+    check_values(examples, "the step sets attributes, and is run twice to see what they do")
+    copies = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in examples]
+    paths = _torch.result_paths() or [
+        ((index,), node) for index, node in enumerate(returned(module))
+    ]
+    with torch.no_grad(), torchs_generators(seed=0):
+        results = fx.Interpreter(module).run(*copies)
+    by_name = dict(zip((node.name for node in returned(module)), results, strict=True))
+    values: dict[Any, torch.Tensor] = {
+        path: by_name[node.name] for path, node in paths if node.name in by_name
+    }
+    for own, value in zip(examples, copies, strict=True):
+        if isinstance(value, torch.Tensor) and not _alike(own.detach(), value):
+            values[id(own)] = value
+    assigned = [
+        (holder, name, old, by_name.get(new.name) if isinstance(new, fx.Node) else new)
+        for holder, name, old, new in _torch.changed_attributes()
+    ]
+    return _Run(values, assigned)
+
+
+@contextlib.contextmanager
+def _assigned(run: _Run) -> Iterator[None]:
+    """While attributes have the values that a run has given them."""
+    new = [(holder, name) for holder, name, *_ in run.assigned if not hasattr(holder, name)]
+    try:
+        for holder, name, _, value in run.assigned:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, old, _ in run.assigned:
+            setattr(holder, name, old)
+        for holder, name in new:
+            delattr(holder, name)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -1,0 +1,251 @@
+"""While a constructor runs whose operations are written to a tape and not executed.
+
+Its tensors are plain ones whose storages have addresses and no memory (`_torch.hollow`). What it
+reads of their values is made from the tape. What it does with tensors that were there before is
+done. Between draws the generator has states of our own, by which it is seen when somebody seeds it,
+and to which a state is that somebody puts back.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.frontend.deferred.tape import Operation, Tape, View
+from pfeife.frontend.trace.user_lines import calling_line
+
+_STATES = 0x7066656966650000  # seeds of the states that stand for those after draws
+_SEED = 8  # bytes
+_READING = {"tolist", "numpy", "__array__", "__repr__"}
+_STORED = {"__reduce_ex__", "__dlpack__", "share_memory_", "storage", "_typed_storage"}
+
+
+class Recording(_torch.TorchDispatchMode):
+    """Sees all operations below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        begin = torch.get_rng_state()
+        self.tape = Tape(begin)
+        self.mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self.storages: list[Any] = []  # kept: no address comes twice
+        self.known: dict[int, int] = {}  # their numbers by their addresses
+        self.next = _torch.FIRST
+        self.marks = {_text(begin): 0}  # draws by the states that stand for what is behind them
+        self.now = begin
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [o for o in pytree.tree_leaves((args, kwargs)) if isinstance(o, torch.Tensor)]
+        if any(_torch.is_hollow(one) for one in tensors):
+            if _torch.makes_view(func) or _torch.changes_layout(func):
+                return func(*args, **kwargs)
+        elif str(func) == "aten.lift_fresh.default":  # torch.tensor(...)
+            return self._recorded(torch.ops.aten.clone.default, args, {})
+        elif _is_meta(tensors, kwargs) or (tensors and not _torch.draws(func)):
+            return self._at_once(func, args, kwargs)
+        for one in pytree.tree_leaves(list(_torch.written(func, args, kwargs))):
+            if isinstance(one, torch.Tensor) and not _torch.is_hollow(one):
+                raise ValueError(
+                    f"{func} writes to a tensor {list(one.shape)} that was not made by torch "
+                    "inside of pfeife.deferred_init(), with values that are not there yet; make "
+                    f"it inside, with torch ({calling_line()})"
+                )
+        return self._recorded(func, args, kwargs)
+
+    def _at_once(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What is computed of values that are there."""
+        before = torch.get_rng_state()
+        found = func(*args, **kwargs)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ValueError(f"{func} draws random numbers, which is not told ({calling_line()})")
+        return found
+
+    def _recorded(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The results of an operation, which have no memory; those that are no tensors, with the
+        values that they have."""
+        said = pytree.tree_map(self._said, (args, kwargs))
+        found = self._shapes(func, args, kwargs, said)
+        leaves, tree = pytree.tree_flatten(found)
+        own = {id(one): one for one in pytree.tree_leaves((args, kwargs))}
+        state = self._state(func, [*own.values(), *leaves]) if _torch.draws(func) else None
+        made: list[View | None] = []
+        for at, one in enumerate(leaves):
+            if not isinstance(one, torch.Tensor):
+                continue
+            if id(one) not in own:
+                leaves[at] = self._hollow(func, one)
+            made.append(None if id(one) in own or one.is_meta else self._view(leaves[at]))
+        where = calling_line()
+        draw = len(self.tape.draws) if _torch.draws(func) else None
+        default = torch.get_default_dtype()
+        self.tape.add(Operation(func, said[0], said[1], tuple(made), default, where, draw, state))
+        if draw is not None:
+            self._mark()
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _shapes(self, func: Any, args: tuple, kwargs: dict, said: Any) -> Any:
+        """What an operation gives: its own arguments, tensors of its results' layouts, values."""
+        fakes: dict[int, torch.Tensor] = {}
+
+        def fake(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            if id(one) not in fakes:
+                fakes[id(one)] = _torch.without_memory(self.mode, one)
+            return fakes[id(one)]
+
+        given = pytree.tree_map(fake, (args, kwargs))
+        try:
+            with self.mode:
+                found = func(*given[0], **given[1])
+        except Exception as error:
+            changing = any(True for _ in _torch.written(func, args, kwargs))
+            if not _torch.has_no_rule(error) or _torch.draws(func) or changing:
+                raise
+            with _unseen():
+                return func(*pytree.tree_map(self.real, args), **pytree.tree_map(self.real, kwargs))
+        own = {id(value): key for key, value in fakes.items()}
+        mine = {id(one): one for one in pytree.tree_leaves((args, kwargs))}
+        return pytree.tree_map(lambda one: mine[own[id(one)]] if id(one) in own else one, found)
+
+    def _hollow(self, func: Any, one: torch.Tensor) -> torch.Tensor:
+        """A tensor without memory that looks like another one."""
+        if one.layout != torch.strided or one.is_conj() or one.is_neg() or one.is_quantized:
+            raise ValueError(
+                f"{func} makes a tensor that is not dense ({one.layout}): make it outside of "
+                f"pfeife.deferred_init() ({calling_line()})"
+            )
+        with _unseen():
+            if one.is_meta:
+                return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            view = View.at(len(self.storages), one)
+            storage = _torch.hollow(self.next, one.device, view.size)
+            self.known[self.next] = view.storage
+            self.storages.append(storage)
+            self.next += (storage.nbytes() // 64 + 1) * 64
+            return view.of(storage)
+
+    def _said(self, one: Any) -> Any:
+        """An argument as the tape has it; other tensors as they are now."""
+        if not isinstance(one, torch.Tensor):
+            return one
+        if _torch.is_hollow(one):
+            return self._view(one)
+        with _unseen():
+            return one.detach().clone()
+
+    def _view(self, one: torch.Tensor) -> View:
+        if one.is_conj() or one.is_neg():
+            raise ValueError(
+                "a conjugated view is not recorded: call .resolve_conj(), or make the tensor "
+                f"outside of pfeife.deferred_init() ({calling_line()})"
+            )
+        return View.at(self.known[_torch.address_of(one)], one)
+
+    def view(self, one: torch.Tensor) -> View | None:
+        """Where a tensor of this recording lies, None for others."""
+        known = _torch.is_hollow(one) and _torch.address_of(one) in self.known
+        return self._view(one) if known else None
+
+    def real(self, one: Any) -> Any:
+        """A tensor with the values that it has now, in memory of its own; anything else as it
+        is."""
+        if not isinstance(one, torch.Tensor) or not _torch.is_hollow(one):
+            return one
+        with _unseen():
+            view = self._view(one)
+            return view.of(self.tape.values({view.storage})[view.storage])
+
+    def _state(self, func: Any, tensors: Sequence[Any]) -> torch.Tensor | int | None:
+        """What the generator has been set to since the last draw, None for nothing. Raises
+        ValueError for draws of other generators."""
+        others = [o for o in tensors if isinstance(o, torch.Generator)]
+        places = {o.device.type for o in tensors if isinstance(o, torch.Tensor)}
+        if any(one is not torch.default_generator for one in others) or places - {"cpu"}:
+            what = "a generator of its own" if others else f"the generator of {sorted(places)}"
+            raise ValueError(
+                f"{func} draws from {what} ({calling_line()}): inside of pfeife.deferred_init() "
+                "draw from torch's default generator of the CPU"
+            )
+        return self.state()
+
+    def state(self) -> torch.Tensor | int | None:
+        """What the generator has been set to since the last draw, None for nothing."""
+        found = torch.get_rng_state()
+        return None if torch.equal(found, self.now) else self.marks.get(_text(found), found)
+
+    def _mark(self) -> None:
+        """Gives the generator the state that stands for the one after the last draw; what it was
+        seeded with is what it was (`torch.initial_seed()`), which states begin with."""
+        seed = torch.get_rng_state()[:_SEED]
+        torch.default_generator.manual_seed(_STATES + len(self.tape.draws))
+        self.now = torch.get_rng_state()
+        self.now[:_SEED] = seed
+        torch.set_rng_state(self.now)
+        self.marks[_text(self.now)] = len(self.tape.draws)
+
+
+class Reading(torch.overrides.TorchFunctionMode):
+    """Sees what reads memory without an operation, and gives it values."""
+
+    def __init__(self, recording: Recording):
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        known = name in {*_READING, *_STORED, "__deepcopy__"}
+        if not (known and isinstance(first, torch.Tensor) and _torch.is_hollow(first)):
+            return func(*args, **(kwargs or {}))
+        if name in _STORED:
+            raise ValueError(
+                f"{name} of a tensor {list(first.shape)} inside of pfeife.deferred_init(), where "
+                f"it has no memory ({calling_line()})"
+            )
+        if name == "__deepcopy__":
+            with torch.no_grad():
+                return _copied(first, args[1])
+        found = func(self.recording.real(first.detach()), *args[1:], **(kwargs or {}))
+        if name in ("numpy", "__array__"):
+            found.flags.writeable = False  # what is written there would not be in the tensor
+        return found
+
+
+def _copied(one: torch.Tensor, memo: dict) -> torch.Tensor:
+    """A copy of a tensor, in a copy of its whole storage: those that share it go on to do so."""
+    if id(one) not in memo:
+        known = "pfeife", _torch.address_of(one)
+        if known not in memo:
+            size = one.untyped_storage().nbytes() // one.itemsize
+            memo[known] = one.detach().as_strided((size,), (1,), 0).clone().untyped_storage()
+        found = torch.empty(0, dtype=one.dtype, device=one.device)
+        found.set_(memo[known], one.storage_offset(), one.shape, one.stride())
+        found.requires_grad_(one.requires_grad)
+        found.__dict__.update(copy.deepcopy(one.__dict__, memo))
+        memo[id(one)] = found
+    return memo[id(one)]
+
+
+def _is_meta(tensors: Sequence[torch.Tensor], kwargs: dict) -> bool:
+    """Whether an operation is one on the meta device, where there are no values in eager either."""
+    device = kwargs.get("device")
+    named = device is not None and torch.device(device).type == "meta"
+    return named or (bool(tensors) and all(one.is_meta for one in tensors))
+
+
+def _text(state: torch.Tensor) -> bytes:
+    with _unseen():
+        return state.numpy().tobytes()
+
+
+def _unseen() -> Any:
+    """While nothing is seen of what runs."""
+    return _torch.no_dispatch()

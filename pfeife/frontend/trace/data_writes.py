@@ -1,0 +1,103 @@
+"""`p.data = value` in a step, which momentum encoders have: a change of `p` in place.
+
+In eager `p` gets the storage of `value`. Where nothing else looks at that storage, this is what
+`p.copy_(value)` does, and AOTAutograd takes it for a change in place like any other:
+
+    k.data = k.data * 0.9 + q.data * 0.1        k.copy_(k.data * 0.9 + q.data * 0.1)
+    k.data = q.data                             refused: from then on both would be one
+    k[:2].data = q.data                         refused: in eager, k stays as it is
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.trace.user_lines import calling_line
+from pfeife.ir.nodes import source_line
+
+
+class DataWrites(torch.overrides.TorchFunctionMode):
+    """Makes copies of such writes while a step runs. Raises ValueError for those that give away the
+    memory of one of the `known` tensors or of those `given` by the caller, change a shape or dtype,
+    or write to what may be a part of another tensor: all that is given may."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = (), given: Sequence[torch.Tensor] = ()):
+        super().__init__()
+        self.given = given
+        self.storages = {_storage(one) for one in (*known, *given)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func != torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            return func(*args, **(kwargs or {}))
+        if self.storages:
+            target, value = args
+            if any(target is one for one in self.given):
+                raise _of_a_part(calling_line())
+            _check(target, value, self.storages, calling_line())
+        return _written(*args)
+
+
+class WritingData(fx.Interpreter):
+    """Makes copies of such writes in Dynamo's graph."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if _torch.sets_data(target, args):
+            return _written(*args)
+        return super().call_function(target, args, kwargs)
+
+
+def check_writes(module: fx.GraphModule) -> None:
+    """Raises ValueError as `DataWrites`, for Dynamo's graph."""
+    values = {
+        node: node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")
+    }
+    for node in module.graph.nodes:
+        if _torch.sets_data(node.target, node.args):
+            target, value = node.args
+            others = [one for other, one in values.items() if other is not target]
+            storages = {_storage(one) for one in others if isinstance(one, torch.Tensor)}
+            examples = target.meta["example_value"], value.meta["example_value"]
+            _check(*examples, storages, source_line(node))
+
+
+def check_given(module: fx.GraphModule, given: Collection[fx.Node]) -> None:
+    """Raises ValueError where Dynamo's graph sets the data of what the caller has given."""
+    for node in module.graph.nodes:
+        if _torch.sets_data(node.target, node.args) and node.args[0] in given:
+            raise _of_a_part(source_line(node))
+
+
+def _written(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return target.copy_(value)
+
+
+def _of_a_part(line: str) -> ValueError:
+    return ValueError(
+        f"the step sets the data of an argument or of a part of a tensor ({line}), where eager "
+        "leaves the whole as it is: write to it, by one.copy_(other), or make a new one"
+    )
+
+
+def _check(target: torch.Tensor, value: torch.Tensor, storages: Iterable[int], line: str) -> None:
+    if target._is_view():
+        raise _of_a_part(line)
+    if target.shape != value.shape or target.dtype != value.dtype or target.device != value.device:
+        raise ValueError(
+            "the step sets the data of a tensor to one of another shape, dtype or device "
+            f"({line}): do that outside of the step"
+        )
+    if _storage(value) in storages:
+        raise ValueError(
+            f"the step gives two tensors the same memory ({line}), which cannot be captured: copy "
+            "the value, by one.copy_(other) under torch.no_grad()"
+        )
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

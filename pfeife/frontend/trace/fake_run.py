@@ -1,0 +1,169 @@
+"""A run of a step on tensors without storage: what it reads, does, and leaves behind."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.frontend.arguments import fake_like
+from pfeife.frontend.trace.answers import Answer
+from pfeife.frontend.trace.executed import Executed, pausing
+from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.places import SIMPLE, Change, Places, Slot, short
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """What a run on tensors without storage has shown: the tensors with storage that it met, the
+    fake ones that it read, by identity, its operations, its result, what it left behind, the code
+    that it executed, and the answers that it got with their flags."""
+
+    real: Mapping[int, torch.Tensor]
+    fake: Mapping[int, torch.Tensor]
+    operations: Sequence[tuple]
+    result: Any
+    changes: Sequence[Change]
+    executed: Executed
+    flags: Sequence[torch.Tensor]
+    answers: Sequence[Answer]
+    of_data: bool  # whether data decide a size or a number
+
+
+_OWN = ("aten", "prim", "prims", "c10d", "_c10d_functional")  # namespaces of torch's operations
+
+
+class Seen(_torch.TorchDispatchMode):
+    """Sees all operations, and what they read. While torch computes them, nobody notes what code
+    is executed."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real: dict[int, torch.Tensor] = {}
+        self.fake: dict[int, torch.Tensor] = {}
+        self.operations: list[tuple] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        with pausing():
+            self._note(func, args, kwargs)
+            if getattr(func, "namespace", "") in _OWN:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))  # which may run code of the user's
+
+    def _note(self, func: Any, args: tuple, kwargs: dict | None) -> None:
+        said: list[str] = []
+        for one in pytree.tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor):
+                known = self.fake if isinstance(one, _torch.FakeTensor) else self.real
+                known[id(one)] = one
+            elif isinstance(one, torch.Generator):
+                raise ValueError(
+                    "the step draws from a generator of its own: its microbatches would not get "
+                    "the numbers that they get in eager; draw from torch's default generator"
+                )
+            elif isinstance(one, torch.SymInt):  # a second run may know it as a number
+                said.append(repr(_torch.size_now(one)))
+            elif isinstance(one, SIMPLE):
+                said.append(repr(one))
+        if getattr(func, "namespace", "") != "prim":  # questions for devices, which come and go
+            self.operations.append((str(func), *said))
+
+
+class Resizing(torch.overrides.TorchFunctionMode):
+    """Has padding and interpolation run by kernels in Python, as in AOTAutograd: those in C++ ask
+    for sizes as numbers. Not of tensors whose sizes data decide, of which the former ask more."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        asks = func in (F.pad, F.interpolate)
+        if asks and not any(map(_torch.is_of_data, _torch.sizes_and_numbers((args, kwargs)))):
+            with _torch.python_kernels():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def stand_ins(
+    places: Places, mode: _torch.FakeTensorMode, device: torch.device | None = None
+) -> dict[Slot, torch.Tensor]:
+    """Fake tensors for those that a step reaches, one for each, on `device` for meta tensors."""
+    found: dict[int, torch.Tensor] = {}
+    values = {}
+    for slot in places.slots:
+        one = slot.get()
+        plain = type(one) in (torch.Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor)
+        if plain and one.layout == torch.strided and slot.is_open:
+            if id(one) not in found:
+                found[id(one)] = fake_like(mode, one, device=device)
+            values[slot] = found[id(one)]
+    return values
+
+
+def check_alike(first: Run, second: Run) -> None:
+    """Raises ValueError unless both runs did the same, on the same tensors."""
+    lost = next((one for at, one in second.real.items() if at in first.real), None)
+    if lost is not None:
+        grad = " that requires gradients" if lost.requires_grad else ""
+        raise ValueError(
+            f"the step reads a tensor {list(lost.shape)}{grad} that is in no module, list, dict or "
+            "variable that Pfeife finds: pass it as an argument, or make it a buffer or a "
+            "parameter of a module"
+        )
+    constants, again = list(first.real.values()), list(second.real.values())
+    same = len(constants) == len(again) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        for one, other in zip(constants, again, strict=True)
+    )
+    pairs = zip(first.operations, second.operations, strict=False)
+    other = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if not same or other or len(first.operations) != len(second.operations):
+        what = f": {' '.join(other[0])}, then {' '.join(other[1])}" if other else ""
+        raise ValueError(
+            f"the step does something else when it runs a second time on the same data{what}; what "
+            "it depends on (the time, a counter, a file) would be frozen"
+        )
+
+
+def check_steady(before: Sequence[Guard], run: Run) -> None:
+    """Raises ValueError if a run has asked the world outside, or has left something else than it
+    found."""
+    if run.executed.asked:
+        raise ValueError(
+            f"{run.executed.asked[0]} whenever the step runs: the answer would be frozen; ask "
+            "outside of the step, around its call to log that, and pass the answer as an argument "
+            "to compute with it"
+        )
+    for guard in before:
+        changed = guard.broken()
+        if changed:
+            line = run.executed.line(guard.part.words)
+            raise ValueError(
+                f"the step changes {changed}, whenever it runs{f' ({line})' if line else ''}; "
+                "traced, it would not: keep it in a tensor, such as a buffer, or change it outside "
+                "of the step"
+            )
+
+
+def kept_slots(changes: Sequence[Change]) -> list[Slot]:
+    """The slots that a run leaves tensors in. Raises ValueError for other changes."""
+    for change in changes:
+        if isinstance(change.slot.container, list):
+            raise ValueError(
+                f"the step changes the list {change.slot.name.rpartition('.')[0]}, which a traced "
+                "step cannot: return the value instead"
+            )
+        if not isinstance(change.after, torch.Tensor):
+            raise ValueError(
+                f"the step sets {change.slot.name} from {short(change.before)} to "
+                f"{short(change.after)} whenever it runs; traced, it would not: keep it in a "
+                "tensor, such as a buffer, or set it outside of the step"
+            )
+    return [change.slot for change in changes]

@@ -1,0 +1,187 @@
+"""What was traced: a step's forward, what it was assumed for, and how a call goes in and out."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife.frontend.arguments import Inputs
+from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.forward import Forward
+from pfeife.frontend.trace.answers import Answer, Noted, WrongAnswer, fails_elsewhere
+from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.open_sizes import OpenSizes
+from pfeife.frontend.trace.places import SIMPLE, Slot
+from pfeife.ir.parts import Premise
+
+Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
+
+
+@attrs.frozen(eq=False)
+class Warm:
+    """What a run of a step in eager has shown: the slots in which it `left` something, and what
+    data have decided."""
+
+    left: frozenset[Slot]
+    noted: Noted
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """A step as it was traced for a call, and what must hold for another call to do the same.
+
+    `reads` has for every argument of the `forward` where its value is. `guards` have all else that
+    steers the step, `kind` the kind of the call (`kind_of`), `sizes` those of its tensors. `made`
+    is what the step returned, with the fake tensors of `forward.results` in it; `kept` are the
+    slots that the step writes tensors to, by the indices of the results; the last results are
+    flags, one for each of the `answers`. `warm` is what an eager run has shown, if there was one.
+    """
+
+    forward: Forward
+    inputs: Inputs
+    reads: tuple[Read, ...]
+    guards: tuple[Guard, ...]
+    kind: tuple
+    sizes: OpenSizes
+    made: Any
+    kept: Mapping[int, Slot]
+    answers: tuple[Answer, ...]
+    modules: tuple[nn.Module, ...]
+    warm: Warm | None
+
+    @property
+    def premises(self) -> tuple[Premise, ...]:
+        """All that `broken` looks at, and the answers."""
+        found = [Premise("answer", f"{one.line} asks and gets {one.value}") for one in self.answers]
+        pairs = zip(self.inputs.arguments, self.reads, strict=True)
+        for argument, (read, *_) in pairs:
+            like = argument.example
+            shape, strides = (
+                self.sizes.layouts[read.name] if isinstance(read, Leaf) else _layout(like)
+            )
+            layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
+            grad = ", with gradients" if like.requires_grad else ""
+            what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
+            found.append(Premise("tensor", what.replace("torch.", "")))
+        for guard in self.guards:
+            for key, value in zip(guard.keys, guard.values, strict=True):
+                if isinstance(value, SIMPLE):
+                    found.append(Premise("value", f"{guard.part.slot(key).name} is {value!r}"))
+        count = sum(len(guard.values) for guard in self.guards)
+        found.append(
+            Premise("contents", f"{len(self.guards)} objects have the same {count} entries")
+        )
+        found.append(Premise("call", "its arguments are built alike, its modes are the same"))
+        return tuple(found)
+
+    def broken(self, call: Arguments) -> str:
+        """What does not hold any more for a call, "" if all does."""
+        if kind_of(call) != self.kind:
+            return "the arguments of the call, or the modes under which it is made"
+        resized = self.sizes.broken(call)
+        if resized:
+            return resized
+        changed = next(filter(None, (guard.broken() for guard in self.guards)), "")
+        if changed:
+            return changed
+        for argument, read in zip(self.inputs.arguments, self.reads, strict=True):
+            example = argument.example
+            values = [one.get() for one in read if isinstance(one, Slot)]
+            if any(value is not values[0] for value in values) or not all(
+                isinstance(value, torch.Tensor)
+                and (_layout(value), _kind(value)) == (_layout(example), _kind(example))
+                for value in values
+            ):
+                return f"the tensor {argument.names[0]}"
+        return ""
+
+    def values(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """The arguments of a call with the whole batch."""
+        found = {leaf.name: leaf.whole for leaf in leaves}
+        return [
+            read[0].get() if isinstance(read[0], Slot) else found[read[0].name]
+            for read in self.reads
+        ]
+
+    def unfit(self, error: Exception) -> Exception:
+        """What to say where a call's microbatches do not all get an answer, or where an operation
+        fails that none of the answers allows for; else the error itself."""
+        if isinstance(error, WrongAnswer):
+            answer = self.answers[error.index]
+            return ValueError(
+                f"{answer.line} asks for the value of a tensor: it was {answer.value} where "
+                "the step was traced, and is not in each microbatch of this call, so the step "
+                "would do something else there; compute it with tensors (torch.where)"
+            )
+        if not self.answers or isinstance(error, ValueError | torch.OutOfMemoryError):
+            return error
+        return fails_elsewhere([answer.line for answer in self.answers], error)
+
+    def returned(self, results: Sequence[torch.Tensor]) -> Any:
+        """What the step returns, of the results of a call; writes what the step keeps."""
+        for index, slot in self.kept.items():
+            slot.put(results[index])
+        memo: dict[int, Any] = {id(one): one for one in self.modules}
+        pairs = zip(self.forward.results, results, strict=True)
+        memo |= {id(example): result for example, result in pairs}
+        return copy.deepcopy(self.made, memo)
+
+
+def kind_of(call: Arguments) -> tuple:
+    """All about a call that a trace depends on, but for sizes and for what the step reaches by
+    itself."""
+    first = [leaf.first for leaf in call.leaves]
+    types = sorted({one.device.type for one in first if not one.is_meta} | {"cpu"})
+    at = [id(one) for one in first]
+    return (
+        pytree.tree_structure((call.args, call.kwargs)),
+        tuple(
+            (leaf.name, leaf.dim, one.dim(), _kind(one), at.index(id(one)))
+            for leaf, one in zip(call.leaves, first, strict=True)
+        ),
+        tuple(
+            (name, value) if isinstance(value, SIMPLE) else (name, id(value))
+            for name, value in call.others.items()
+        ),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
+def _kind(value: torch.Tensor) -> tuple:
+    return value.dtype, value.device, value.requires_grad
+
+
+def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(value.shape), value.stride()
+
+
+class _Copying(torch.overrides.TorchFunctionMode):
+    """Raises ValueError where a tensor is copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            raise ValueError(
+                "the step returns an object with tensors in it that Pfeife does not find: return "
+                "tensors, or lists, tuples, dicts or dataclasses of them"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def check_rebuilt(made: Any, results: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless what the step returns can be made anew of other tensors."""
+    with _Copying():
+        copy.deepcopy(made, {id(one): None for one in results})

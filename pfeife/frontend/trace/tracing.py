@@ -1,0 +1,458 @@
+"""The second door: a step that is traced as it runs, for what Dynamo does not take as one graph.
+
+The step itself runs, on tensors without storage: its loggers, prints and branches on what is no
+tensor just run, and AOTAutograd records the operations. That is sound only as far as nothing else
+steers it: two runs must do the same, and what the step reaches (`places`) must be as it was.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+
+from pfeife import _torch
+from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
+from pfeife.frontend.batch import Arguments, Leaf
+from pfeife.frontend.captured import OwnBackward
+from pfeife.frontend.checks.frozen import drawing_line, refusal, watching
+from pfeife.frontend.checks.untouched import torchs_generators, values_kept
+from pfeife.frontend.deferred.waiting import check_values
+from pfeife.frontend.forward import Forward
+from pfeife.frontend.results import Leaf as Result
+from pfeife.frontend.results import tensors_in
+from pfeife.frontend.trace.answers import Answer, Answering, Known, Noting, Spelling
+from pfeife.frontend.trace.data_writes import DataWrites
+from pfeife.frontend.trace.executed import Executed, noting
+from pfeife.frontend.trace.fake_run import (
+    Resizing,
+    Run,
+    Seen,
+    check_alike,
+    check_steady,
+    kept_slots,
+    stand_ins,
+)
+from pfeife.frontend.trace.guards import Steering
+from pfeife.frontend.trace.open_sizes import Opening, Place
+from pfeife.frontend.trace.places import Held, Places, Slot
+from pfeife.frontend.trace.traced import Read, Traced, Warm, check_rebuilt, kind_of
+from pfeife.frontend.trace.user_lines import noted as lines_noted
+from pfeife.frontend.trace.user_lines import user_line
+from pfeife.ir.parts import Role
+
+log = logging.getLogger("pfeife")
+Step = Callable[..., Any]
+Told = Callable[[], AbstractContextManager[None]]  # while the step runs, of what it is told
+
+
+def traced(
+    step: Step,
+    call: Arguments,
+    device: torch.device | None = None,
+    places: Mapping[Place, str] | None = None,
+    warm: Warm | None = None,
+) -> Traced:
+    """A step, traced on the first microbatch of a call. Where it asks for values of tensors, it
+    gets those of that microbatch, see `answers`. The step is told that it is compiled, which keeps
+    many from asking for values; one that fails so, but not in eager, is traced without. Tensors on
+    the meta device are traced as those of a `device`. The sizes at `places` are open, see
+    `open_sizes`: where the step cannot be traced with them, it is for those of this call. `warm`
+    is what an eager run has shown, for who has no values to run it with.
+
+    Raises ValueError, with the line of the step, for one that does something else in a second run,
+    draws numbers elsewhere than from torch, makes tensors whose sizes depend on data, or leaves
+    numbers or objects of Python's behind.
+    """
+    make, refused = partial(_Tracer, step, call, device), ""
+    kernels = True
+    while places:
+        try:
+            return _told(partial(make, places, kernels), warm)
+        except _OfData:
+            kernels = False
+        except _Fixed as error:
+            places = {place: name for place, name in places.items() if name not in error.names}
+            refused = str(error)
+        except Exception as error:
+            places, refused = {}, str(error)
+    if refused:
+        log.debug("a trace for each size, since there is none for all: %s", refused)
+    found = _told(partial(make, {}, False), warm)
+    return attrs.evolve(found, sizes=attrs.evolve(found.sizes, refused=refused))
+
+
+def _told(make: Callable[..., "_Tracer"], warm: Warm | None) -> Traced:
+    """The step, which is told that it is compiled, if that does not make it fail."""
+    try:
+        return _traced(partial(make, _torch.said_to_compile), warm)
+    except ValueError as error:
+        if error.__cause__ is None:  # it is refused for what it does, not since it has failed
+            raise
+        return _traced(partial(make, nullcontext), warm)
+
+
+def _traced(make: Callable[..., "_Tracer"], warm: Warm | None) -> Traced:
+    tracer = make()
+    try:
+        first = tracer.run()
+    except _Asks:
+        first = None
+    if first is not None and not first.changes:
+        return tracer.traced(first)
+    warm = warm or tracer.warm()  # perhaps what a first call alone does: caches, hooks
+    try:
+        return _again(make(Known(warm.noted)), warm)
+    except ValueError:
+        if warm.noted:
+            with suppress(ValueError):
+                return _again(make(Known(warm.noted, pinned=True)), warm)
+        raise
+
+
+def _again(tracer: "_Tracer", warm: Warm) -> Traced:
+    return tracer.traced(tracer.run(), warm)
+
+
+class _Tracer:
+    """Runs of a step on a call's first microbatch."""
+
+    def __init__(
+        self,
+        step: Step,
+        call: Arguments,
+        device: torch.device | None,
+        places: Mapping[Place, str],
+        kernels: bool,
+        told: Told,
+        known: Known | None = None,
+    ):
+        self.step, self.call, self.told, self.known = step, call, told, known or Known()
+        self.places = Places(step, call.others)
+        # Not where data decide sizes: what torch then checks of both has no flag.
+        self.kernels = kernels and not self.known.noted
+        self.mode = _torch.symbolic_mode()
+        self.opening = Opening(self.mode, call, places)
+        fakes = {
+            id(leaf.first): fake_like(self.mode, leaf.first, *layout, device)
+            for leaf, layout in zip(call.leaves, self.opening.layouts, strict=True)
+        }
+        self.batch = [fakes[id(leaf.first)] for leaf in call.leaves]
+        self.values = stand_ins(self.places, self.mode, device)
+        self.paths = {
+            id(module): f"@{root}.{path}".rstrip(".")
+            for root, outer in reversed(self.places.roots.items())
+            for path, module in outer.named_modules()
+        }
+
+    def run(self) -> Run:
+        """A run on fake tensors. Raises ValueError if it does more than can be traced."""
+        layouts = list(map(_layout, self.batch))
+        try:
+            with torchs_generators() as states, watching() as moved:
+                found = self._on_fakes()
+                seeded = any(not torch.equal(one.get_state(), state) for one, state in states)
+        except Exception as error:
+            raise plain_reason(error) from error
+        if moved:
+            with torchs_generators(), watching():
+                raise refusal(drawing_line(self._on_fakes, moved))
+        if layouts != list(map(_layout, self.batch)):
+            raise ValueError(
+                "the step changes the shape or strides of one of its arguments in place: do that "
+                "with a view (x = x.t())"
+            )
+        frozen = [slot for slot in self.values if self._is_frozen(slot)]
+        if frozen:
+            raise ValueError(
+                f"the step sets requires_grad of {frozen[0].name}: do that outside of the step"
+            )
+        if seeded:
+            raise ValueError(
+                "the step seeds torch's default generator, or draws from it for tensors that do "
+                "not depend on its arguments: seed outside of the step"
+            )
+        if any(one.is_leaf and one.grad is not None for one in self.values.values()):
+            raise OwnBackward("")
+        fixed = self.opening.fixed()
+        if self.kernels and found.of_data:
+            raise _OfData
+        if fixed:
+            raise _Fixed(fixed)
+        return found
+
+    def _on_fakes(self) -> Run:
+        seen, held, executed = Seen(), Held(self.places, self.values), Executed()
+        symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
+        writes = DataWrites(self.values.values(), self.batch)
+        numbers, quiet = _torch.numbers_for_kernels(), _torch.quiet_fakes()
+        # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
+        kernels = _torch.python_kernels() if self.kernels else Resizing()
+        run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers, quiet)
+        with ExitStack() as stack:
+            for one in run:
+                stack.enter_context(one)
+            with noting(executed):
+                result = self._called(self.batch)
+        changes = tuple(held.changes)
+        known = seen.real, seen.fake, seen.operations
+        return Run(*known, result, changes, executed, told.flags, told.answers, told.of_data)
+
+    def _answering(self) -> Answering:
+        return Answering(self.mode, self.known, self.opening.known)
+
+    def _is_frozen(self, slot: Slot) -> bool:
+        """Whether a run has made a tensor ask for gradients that did not, or the other way."""
+        now: torch.Tensor = slot.get()
+        return bool(now.requires_grad != self.values[slot].requires_grad)
+
+    def _called(self, batch: Sequence[torch.Tensor], traced: bool = True) -> Any:
+        args, kwargs = self.call.made(batch)
+        extremes, floats = (_torch.extremes(), _torch.floats()) if traced else (nullcontext(),) * 2
+        texts = _torch.texts_of_numbers() if traced else nullcontext()
+        pinned = Spelling() if traced and self.known.pinned else nullcontext()
+        with _torch.eager_stance(), _torch.converting_others(), extremes, floats, texts, pinned:
+            return self.step(*args, **kwargs)
+
+    def warm(self) -> Warm:
+        """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
+        tensors and the state of the generator."""
+        given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
+        tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
+        check_values(tensors, "the step asks for values, or is another one at its first call")
+        held, noting = Held(self.places, {}), Noting()
+        try:
+            generators = torchs_generators(), watching()
+            with values_kept(tensors), held, generators[0], generators[1], self.told(), noting:
+                self._called([leaf.first.detach() for leaf in self.call.leaves])
+        except Exception as error:
+            raise plain_reason(error) from error
+        for change in held.changes:
+            if change.slot not in self.values and not isinstance(change.slot.container, list):
+                change.slot.put(change.after)
+        return Warm(frozenset(change.slot for change in held.changes), noting.noted)
+
+    def traced(self, first: Run, warm: Warm | None = None, is_first: bool = True) -> Traced:
+        """The step's forward, after a run, which perhaps `is_first`."""
+        steering = Steering(self.step, self.call.others, first.executed)
+        before, second = steering.guards(), self.run()
+        try:
+            check_alike(first, second)
+        except ValueError:
+            if not is_first or not self.opening.places:
+                raise
+            # What the first run has learned of open sizes spares others some operations.
+            return self.traced(second, warm, is_first=False)
+        check_steady(before, second)
+        if not first.executed.has_run(second.executed):
+            if not is_first:
+                raise ValueError("the step runs other code whenever it runs")
+            return self.traced(second, warm, is_first=False)
+        # Other changes come from what stood in the slots, as where a module checks its weights.
+        left = warm.left if warm else ()
+        kept = kept_slots([change for change in second.changes if change.slot in left])
+        after = {change.slot: change.after for change in second.changes}
+        found = list(tensors_in(second.result))
+        numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        if next(tensors_in(second.result, kind=numbers), None) is not None:
+            sizes = "a size of its arguments, or " if self.opening.places else ""
+            raise ValueError(
+                f"the step returns {sizes}a number that it reads from a tensor, as `.item()` does: "
+                "return the tensor, and read it outside"
+            )
+        results = list({id(one): one for _, one in found}.values())
+        check_rebuilt(second.result, results)
+        index = {id(one): at for at, one in enumerate(results)}
+        leaves = tuple(Result(path, index[id(one)]) for path, one in found)
+        written = {len(results) + i: slot for i, slot in enumerate(kept)}
+        results += [after[slot] for slot in kept]
+        flags = range(len(results), len(results) + len(second.flags))
+        results += second.flags
+        known, reads = self._arguments(second.fake)
+        taken: set[str] = set()
+        arguments = [attrs.evolve(one, name=port_name(one.name, taken)) for one in known]
+        examples = tuple(one.example for one in arguments)
+        run = self._forward(reads, leaves, kept, second.answers)
+        changing = {slot for read in reads for slot in read if isinstance(slot, Slot)} | {*kept}
+        made = Traced(
+            Forward(run, examples, tuple(results), leaves, tuple(a.line for a in second.answers)),
+            self._inputs(arguments, reads, written, tuple(flags)),
+            tuple(reads),
+            steering.guards(changing),
+            kind_of(self.call),
+            self.opening.sizes(),
+            second.result,
+            written,
+            tuple(second.answers),
+            tuple(m for root in self.places.roots.values() for m in root.modules()),
+            warm,
+        )
+        return attrs.evolve(made, inputs=attrs.evolve(made.inputs, premises=made.premises))
+
+    def _arguments(self, used: Mapping[int, torch.Tensor]) -> tuple[list[Argument], list[Read]]:
+        """What the step reads, each tensor once: of the call, and what it finds by itself."""
+        found: dict[int, tuple[Argument, Read]] = {}
+        for position, (leaf, fake) in enumerate(zip(self.call.leaves, self.batch, strict=True)):
+            if id(fake) in used and id(fake) not in found:
+                role = Role.CONSTANT if leaf.dim is None else Role.BATCH
+                found[id(fake)] = (
+                    Argument(leaf.name, role, (leaf.name,), fake, leaf.dim, position, given=True),
+                    (leaf,),
+                )
+        slots: dict[int, list[Slot]] = {}
+        for slot, fake in self.values.items():
+            slots.setdefault(id(fake), []).append(slot)
+        state = [tuple(slots[at]) for at in used if at in slots]
+        return (
+            [*(one for one, _ in found.values()), *self._state(state)],
+            [*(read for _, read in found.values()), *state],
+        )
+
+    def _state(self, state: Sequence[Sequence[Slot]]) -> Iterator[Argument]:
+        """The tensors that the step finds by itself, as arguments, by their slots."""
+        roots = self._used({id(slots[0].get()) for slots in state})
+        names: dict[int, tuple[str, ...]] = {}
+        for root, outer in roots.items():
+            prefix = f"{root}." if len(roots) > 1 else ""
+            for at, several in aliases(outer).items():
+                names[at] = (*names.get(at, ()), *(prefix + name for name in several))
+        modules = [module for outer in roots.values() for module in outer.modules()]
+        buffers = {id(module._buffers) for module in modules}
+        inside = {id(one._parameters) for one in modules} | buffers
+        for slots in state:
+            one = slots[0].get()
+            if slots[0].words[0] in self.call.others and id(slots[0].container) not in inside:
+                raise ValueError(
+                    f"{slots[0].name} is a tensor inside of an argument that Pfeife does not look "
+                    "into, so it cannot be cut into microbatches: pass tensors, or lists, tuples, "
+                    "dicts, mappings or dataclasses of them"
+                )
+            if isinstance(one, nn.Parameter):
+                role = Role.PARAMETER
+            elif any(id(slot.container) in buffers for slot in slots):
+                role = Role.BUFFER
+            else:
+                role = Role.CONSTANT
+            called = names.get(id(one), (slots[0].name,))
+            yield Argument(called[0], role, called, self.values[slots[0]])
+
+    def _used(self, tensors: Collection[int]) -> dict[str, nn.Module]:
+        """The outermost modules that have some of these tensors, given by identity."""
+        return {
+            root: outer
+            for root, outer in self.places.roots.items()
+            if any(id(one) in tensors for one in (*outer.parameters(), *outer.buffers()))
+        }
+
+    def _inputs(
+        self,
+        arguments: list[Argument],
+        reads: Sequence[Read],
+        kept: Mapping[int, Slot],
+        flags: tuple[int, ...],
+    ) -> Inputs:
+        roots = self._used({id(one.get()) for r in reads for one in r if isinstance(one, Slot)})
+        replaces = {
+            index: tuple(at for at, read in enumerate(reads) if slot in read)
+            for index, slot in kept.items()
+        }
+        return Inputs(
+            arguments,
+            {f"@{root}": root for root in roots},
+            weakref.WeakSet(roots.values()),
+            {index: Kept(slot.name, replaces[index]) for index, slot in kept.items()},
+            moved={},
+            numbers={},
+            flags=flags,
+        )
+
+    @contextmanager
+    def _as_traced(self, told: Answering) -> Iterator[None]:
+        """While AOTAutograd runs the step, as it ran on fake tensors."""
+        with self.told(), lines_noted(self.paths), told, DataWrites():
+            yield
+
+    def _forward(
+        self,
+        reads: Sequence[Read],
+        leaves: Sequence[Result],
+        kept: Sequence[Slot],
+        answers: Sequence[Answer],
+    ) -> Callable[..., list[torch.Tensor]]:
+        """Runs the step on values of its arguments, once more than where it was given `answers`.
+        (Eager needs none.)"""
+
+        def run(*values: Any) -> list[torch.Tensor]:
+            pairs = [(one, v) for r, v in zip(reads, values, strict=True) for one in r]
+            given = {one: value for one, value in pairs if isinstance(one, Slot)}
+            firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
+            batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
+            held, told = Held(self.places, given), self._answering()
+            traced = fx.traceback.has_preserved_node_meta()
+            try:
+                with held, self._as_traced(told) if traced else nullcontext():
+                    result = self._called(batch, traced)
+            except Exception as error:
+                if not traced:  # eager's own
+                    raise
+                raise plain_reason(error) from error
+            found = list(tensors_in(result))
+            after = {change.slot: change.after for change in held.changes}
+            same = [path for path, _ in found] == [leaf.path for leaf in leaves]
+            if not same or any(slot not in after for slot in kept):
+                raise ValueError("the step returns something else in a second run")
+            distinct = {leaf.index: one for leaf, (_, one) in zip(leaves, found, strict=True)}
+            ordered = [distinct[at] for at in sorted(distinct)]
+            return [*ordered, *(after[slot] for slot in kept), *told.flags_of(answers)]
+
+        return run
+
+
+def _layout(value: torch.Tensor) -> tuple:
+    return value.shape, value.stride()
+
+
+def plain_reason(error: Exception) -> Exception:
+    """What kept a step from being traced, and the line of the step."""
+    if isinstance(error, ValueError) and "could not be traced" in str(error):
+        return error
+    where = user_line(error.__traceback__)
+    if _runs(error.__traceback__, torch.autograd.backward.__code__):
+        return OwnBackward(where)
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    asks = _torch.asks_for_values(error)
+    if asks:
+        text = f"it asks for the value of a tensor ({text.split('. ')[0]})"
+    kind = _Asks if asks else ValueError
+    return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
+
+
+def _runs(trace: TracebackType | None, code: CodeType) -> bool:
+    """Whether an error was raised while a function ran."""
+    while trace is not None:
+        if trace.tb_frame.f_code is code:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+class _Fixed(Exception):
+    """Raised for open sizes, by their names, that a run takes for certain numbers."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(f"the step takes {', '.join(names)} for certain numbers")
+        self.names = names
+
+
+class _OfData(Exception):
+    """Raised where data decide sizes, beside those that are open."""
+
+
+class _Asks(ValueError):
+    """Raised for a step that asks for the values of tensors."""
