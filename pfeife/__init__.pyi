@@ -1,11 +1,11 @@
 """What `import pfeife` has; `__init__.py` reads here where each name comes from."""
 
-from pfeife.backend.checkpoints import Checkpoints
 from pfeife.backend.entry import backend
 from pfeife.backend.explain import Explanation, explain
 from pfeife.backend.pipelined import PipelinedStep
-from pfeife.backend.safetensors import save_safetensors
-from pfeife.backend.state import clip_grad_norm_, full_state_dict
+from pfeife.backend.state.checkpoints import Checkpoints
+from pfeife.backend.state.full import clip_grad_norm_, full_state_dict
+from pfeife.backend.state.safetensors import save_safetensors
 from pfeife.backend.step import compile
 from pfeife.data.figures import StepFigures
 from pfeife.data.forecast import Forecast

@@ -213,7 +213,7 @@ def test_the_reference_has_every_public_name():
 def test_every_option_has_a_row_with_its_default():
     """In docs/options.md: `| name | default | meaning |`."""
     import pfeife
-    from pfeife.backend.options import Options
+    from pfeife.backend.settings.options import Options
 
     defaults = {"in_dims": inspect.signature(pfeife.compile).parameters["in_dims"].default}
     for field in attrs.fields(Options):

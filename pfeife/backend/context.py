@@ -5,11 +5,11 @@ from pathlib import Path
 
 import attrs
 
-from pfeife.backend.builder import Builder
-from pfeife.backend.compiled import Compiled
-from pfeife.backend.meter import Meter
-from pfeife.backend.options import Options, versions
+from pfeife.backend.building.builder import Builder
+from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.calls.meter import Meter
 from pfeife.backend.pieces import Parts
+from pfeife.backend.settings.options import Options, versions
 from pfeife.cost import machine
 from pfeife.data import plain
 from pfeife.data.machine import Machine

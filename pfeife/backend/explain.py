@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from pfeife import _torch, report
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.entry import Backend, backend
-from pfeife.backend.options import Options
 from pfeife.backend.piece_steps import PieceSteps
 from pfeife.backend.pieces import Part, share_of
+from pfeife.backend.settings.options import Options
 from pfeife.backend.step import Step
 from pfeife.backend.steps import Steps
 from pfeife.cost import assumed_rates

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from pfeife import _torch
-from pfeife.backend.options import Options
+from pfeife.backend.settings.options import Options
 from pfeife.frontend.arguments import (
     Argument,
     Inputs,

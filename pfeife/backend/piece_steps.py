@@ -7,12 +7,12 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.backend.build import estimated_seconds
-from pfeife.backend.builder import Builder
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.building.build import estimated_seconds
+from pfeife.backend.building.builder import Builder
+from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.context import Context
-from pfeife.backend.options import Options
 from pfeife.backend.pieces import Part, Parts, Piece
+from pfeife.backend.settings.options import Options
 from pfeife.backend.steps import Steps, is_trained
 from pfeife.data.progress import Shown, shown
 from pfeife.ir.parts import Role

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.graphs import BatchedGraph
-from pfeife.backend.options import Options
+from pfeife.backend.settings.options import Options
 from pfeife.frontend.arguments import Argument, fake_like
 from pfeife.frontend.capture import as_last
 from pfeife.frontend.captured import Captured

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.backend.synced import check_synced
+from pfeife.backend.building.synced import check_synced
 from pfeife.frontend.arguments import Given
 from pfeife.frontend.batch import Leaf, fields_of
 from pfeife.frontend.trace.guards import Guard

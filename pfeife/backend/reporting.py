@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from pfeife import report
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.context import Context
 from pfeife.data import files
 from pfeife.data.advice import advice

@@ -13,16 +13,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.backend.asked import Asked
-from pfeife.backend.declared import mark_declared
+from pfeife.backend.building.residence import residence
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph, NotOpen
-from pfeife.backend.options import Capture, Options
 from pfeife.backend.pipelined import P, PipelinedStep, R
 from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
-from pfeife.backend.residence import residence
+from pfeife.backend.settings.asked import Asked
+from pfeife.backend.settings.declared import mark_declared
+from pfeife.backend.settings.options import Capture, Options
+from pfeife.backend.state.values import with_values
 from pfeife.backend.steps import Steps
-from pfeife.backend.values import with_values
 from pfeife.frontend.arguments import Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken

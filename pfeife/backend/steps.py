@@ -12,16 +12,16 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
-from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.build import build_step
-from pfeife.backend.builder import Builder
-from pfeife.backend.changed import agree_on_changed
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.building.artifacts import Artifacts
+from pfeife.backend.building.build import build_step
+from pfeife.backend.building.builder import Builder
+from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.building.residence import may_move
+from pfeife.backend.calls.changed import agree_on_changed
+from pfeife.backend.calls.function import run_step
 from pfeife.backend.context import Context
-from pfeife.backend.function import run_step
 from pfeife.backend.graphs import Graph
-from pfeife.backend.options import Options
-from pfeife.backend.residence import may_move
+from pfeife.backend.settings.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
-from pfeife.backend.state import clip_grad_norm_, full_state_dict
+from pfeife.backend.state.full import clip_grad_norm_, full_state_dict
 from pfeife.integrations.together import together
 from pfeife.runtime.distributed.process_group import join_world
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from pfeife.backend.asked import Asked
-from pfeife.backend.state import full_state_dict
+from pfeife.backend.settings.asked import Asked
+from pfeife.backend.state.full import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined
 from pfeife.integrations.together import together

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import pfeife
 from pfeife import _torch, sched
-from pfeife.backend.options import options_from
+from pfeife.backend.settings.options import options_from
 from pfeife.compilers import BodyCompiler, compile_bodies, compiler_name, cuda_graphs, fingerprint
 from pfeife.cost import estimate, machine, measure
 from pfeife.ir.digest import fingerprint as text_of

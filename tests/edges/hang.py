@@ -22,10 +22,10 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.build import build_step
-from pfeife.backend.builder import Builder
-from pfeife.backend.options import Options
+from pfeife.backend.building.artifacts import Artifacts
+from pfeife.backend.building.build import build_step
+from pfeife.backend.building.builder import Builder
+from pfeife.backend.settings.options import Options
 from pfeife.data.progress import shown
 from pfeife.frontend.capture import capture
 from pfeife.frontend.captured import Captured

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pfeife
-from pfeife.backend.options import options_from
+from pfeife.backend.settings.options import options_from
 from pfeife.data import plain
 from pfeife.data.link import Link
 from pfeife.data.machine import Mesh

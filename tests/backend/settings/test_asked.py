@@ -9,8 +9,8 @@ import attrs
 import torch
 
 import pfeife
-from pfeife.backend.asked import Asked
-from pfeife.backend.options import Options
+from pfeife.backend.settings.asked import Asked
+from pfeife.backend.settings.options import Options
 
 net = torch.nn.Linear(4, 1)
 

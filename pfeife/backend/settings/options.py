@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 import attrs
 import torch
 
-from pfeife.backend.declared import Sizes, check_sizes
-from pfeife.backend.given import (
+from pfeife.backend.settings.declared import Sizes, check_sizes
+from pfeife.backend.settings.given import (
     check_accumulate,
     check_costs,
     check_param_dtype,

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from pfeife.backend.restoring import plain_name
+from pfeife.backend.state.restoring import plain_name
 from pfeife.data import files
 from pfeife.runtime.distributed.liveness.heartbeat import Doing
 from pfeife.runtime.distributed.process_group import world_so_far

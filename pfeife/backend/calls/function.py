@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pfeife import _torch
-from pfeife.backend.call import Call, Slots, as_backward, tell
-from pfeife.backend.compiled import Compiled
-from pfeife.backend.meter import Meter
-from pfeife.backend.options import Options
+from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.calls.call import Call, Slots, as_backward, tell
+from pfeife.backend.calls.meter import Meter
+from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Captured
 from pfeife.ir.parts import Role

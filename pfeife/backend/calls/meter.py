@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife.backend.compiled import Compiled
+from pfeife.backend.building.compiled import Compiled
 from pfeife.cost import default_machine, flops_of, memory_curves
 from pfeife.data.figures import OnStep, StepFigures, mean_of
 from pfeife.data.machine import Machine, Mesh

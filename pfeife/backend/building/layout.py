@@ -10,8 +10,8 @@ import logging
 
 import attrs
 
-from pfeife.backend.decide import Place, planner_of
-from pfeife.backend.options import Options
+from pfeife.backend.building.decide import Place, planner_of
+from pfeife.backend.settings.options import Options
 from pfeife.data import plain
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network

@@ -7,8 +7,8 @@ from typing import Literal, TypedDict
 
 import torch
 
-from pfeife.backend.declared import Sizes
-from pfeife.backend.options import Batch, Capture
+from pfeife.backend.settings.declared import Sizes
+from pfeife.backend.settings.options import Batch, Capture
 from pfeife.compilers import Compiler
 from pfeife.data.figures import OnStep
 from pfeife.data.machine import Machine

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.backend.decide import UNEVEN
-from pfeife.backend.loss_scale import LossScale, loss_scale_of
+from pfeife.backend.building.decide import UNEVEN
+from pfeife.backend.calls.loss_scale import LossScale, loss_scale_of
 from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from pfeife.backend.options import Options
+from pfeife.backend.settings.options import Options
 from pfeife.compilers import BodyCompiler, compiler_name
 from pfeife.cost import estimate, measure
 from pfeife.data import plain

@@ -11,17 +11,17 @@ import attrs
 import torch
 
 from pfeife import report
-from pfeife.backend.artifacts import Artifacts
-from pfeife.backend.builder import Builder
-from pfeife.backend.compiled import Compiled, worst_at
-from pfeife.backend.decide import Place, Planned, costs_of, planned, scheduling
-from pfeife.backend.declared import declared_sizes, with_marks
-from pfeife.backend.given import boundaries, described, guarded
+from pfeife.backend.building.artifacts import Artifacts
+from pfeife.backend.building.builder import Builder
+from pfeife.backend.building.compiled import Compiled, worst_at
+from pfeife.backend.building.decide import Place, Planned, costs_of, planned, scheduling
+from pfeife.backend.building.residence import devices_of
+from pfeife.backend.building.synced import check_synced
+from pfeife.backend.building.unchanged import check_unchanged
 from pfeife.backend.graphs import Graph
-from pfeife.backend.options import Options
-from pfeife.backend.residence import devices_of
-from pfeife.backend.synced import check_synced
-from pfeife.backend.unchanged import check_unchanged
+from pfeife.backend.settings.declared import declared_sizes, with_marks
+from pfeife.backend.settings.given import boundaries, described, guarded
+from pfeife.backend.settings.options import Options
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
 from pfeife.data.machine import Machine, Mesh

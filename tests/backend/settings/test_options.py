@@ -5,7 +5,7 @@ from damage import OTHERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfeife.backend.options import Options, options_from
+from pfeife.backend.settings.options import Options, options_from
 
 ASKED = st.sampled_from(
     [*OTHERS, float("nan"), -1.0, "outside", "cpu", ("cpu",), ["cpu"], {1: "mean"}, {1: []}, 3, "/"]

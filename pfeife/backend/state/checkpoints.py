@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pfeife.backend.beside import BESIDE, beside, check_beside, load_beside
-from pfeife.backend.restoring import (
+from pfeife.backend.state.beside import BESIDE, beside, check_beside, load_beside
+from pfeife.backend.state.restoring import (
     MODEL,
     OPTIMIZER,
     load_model,

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from pfeife.backend.changed import write_changed
-from pfeife.backend.compiled import Compiled
-from pfeife.backend.loss_scale import Again, Gradients
-from pfeife.backend.meter import Figures, Meter, figures_of
-from pfeife.backend.options import Options
+from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.calls.changed import write_changed
+from pfeife.backend.calls.loss_scale import Again, Gradients
+from pfeife.backend.calls.meter import Figures, Meter, figures_of
 from pfeife.backend.reporting import measure
+from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.microbatch import cut, join
 from pfeife.frontend.trace.answers import WrongAnswer

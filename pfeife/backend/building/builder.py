@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 
-from pfeife.backend.compiled import Compiled
-from pfeife.backend.given import described
-from pfeife.backend.layout import laid_out
-from pfeife.backend.options import Options
+from pfeife.backend.building.compiled import Compiled
+from pfeife.backend.building.layout import laid_out
+from pfeife.backend.settings.given import described
+from pfeife.backend.settings.options import Options
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
 from pfeife.ir.parts import Role

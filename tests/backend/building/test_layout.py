@@ -6,8 +6,8 @@ from nodes import two_nodes
 from torch import nn
 
 import pfeife
-from pfeife.backend.layout import across, step_seconds
-from pfeife.backend.options import Options
+from pfeife.backend.building.layout import across, step_seconds
+from pfeife.backend.settings.options import Options
 from pfeife.cost import estimate, machine
 from pfeife.data.machine import Mesh
 
