@@ -80,7 +80,7 @@ def test_every_stop_is_in_torchs_trace(tmp_path):
     terminal, the same run draws its bars."""
     trace, out = tmp_path / "trace", tmp_path / "out"
     drawn = on_a_terminal(
-        [sys.executable, "-c", TRACED.format(tests=str(Path(__file__).parent.parent))],
+        [sys.executable, "-c", TRACED.format(tests=str(Path(__file__).parents[2]))],
         env={**os.environ, "TORCH_TRACE": str(trace)},
         out=out,
     )

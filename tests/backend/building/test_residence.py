@@ -4,7 +4,7 @@ from pathlib import Path
 
 from processes import bounded
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 
 
 def test_state_lives_with_the_stage_that_uses_it():
