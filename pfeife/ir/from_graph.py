@@ -19,9 +19,7 @@ def from_graph(module: fx.GraphModule) -> Program:
     """
     graph = fx.Graph()
     here: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op != "output":
-            here[node] = graph.node_copy(node, here.__getitem__)
+    graph.graph_copy(module.graph, here)
     found = output_node(module).args[0]
     every = found if isinstance(found, tuple | list) else (found,)
     results = {f"result_{at}": one for at, one in enumerate(every) if one is not None}

@@ -137,9 +137,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
     """
     graph, new_groups = fx.Graph(), dict(groups)
     here: dict[fx.Node, fx.Node] = {}
-    for node in flat.module.graph.nodes:
-        if node.op != "output":
-            here[node] = graph.node_copy(node, here.__getitem__)
+    graph.graph_copy(flat.module.graph, here)
     outputs: list[Port] = []
     results: dict[str, fx.Node] = {}
     for port, node in zip(flat.outputs, returned(flat.module).values(), strict=True):

@@ -1,6 +1,7 @@
 """In what precision gradients are added up, and parameters are held."""
 
 from collections.abc import Collection
+from typing import Any
 
 import attrs
 import torch
@@ -42,14 +43,11 @@ def accumulate_in(dtype: torch.dtype = torch.float32) -> Pass:
         if not narrow:
             return program
         graph = fx.Graph()
-        here: dict[fx.Node, fx.Node] = {}
-        for node in program.module.graph.nodes:
-            if node.op != "output":
-                here[node] = graph.node_copy(node, here.__getitem__)
+        copies: Any = graph.graph_copy(program.module.graph, {})
         graph.output(
             {
-                name: _cast(graph, here[node], dtype) if name in narrow else here[node]
-                for name, node in results.items()
+                name: _cast(graph, node, dtype) if name in narrow else node
+                for name, node in copies.items()
             }
         )
         outputs = (

@@ -13,7 +13,6 @@ from pfeife import _torch
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.checks.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.forward import Forward
-from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import with_sizes
@@ -218,13 +217,9 @@ class Runs:
 def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.Tensor]]:
     """The loss and the outputs of a flat program, from its inputs by the names of their ports."""
     graph = fx.Graph()
-    here: dict[fx.Node, fx.Node] = {}
     wanted = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
-    for node in program.module.graph.nodes:
-        if node.op != "output":
-            here[node] = graph.node_copy(node, here.__getitem__)
-    results = returned(program.module)
-    graph.output({name: here[results[name]] for name in wanted})
+    results: Any = graph.graph_copy(program.module.graph, {})
+    graph.output({name: results[name] for name in wanted})
     graph.eliminate_dead_code()
     module = _torch.graph_module(program.module, graph)
 
