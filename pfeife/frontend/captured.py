@@ -8,6 +8,7 @@ import torch
 
 from pfeife.frontend.arguments import Kept
 from pfeife.frontend.results import Key, Leaf, label
+from pfeife.frontend.trace.data_writes import OwnBackward
 from pfeife.frontend.trace.user_lines import is_torchs
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
@@ -23,17 +24,6 @@ def neither(dynamo: Exception, trace: Exception, cut: str = "") -> Exception:
     if not isinstance(trace, ValueError) or isinstance(trace, OwnBackward):
         return trace
     return RefusedByBoth(dynamo, trace, cut if is_torchs(trace.__cause__) else "")
-
-
-class OwnBackward(ValueError):
-    """Raised for a step that sets its parameters' gradients itself."""
-
-    def __init__(self, where: str):
-        super().__init__(
-            f"the step calls backward() or sets gradients itself{f' ({where})' if where else ''}: "
-            "compile what computes the loss and returns it; loss.backward(), optimizer.step() and "
-            "zero_grad() stay in the loop as they are"
-        )
 
 
 class RefusedByBoth(ValueError):

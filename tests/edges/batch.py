@@ -746,8 +746,8 @@ def rows_of_a_result_that_no_rule_tells():
     assert torch.equal(found, torch.cat([step(part)["spectrum"] for part in x.chunk(2)]))
 
 
-def _sets(how):
-    """A step that makes the gradients of its parameters itself."""
+def _sets(how, **options):
+    """A step that does something with the gradients of its parameters itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -756,10 +756,10 @@ def _sets(how):
         how(model, loss)
         return loss
 
-    return pfeife.compile(step, microbatches=2, stages=2)(torch.ones(4, 8))
+    return pfeife.compile(step, microbatches=2, stages=2, **options)(torch.ones(4, 8))
 
 
-OWN = "the step calls backward() or sets gradients itself"
+OWN = "the step calls backward(), or reads or sets gradients itself"
 
 
 @row(OWN, ranks=(1, 2))
@@ -795,3 +795,65 @@ def a_step_with_an_optimizer():
         optimizer.step()
 
     _sets(run)
+
+
+@row(OWN, ranks=(1, 2))
+def an_optimizer_that_clears_gradients_in_a_step():
+    def run(model, loss):
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+
+    _sets(run)
+
+
+@row(OWN)
+def a_traced_step_that_clears_gradients():
+    _sets(lambda model, loss: model.zero_grad(), capture="trace")
+
+
+@row(OWN)
+def a_traced_step_that_asks_whether_there_are_gradients():
+    def run(model, loss):
+        return loss if model[0].weight.grad is None else 2 * loss
+
+    _sets(run, capture="trace")
+
+
+@row()
+def gradients_of_what_a_step_has_made():
+    """By a backward that leaves parameters alone, as for adversarial examples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        model(x).square().sum().backward(inputs=[x])
+        return model(x + 0.1 * x.grad.sign()).square().mean()
+
+    batch = rows()
+    losses = []
+    for one in (step, pfeife.compile(step, microbatches=2, stages=2)):
+        model.zero_grad()
+        loss = one(batch)
+        loss.backward()
+        losses.append((loss.detach(), model[0].weight.grad.clone()))
+    for ours, eager in zip(losses[1], losses[0], strict=True):
+        assert torch.allclose(ours, eager, 1e-5, 1e-6)
+
+
+@row()
+def gradients_that_dynamo_clears():
+    """In a step, before each call's own come."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = net()
+
+        def step(x, model=model):
+            model.zero_grad()
+            return model(x).square().mean()
+
+        one = pfeife.compile(step, microbatches=2, stages=2) if compiled else step
+        for seed in (1, 2):
+            one(rows() * seed).backward()
+        found.append(model[0].weight.grad.clone())
+    assert torch.allclose(*found, 1e-5, 1e-6)

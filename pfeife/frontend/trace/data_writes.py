@@ -42,6 +42,39 @@ class DataWrites(torch.overrides.TorchFunctionMode):
         return _written(*args)
 
 
+class OwnBackward(ValueError):
+    """Raised for a step that reads or sets gradients that are the loop's."""
+
+    def __init__(self, where: str):
+        super().__init__(
+            "the step calls backward(), or reads or sets gradients itself"
+            f"{f' ({where})' if where else ''}: compile what computes the loss and returns it; "
+            "loss.backward(), optimizer.step() and zero_grad() stay in the loop as they are"
+        )
+
+
+_GRADIENTS = {getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
+
+
+class OwnGradients(torch.overrides.TorchFunctionMode):
+    """Refuses what a step reads and sets of gradients (`zero_grad()`), but for those of tensors
+    that it has made: the trace has none, and would leave them as they are. `known` are the tensors
+    of others; if the step runs on fake tensors, so are all that are real. Raises OwnBackward."""
+
+    def __init__(self, known: Iterable[torch.Tensor], fake: bool):
+        super().__init__()
+        self.known, self.fake = {id(one): one for one in known}, fake
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in _GRADIENTS:
+            is_real = self.fake and not isinstance(args[0], _torch.FakeTensor)
+            if is_real or id(args[0]) in self.known:
+                raise OwnBackward(calling_line())
+        return func(*args, **(kwargs or {}))
+
+
 class WritingData(fx.Interpreter):
     """Makes copies of such writes in Dynamo's graph."""
 

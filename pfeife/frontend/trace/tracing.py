@@ -20,7 +20,6 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.captured import OwnBackward
 from pfeife.frontend.checks.frozen import drawing_line, refusal, watching
 from pfeife.frontend.checks.untouched import torchs_generators, values_kept
 from pfeife.frontend.deferred.waiting import check_values
@@ -28,7 +27,7 @@ from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
 from pfeife.frontend.trace.answers import Answer, Answering, Known, Noting, Spelling
-from pfeife.frontend.trace.data_writes import DataWrites
+from pfeife.frontend.trace.data_writes import DataWrites, OwnBackward, OwnGradients
 from pfeife.frontend.trace.executed import Executed, noting
 from pfeife.frontend.trace.fake_run import (
     Resizing,
@@ -191,10 +190,23 @@ class _Tracer:
         seen, held, executed = Seen(), Held(self.places, self.values), Executed()
         symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
+        gradients = OwnGradients(self.values.values(), fake=True)
         numbers, quiet = _torch.numbers_for_kernels(), _torch.quiet_fakes()
         # As in AOTAutograd: some of torch's kernels in C++ (pad, interpolate) ask for sizes.
         kernels = _torch.python_kernels() if self.kernels else Resizing()
-        run = (held, self.mode, kernels, symbols, seen, self.told(), told, writes, numbers, quiet)
+        run = (
+            held,
+            self.mode,
+            kernels,
+            symbols,
+            seen,
+            self.told(),
+            told,
+            writes,
+            gradients,
+            numbers,
+            quiet,
+        )
         with ExitStack() as stack:
             for one in run:
                 stack.enter_context(one)
@@ -227,9 +239,11 @@ class _Tracer:
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
         check_values(tensors, "the step asks for values, or is another one at its first call")
         held, noting = Held(self.places, {}), Noting()
+        gradients = OwnGradients(tensors, fake=False)
         try:
             generators = torchs_generators(), watching()
-            with values_kept(tensors), held, generators[0], generators[1], self.told(), noting:
+            told, states = self.told(), generators[0]
+            with values_kept(tensors), held, states, generators[1], told, gradients, noting:
                 self._called([leaf.first.detach() for leaf in self.call.leaves])
         except Exception as error:
             raise plain_reason(error) from error
@@ -420,7 +434,8 @@ def _layout(value: torch.Tensor) -> tuple:
 
 def plain_reason(error: Exception) -> Exception:
     """What kept a step from being traced, and the line of the step."""
-    if isinstance(error, ValueError) and "could not be traced" in str(error):
+    told = isinstance(error, ValueError) and "could not be traced" in str(error)
+    if told or isinstance(error, OwnBackward):
         return error
     where = user_line(error.__traceback__)
     if _runs(error.__traceback__, torch.autograd.backward.__code__):
