@@ -857,3 +857,11 @@ def gradients_that_dynamo_clears():
             one(rows() * seed).backward()
         found.append(model[0].weight.grad.clone())
     assert torch.allclose(*found, 1e-5, 1e-6)
+
+
+@row("the step puts a hook on model.0.weight, one more whenever it runs")
+def a_traced_step_that_puts_a_hook_on_a_parameter():
+    def run(net, loss):
+        net[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+    _sets(run, capture="trace")

@@ -179,6 +179,12 @@ class _Tracer:
             )
         if any(one.is_leaf and one.grad is not None for one in self.values.values()):
             raise OwnBackward("")
+        hooked = next((slot for slot, one in self.values.items() if _torch.hooks_of(one)), None)
+        if hooked is not None:
+            raise ValueError(
+                f"the step puts a hook on {hooked.name}, one more whenever it runs: do that once, "
+                "outside of the step"
+            )
         fixed = self.opening.fixed()
         if self.kernels and found.of_data:
             raise _OfData
