@@ -103,7 +103,13 @@ from pfeife._torch.questions import (
     value_of,
 )
 from pfeife._torch.recurrent import as_captured
-from pfeife._torch.results import assigned, assigned_constants, changed_attributes, result_paths
+from pfeife._torch.results import (
+    assigned,
+    assigned_constants,
+    changed_attributes,
+    changed_containers,
+    result_paths,
+)
 from pfeife._torch.size_trees import is_expression, size_of_tree, tree_of_size
 from pfeife._torch.sizes import (
     Size,
@@ -192,6 +198,7 @@ __all__ = [
     "assumed_values",
     "broken_guard",
     "changed_attributes",
+    "changed_containers",
     "changes_layout",
     "compilation",
     "computed",

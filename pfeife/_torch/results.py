@@ -1,10 +1,12 @@
 """What a frame returns and assigns, which Dynamo does in code of its own after the graph."""
 
+import collections
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from pfeife._torch.dynamo import translator
 from pfeife._torch.sources import source_value
@@ -61,6 +63,73 @@ def changed_attributes() -> list[tuple[Any, str, Any, Any]]:
         elif new.is_python_constant() and new.as_python_constant() != old:
             found.append((holder, name, old, new.as_python_constant()))
     return found
+
+
+def changed_containers() -> list[tuple[Any, str | None, Any]]:
+    """What the frame that Dynamo compiles right now leaves in lists, dicts and tuples, if there are
+    tensors that it computes: an object, the attribute that it sets to a new container, and that as
+    it will be, with nodes in place of tensors; or a container whose entries it changes, None, and
+    its entries then. Buffers that a module registers are such entries. Without what Dynamo has not
+    read, and objects that the step makes. If it moves: return [], and nobody sees that a later
+    microbatch would find something else there."""
+    found: list[tuple[Any, str | None, Any]] = []
+    for holder, name, new in _set_attributes():
+        if new.is_realized() and not hasattr(new, "proxy"):
+            with contextlib.suppress(_Opaque, NotImplementedError):
+                found.append((holder, name, _built(new)))
+    effects = translator().output.side_effects
+    for one in effects.id_to_variable.values():
+        inside, source = getattr(one, "items", None), getattr(one, "source", None)
+        if isinstance(inside, dict | list) and source is not None and effects.is_modified(one):
+            with contextlib.suppress(_Opaque, NotImplementedError):  # made by the step
+                text = source.name() if callable(source.name) else source.name
+                container = source_value(text)
+                if isinstance(container, list | collections.deque):
+                    found.append((container, None, _built(one)))
+                elif isinstance(container, dict):
+                    found.append((container, None, _without_carried(container, _built(one))))
+    return [one for one in found if _has_nodes(one[2])]
+
+
+class _Opaque(Exception):
+    """Raised for a value of Dynamo's that is more than containers, numbers and tensors."""
+
+
+def _built(value: Any) -> Any:
+    """A value as Dynamo has it, with nodes in place of tensors. Raises _Opaque."""
+    if not hasattr(value, "realize"):
+        raise _Opaque
+    value = value.realize()
+    if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
+        return value.proxy.node
+    inside, kind = getattr(value, "items", None), value.python_type()
+    if isinstance(inside, dict) and issubclass(kind, dict):
+        keys: list[Any] = [getattr(key, "vt", key) for key in inside]
+        if not all(key.is_python_constant() for key in keys):
+            raise _Opaque
+        plain = (key.as_python_constant() for key in keys)
+        return dict(zip(plain, map(_built, inside.values()), strict=True))
+    if isinstance(inside, list | tuple) and issubclass(kind, list | tuple | collections.deque):
+        made = list(map(_built, inside))
+        return tuple(made) if kind is tuple else made
+    if value.is_python_constant():
+        return value.as_python_constant()
+    raise _Opaque
+
+
+def _without_carried(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries of a dict, in which tensors stay that others replace: those are state that goes
+    from microbatch to microbatch (see `assigned`)."""
+    return {
+        key: before[key]
+        if isinstance(new, torch.fx.Node) and isinstance(before.get(key), torch.Tensor)
+        else new
+        for key, new in after.items()
+    }
+
+
+def _has_nodes(value: Any) -> bool:
+    return any(isinstance(leaf, torch.fx.Node) for leaf in pytree.tree_leaves(value))
 
 
 def _set_attributes() -> Iterator[tuple[Any, str, Any]]:

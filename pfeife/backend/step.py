@@ -392,7 +392,7 @@ class Step:
         graph = MicrobatchGraph(forward, inputs, self._grown, losses, "dynamo", self.cutter.said)
         new_steps = Steps(self.backend, graph, self.name, self._settle)
         steps = self.backend.known_steps(new_steps, module)
-        unsure = bool(changed)
+        unsure = bool(changed or _torch.changed_containers())
 
         def run(*args: Any) -> list[torch.Tensor]:
             nonlocal unsure

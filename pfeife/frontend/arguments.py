@@ -353,7 +353,8 @@ class _Describer:
 
 
 def _kept(places: Sequence[str], sources: Sequence[str]) -> Kept:
-    replaces = tuple(sources.index(place) for place in places if place in sources)
+    read = [re.sub(r"\.__dict__\['(\w+)'\]", r".\1", source) for source in sources]
+    replaces = tuple(read.index(place) for place in places if place in read)
     return Kept(_assigned_name(places[0]), replaces)
 
 

@@ -1,10 +1,12 @@
 """Attributes that a step assigns: state that goes from one microbatch to the next."""
 
+import collections
+import functools
 import operator
 import warnings
 
 import torch
-from rows import row
+from rows import Row, add, row
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -636,3 +638,97 @@ def a_counter_that_compiles_every_call():
     for count in range(100):
         assert model.calls == count <= 5
         compiled(rows(count))
+
+
+# Tensors that go from microbatch to microbatch, wherever they are kept: the numbers of eager
+# accumulation, or an error.
+
+
+class _Held:
+    pass
+
+
+def _kept_in(place):
+    """What steps a tensor on, and gives it; `place` is made with one of zero."""
+    held = _Held()
+    if place in ("attribute", "__dict__"):
+        held.now = torch.zeros(())
+    elif place == "dict":
+        held.now = {"n": torch.zeros(())}
+    elif place in ("list", "an entry of a list"):
+        held.now = [torch.zeros(())]
+    elif place == "tuple":
+        held.now = (torch.zeros(()),)
+    elif place == "deque":
+        held.now = collections.deque([torch.zeros(())], maxlen=2)
+
+    def step():
+        if place == "attribute":
+            held.now = held.now + 1
+            return held.now
+        if place == "__dict__":
+            held.__dict__["now"] = held.__dict__["now"] + 1
+            return held.__dict__["now"]
+        if place == "dict":
+            held.now["n"] = held.now["n"] + 1
+            return held.now["n"]
+        if place == "an entry of a list":
+            held.now[0] = held.now[0] + 1
+        elif place == "deque":
+            held.now.append(held.now[-1] + 1)
+        else:
+            held.now = type(held.now)(one + 1 for one in held.now)
+        return held.now[-1]
+
+    return step
+
+
+def _steps_on(place):
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, more = nn.Linear(4, 4), _kept_in(place)
+
+        def step(x, model=model, more=more):
+            return model(x).square().mean() * (1 + more())
+
+        found = []
+        one = pfeife.compile(step, microbatches=2, stages=1, capture="dynamo")
+        for seed in (1, 2, 3):
+            batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+            parts = batch.chunk(2)
+            loss = one(batch) if compiled else torch.stack([step(part) for part in parts]).mean()
+            found.append(loss.detach())
+        results.append(torch.stack(found))
+    assert torch.allclose(*results, 1e-6, 1e-7), results
+
+
+_KEPT = ("attribute", "__dict__", "dict")
+for _place in (*_KEPT, "list", "an entry of a list", "tuple", "deque"):
+    _words = "" if _place in _KEPT else "the step assigns "
+    _named = f"a_tensor_that_goes_on_in_{_place.replace(' ', '_')}"
+    add(globals(), Row(_named, functools.partial(_steps_on, _place), _words))
+
+
+@row("the step assigns an entry of a dict and then computes something else")
+def a_buffer_that_the_first_microbatch_registers():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        model.register_buffer("n", model.n + 1 if hasattr(model, "n") else torch.zeros(()))
+        return model(x).square().mean() * (1 + model.n)
+
+    pfeife.compile(step, microbatches=2)(torch.ones(4, 4))
+
+
+@row("the step computes something else in its first run, which sets ['model.n']")
+def a_trace_of_a_step_that_counts_from_its_first_run():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        model.n = model.n + 1 if hasattr(model, "n") else torch.zeros(())
+        return model(x).square().mean() * (1 + model.n)
+
+    pfeife.compile(step, microbatches=2, capture="trace")(torch.ones(4, 4))

@@ -2,17 +2,19 @@
 flag or a first value, the later ones of a call would read, but they run the first one's graph."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.checks.untouched import torchs_generators
+from pfeife.frontend.checks.untouched import alike, torchs_generators
 from pfeife.frontend.deferred.waiting import check_values
 from pfeife.frontend.dynamo import dynamo_graph
 from pfeife.ir.nodes import returned
@@ -21,11 +23,12 @@ from pfeife.ir.nodes import returned
 @attrs.frozen(eq=False)
 class _Run:
     """What one microbatch gave: the results by their paths, the state that it changed by the
-    identity of its tensors, and what it assigned to attributes: (holder, name, value before,
-    value)."""
+    identity of its tensors, what it assigned to attributes: (holder, name, value before, value),
+    and what it left in containers, as `_torch.changed_containers` has it."""
 
     values: Mapping[Any, torch.Tensor]
     assigned: Sequence[tuple[Any, str, Any, Any]]
+    containers: Sequence[tuple[Any, str | None, Any]]
 
 
 def check_again(step: Callable[..., Any], call: Arguments) -> None:
@@ -39,15 +42,20 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
     args, kwargs = call.made(_second(leaf) for leaf in call.leaves)
     first = dynamo_graph(step, call.args, call.kwargs, _ran)
     once = dynamo_graph(step, args, kwargs, _ran)
-    with _assigned(first):
+    with _assigned(first), _filled(first):
         again = dynamo_graph(step, args, kwargs, _ran)
     for key in {*once.values, *again.values}:
-        if not _alike(once.values.get(key), again.values.get(key)):
+        if not alike(once.values.get(key), again.values.get(key)):
             names = sorted({f"{type(one).__name__}.{name}" for one, name, *_ in once.assigned})
+            names += sorted(
+                f"{type(one).__name__}.{name}" if name else f"an entry of a {type(one).__name__}"
+                for one, name, _ in once.containers
+            )
             raise ValueError(
                 f"the step assigns {', '.join(names)} and then computes something else, but all "
                 "microbatches of a call run what the first one does. Where that makes something "
-                "ready, call the model once before it is compiled; keep a count in a buffer"
+                "ready, call the model once before it is compiled; keep a count in a buffer, and "
+                "tensors that go from call to call in attributes of their own, not in tuples"
             )
 
 
@@ -113,13 +121,21 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
         path: by_name[node.name] for path, node in paths if node.name in by_name
     }
     for own, value in zip(examples, copies, strict=True):
-        if isinstance(value, torch.Tensor) and not _alike(own.detach(), value):
+        if isinstance(value, torch.Tensor) and not alike(own.detach(), value):
             values[id(own)] = value
     assigned = [
         (holder, name, old, by_name.get(new.name) if isinstance(new, fx.Node) else new)
         for holder, name, old, new in _torch.changed_attributes()
     ]
-    return _Run(values, assigned)
+
+    def value_of(leaf: Any) -> Any:
+        return by_name.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
+
+    containers = [
+        (one, name, pytree.tree_map(value_of, new))
+        for one, name, new in _torch.changed_containers()
+    ]
+    return _Run(values, assigned, containers)
 
 
 @contextlib.contextmanager
@@ -137,9 +153,29 @@ def _assigned(run: _Run) -> Iterator[None]:
             delattr(holder, name)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+@contextlib.contextmanager
+def _filled(run: _Run) -> Iterator[None]:
+    """While containers have what a run has left in them."""
+    before = [
+        (one, name, copy.copy(one) if name is None else getattr(one, name, None))
+        for one, name, _ in run.containers
+    ]
+    try:
+        for one, name, value in run.containers:
+            _fill(one, name, value)
+        yield
+    finally:
+        for one, name, value in before:
+            _fill(one, name, value)
+
+
+def _fill(container: Any, name: str | None, value: Any) -> None:
+    """Sets an attribute, or the entries of a container."""
+    if name is not None:
+        setattr(container, name, value)
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(value)
+    else:
+        container.clear()
+        container.extend(value)

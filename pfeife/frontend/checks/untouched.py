@@ -94,3 +94,12 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have other values somewhere; NaN is as NaN. (Versions do not tell: batch
     norm writes its statistics without a new one.)"""
     return bool((one.ne(other) & (one.eq(one) | other.eq(other))).any())
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are of one type, and tensors equal to within rounding."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)

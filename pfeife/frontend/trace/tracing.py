@@ -21,7 +21,7 @@ from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.checks.frozen import drawing_line, refusal, watching
-from pfeife.frontend.checks.untouched import torchs_generators, values_kept
+from pfeife.frontend.checks.untouched import alike, torchs_generators, values_kept
 from pfeife.frontend.deferred.waiting import check_values
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import Leaf as Result
@@ -240,23 +240,40 @@ class _Tracer:
 
     def warm(self) -> Warm:
         """Runs the first microbatch in eager and keeps what that leaves behind, but for values of
-        tensors and the state of the generator."""
+        tensors and the state of the generator. Raises ValueError if a second run, from what the
+        first one leaves, has other results: the trace is of later runs."""
         given = (leaf.first for leaf in self.call.leaves)  # of the caller's own memory
         tensors = {id(one): one for one in (*(slot.get() for slot in self.values), *given)}.values()
         check_values(tensors, "the step asks for values, or is another one at its first call")
-        held, noting = Held(self.places, {}), Noting()
-        gradients = OwnGradients(tensors, fake=False)
-        try:
-            generators = torchs_generators(), watching()
-            told, states = self.told(), generators[0]
-            with values_kept(tensors), held, states, generators[1], told, gradients, noting:
-                self._called([leaf.first.detach() for leaf in self.call.leaves])
-        except Exception as error:
-            raise plain_reason(error) from error
+        noting = Noting()
+        first, held = self._eager(tensors, noting)
         for change in held.changes:
             if change.slot not in self.values and not isinstance(change.slot.container, list):
                 change.slot.put(change.after)
+        left = [value for _, value in tensors_in([change.after for change in held.changes])]
+        second, _ = self._eager([*tensors, *left], nullcontext())
+        results = (dict(tensors_in(result)) for result in (first, second))
+        if not all(map(alike, *(found.values() for found in results))):
+            names = sorted({change.slot.name for change in held.changes})
+            raise ValueError(
+                f"the step computes something else in its first run, which sets {names}, than in "
+                "later ones: run it once before it is compiled"
+            )
         return Warm(frozenset(change.slot for change in held.changes), noting.noted)
+
+    def _eager(
+        self, tensors: Collection[torch.Tensor], noting: AbstractContextManager[Any]
+    ) -> tuple[Any, Held]:
+        """The results of the first microbatch in eager, and what has changed meanwhile in the
+        slots, which are put back, as are the values of the tensors."""
+        held, gradients = Held(self.places, {}), OwnGradients(tensors, fake=False)
+        states, moved = torchs_generators(), watching()
+        try:
+            with values_kept(tensors), held, states, moved, self.told(), gradients, noting:
+                result = self._called([leaf.first.detach() for leaf in self.call.leaves])
+        except Exception as error:
+            raise plain_reason(error) from error
+        return result, held
 
     def traced(self, first: Run, warm: Warm | None = None, is_first: bool = True) -> Traced:
         """The step's forward, after a run, which perhaps `is_first`."""
