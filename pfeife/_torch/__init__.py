@@ -104,6 +104,7 @@ from pfeife._torch.questions import (
 )
 from pfeife._torch.recurrent import as_captured
 from pfeife._torch.results import (
+    OPAQUE,
     assigned,
     assigned_constants,
     changed_attributes,
@@ -169,6 +170,7 @@ __all__ = [
     "FIRST",
     "INSTEAD",
     "MARK",
+    "OPAQUE",
     "BufferAOTInput",
     "DataDependentOutputException",
     "FakeTensor",

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import enum
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,57 +70,86 @@ def changed_containers() -> list[tuple[Any, str | None, Any]]:
     """What the frame that Dynamo compiles right now leaves in lists, dicts and tuples, if there are
     tensors that it computes: an object, the attribute that it sets to a new container, and that as
     it will be, with nodes in place of tensors; or a container whose entries it changes, None, and
-    its entries then. Buffers that a module registers are such entries. Without what Dynamo has not
-    read, and objects that the step makes. If it moves: return [], and nobody sees that a later
-    microbatch would find something else there."""
+    its entries then. Buffers that a module registers are such entries. `OPAQUE` stands for objects
+    of classes that the step makes. If it moves: return [], and nobody sees that a later microbatch
+    would find something else there."""
     found: list[tuple[Any, str | None, Any]] = []
     for holder, name, new in _set_attributes():
         if new.is_realized() and not hasattr(new, "proxy"):
-            with contextlib.suppress(_Opaque, NotImplementedError):
-                found.append((holder, name, _built(new)))
+            found.append((holder, name, _built(new)))
     effects = translator().output.side_effects
     for one in effects.id_to_variable.values():
-        inside, source = getattr(one, "items", None), getattr(one, "source", None)
-        if isinstance(inside, dict | list) and source is not None and effects.is_modified(one):
-            with contextlib.suppress(_Opaque, NotImplementedError):  # made by the step
+        source = getattr(one, "source", None)
+        if _entries(one) is not None and source is not None and effects.is_modified(one):
+            with contextlib.suppress(NotImplementedError):  # made by the step
                 text = source.name() if callable(source.name) else source.name
                 container = source_value(text)
+                inside = _entries(one)
                 if isinstance(container, list | collections.deque):
-                    found.append((container, None, _built(one)))
+                    found.append((container, None, _built_of(inside, list)))
                 elif isinstance(container, dict):
-                    found.append((container, None, _without_carried(container, _built(one))))
+                    after = _built_of(inside, dict)
+                    found.append((container, None, _without_carried(container, after)))
     return [one for one in found if _has_nodes(one[2])]
 
 
-class _Opaque(Exception):
-    """Raised for a value of Dynamo's that is more than containers, numbers and tensors."""
+class Opaque(enum.Enum):
+    """A value of Dynamo's that is more than containers, numbers and tensors."""
+
+    OPAQUE = "opaque"
+
+
+OPAQUE = Opaque.OPAQUE
+
+
+def _entries(value: Any) -> Any:
+    """The entries of a dict, list or tuple as Dynamo has it, also of a class of its own; None of
+    anything else."""
+    inside = getattr(value, "items", None)
+    if isinstance(inside, dict | list | tuple):
+        return inside
+    held = next(filter(None, (getattr(value, name, None) for name in _HELD)), None)
+    inside = getattr(held, "items", None)
+    return inside if isinstance(inside, dict | list | tuple) else None
 
 
 def _built(value: Any) -> Any:
-    """A value as Dynamo has it, with nodes in place of tensors. Raises _Opaque."""
+    """A value as Dynamo has it, with nodes in place of tensors."""
     if not hasattr(value, "realize"):
-        raise _Opaque
+        return OPAQUE
     value = value.realize()
     if isinstance(getattr(value, "proxy", None), torch.fx.Proxy):
         return value.proxy.node
-    inside, kind = getattr(value, "items", None), value.python_type()
-    if isinstance(inside, dict) and issubclass(kind, dict):
-        keys: list[Any] = [getattr(key, "vt", key) for key in inside]
-        if not all(key.is_python_constant() for key in keys):
-            raise _Opaque
-        plain = (key.as_python_constant() for key in keys)
-        return dict(zip(plain, map(_built, inside.values()), strict=True))
-    if isinstance(inside, list | tuple) and issubclass(kind, list | tuple | collections.deque):
-        made = list(map(_built, inside))
-        return tuple(made) if kind is tuple else made
     if value.is_python_constant():
         return value.as_python_constant()
-    raise _Opaque
+    if getattr(value, "source", None) is not None:  # was there before
+        with contextlib.suppress(NotImplementedError):
+            name = value.source.name
+            return source_value(str(name() if callable(name) else name))
+    with contextlib.suppress(NotImplementedError):
+        return _built_of(_entries(value), value.python_type())
+    return OPAQUE
 
 
-def _without_carried(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+def _built_of(inside: Any, kind: type) -> Any:
+    """A container of a kind with such entries."""
+    if isinstance(inside, dict) and kind is dict:
+        keys: list[Any] = [getattr(key, "vt", key) for key in inside]
+        if not all(key.is_python_constant() for key in keys):
+            return OPAQUE
+        plain = (key.as_python_constant() for key in keys)
+        return dict(zip(plain, map(_built, inside.values()), strict=True))
+    if inside is not None and kind in (list, tuple, collections.deque):
+        made = list(map(_built, inside))
+        return tuple(made) if kind is tuple else made
+    return OPAQUE
+
+
+def _without_carried(before: dict[Any, Any], after: Any) -> Any:
     """The entries of a dict, in which tensors stay that others replace: those are state that goes
     from microbatch to microbatch (see `assigned`)."""
+    if type(before) not in (dict, collections.OrderedDict) or not isinstance(after, dict):
+        return after
     return {
         key: before[key]
         if isinstance(new, torch.fx.Node) and isinstance(before.get(key), torch.Tensor)
@@ -129,7 +159,9 @@ def _without_carried(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any,
 
 
 def _has_nodes(value: Any) -> bool:
-    return any(isinstance(leaf, torch.fx.Node) for leaf in pytree.tree_leaves(value))
+    return any(
+        leaf is OPAQUE or isinstance(leaf, torch.fx.Node) for leaf in pytree.tree_leaves(value)
+    )
 
 
 def _set_attributes() -> Iterator[tuple[Any, str, Any]]:

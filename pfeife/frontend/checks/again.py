@@ -43,20 +43,30 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
     first = dynamo_graph(step, call.args, call.kwargs, _ran)
     once = dynamo_graph(step, args, kwargs, _ran)
     with _assigned(first), _filled(first):
-        again = dynamo_graph(step, args, kwargs, _ran)
+        try:
+            again = dynamo_graph(step, args, kwargs, _ran)
+        except ValueError as error:
+            if not first.containers:
+                raise
+            raise _otherwise(once) from error
     for key in {*once.values, *again.values}:
         if not alike(once.values.get(key), again.values.get(key)):
-            names = sorted({f"{type(one).__name__}.{name}" for one, name, *_ in once.assigned})
-            names += sorted(
-                f"{type(one).__name__}.{name}" if name else f"an entry of a {type(one).__name__}"
-                for one, name, _ in once.containers
-            )
-            raise ValueError(
-                f"the step assigns {', '.join(names)} and then computes something else, but all "
-                "microbatches of a call run what the first one does. Where that makes something "
-                "ready, call the model once before it is compiled; keep a count in a buffer, and "
-                "tensors that go from call to call in attributes of their own, not in tuples"
-            )
+            raise _otherwise(once)
+
+
+def _otherwise(run: _Run) -> ValueError:
+    """What to say of a step whose next microbatch would compute something else."""
+    names = sorted({f"{type(one).__name__}.{name}" for one, name, *_ in run.assigned})
+    names += sorted(
+        f"{type(one).__name__}.{name}" if name else f"an entry of a {type(one).__name__}"
+        for one, name, _ in run.containers
+    )
+    return ValueError(
+        f"the step assigns {', '.join(names)} and then computes something else, but all "
+        "microbatches of a call run what the first one does. Where that makes something ready, "
+        "call the model once before it is compiled; keep a count in a buffer, and tensors that go "
+        "from call to call in attributes of their own, not in tuples"
+    )
 
 
 def check_settled(
@@ -128,14 +138,29 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
         for holder, name, old, new in _torch.changed_attributes()
     ]
 
+    inputs = zip(module.graph.find_nodes(op="placeholder"), copies, strict=True)
+    known = {node.name: value for node, value in inputs} | by_name
+
     def value_of(leaf: Any) -> Any:
-        return by_name.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
+        if leaf is _torch.OPAQUE:
+            return _Unknown()
+        return known.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
 
     containers = [
         (one, name, pytree.tree_map(value_of, new))
         for one, name, new in _torch.changed_containers()
     ]
     return _Run(values, assigned, containers)
+
+
+class _Unknown:
+    """Stands for an object that a step has made, of which nobody knows what is in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("the step reads an object that it has made in the microbatch before")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.entries
 
 
 @contextlib.contextmanager
