@@ -68,7 +68,7 @@ class OwnGradients(torch.overrides.TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _GRADIENTS:
+        if func in _GRADIENTS and (args[0].requires_grad or len(args) > 1):  # others have none
             is_real = self.fake and not isinstance(args[0], _torch.FakeTensor)
             if is_real or id(args[0]) in self.known:
                 raise OwnBackward(calling_line())
