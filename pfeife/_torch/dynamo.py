@@ -110,8 +110,7 @@ def assumed_values() -> set[str]:
     for symbol, sources in environment.var_to_sources.items():
         for source in sources if symbol in asked else ():
             if type(source).__name__ == "CallMethodItemSource":
-                name = source.base.name
-                found.add(str(name() if callable(name) else name))
+                found.add(name_of(source.base))
     return found
 
 
@@ -120,11 +119,13 @@ def guards() -> list[tuple[str, str]]:
     guarded. The account of guards has no public form; if it moves: an empty list, and
     `pfeife.explain` does not name them."""
     found = translator().output.guards
-    return sorted({(one.create_fn_name(), _source_of(one)) for one in found})
+    return sorted({(one.create_fn_name(), name_of(one)) for one in found})
 
 
-def _source_of(guard: Any) -> str:
-    name = guard.name
+def name_of(source: Any) -> str:
+    """What a source of Dynamo's, or a guard of one, is called, "" of None: an attribute of late, a
+    method before."""
+    name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
 
 

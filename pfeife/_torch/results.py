@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pfeife._torch.dynamo import translator
+from pfeife._torch.dynamo import name_of, translator
 from pfeife._torch.sources import source_value
 
 
@@ -78,18 +78,16 @@ def changed_containers() -> list[tuple[Any, str | None, Any]]:
         if new.is_realized() and not hasattr(new, "proxy"):
             found.append((holder, name, _built(new)))
     effects = translator().output.side_effects
-    for one in effects.id_to_variable.values():
-        source = getattr(one, "source", None)
-        if _entries(one) is not None and source is not None and effects.is_modified(one):
-            with contextlib.suppress(NotImplementedError):  # made by the step
-                text = source.name() if callable(source.name) else source.name
-                container = source_value(text)
-                inside = _entries(one)
-                if isinstance(container, list | collections.deque):
-                    found.append((container, None, _built_of(inside, list)))
-                elif isinstance(container, dict):
-                    after = _built_of(inside, dict)
-                    found.append((container, None, _without_carried(container, after)))
+    for variable in effects.id_to_variable.values():
+        entries = _entries(variable)
+        container = None if entries is None else _object_of(variable)
+        if container is None or not effects.is_modified(variable):
+            continue
+        if isinstance(container, list | collections.deque):
+            found.append((container, None, _built_of(entries, list)))
+        elif isinstance(container, dict):
+            after = _without_carried(container, _built_of(entries, dict))
+            found.append((container, None, after))
     return [one for one in found if _has_nodes(one[2])]
 
 
@@ -122,10 +120,9 @@ def _built(value: Any) -> Any:
         return value.proxy.node
     if value.is_python_constant():
         return value.as_python_constant()
-    if getattr(value, "source", None) is not None:  # was there before
-        with contextlib.suppress(NotImplementedError):
-            name = value.source.name
-            return source_value(str(name() if callable(name) else name))
+    known = _object_of(value)
+    if known is not None:
+        return known
     with contextlib.suppress(NotImplementedError):
         return _built_of(_entries(value), value.python_type())
     return OPAQUE
@@ -168,11 +165,7 @@ def _set_attributes() -> Iterator[tuple[Any, str, Any]]:
     """The attributes that the frame that Dynamo compiles right now sets of objects that it has not
     made itself: the object, the name, and the new value as Dynamo has it."""
     for holder, written in translator().output.side_effects.store_attr_mutations.items():
-        source, known = getattr(holder, "source", None), None
-        if source:
-            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
-                name = getattr(source, "name", "")
-                known = source_value(str(name() if callable(name) else name))
+        known = _object_of(holder)
         if known is not None:
             yield from ((known, attribute, one.unwrap()) for attribute, one in written.items())
 
@@ -204,12 +197,23 @@ def _written(containers: Any) -> Iterator[tuple[str, Any]]:
             pairs = inside.items() if isinstance(inside, dict) else enumerate(inside)
             places += [(one, f"[{_plain_key(key)!r}]", value) for key, value in pairs]
     for holder, key, value in places:
-        source = getattr(holder, "source", None)
-        seen = value.unwrap()
-        if source is not None and seen.is_realized():  # else the step has not read it
-            with contextlib.suppress(NotImplementedError):  # of an object that the step has made
-                name = source.name() if callable(source.name) else source.name
-                yield f"{name}{key}", seen
+        name, seen = _source_of(holder), value.unwrap()
+        if name and seen.is_realized():  # else the step has not read it
+            yield f"{name}{key}", seen
+
+
+def _source_of(variable: Any) -> str:
+    """Where a value as Dynamo has it comes from, "" for one that the step has made."""
+    with contextlib.suppress(NotImplementedError):
+        return name_of(getattr(variable, "source", None))
+    return ""
+
+
+def _object_of(variable: Any) -> Any:
+    """What was there before the step for a value as Dynamo has it; None for one that the step has
+    made, and where that cannot be told."""
+    source = _source_of(variable)
+    return source_value(source) if source else None
 
 
 def _leaves(value: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple, Any]]:

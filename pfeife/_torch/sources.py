@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pfeife._torch.dynamo import STEP, translator
+from pfeife._torch.dynamo import STEP, name_of, translator
 
 
 def placeholder_source(node: torch.fx.Node) -> str:
@@ -19,8 +19,7 @@ def placeholder_source(node: torch.fx.Node) -> str:
     Read inside the backend call: Dynamo clears it afterwards.
     """
     argument = node.meta.get("grapharg")
-    name = getattr(getattr(argument, "source", None), "name", "")
-    return str(name() if callable(name) else name)
+    return name_of(getattr(argument, "source", None))
 
 
 def _dynamo_roots() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,12 +23,11 @@ from pfeife.ir.nodes import returned
 @attrs.frozen(eq=False)
 class _Run:
     """What one microbatch gave: the results by their paths, the state that it changed by the
-    identity of its tensors, what it assigned to attributes: (holder, name, value before, value),
-    and what it left in containers, as `_torch.changed_containers` has it."""
+    identity of its tensors, and what it `left` behind: an object, an attribute of it and its value,
+    or a container, None and its entries."""
 
     values: Mapping[Any, torch.Tensor]
-    assigned: Sequence[tuple[Any, str, Any, Any]]
-    containers: Sequence[tuple[Any, str | None, Any]]
+    left: Sequence[tuple[Any, str | None, Any]]
 
 
 def check_again(step: Callable[..., Any], call: Arguments) -> None:
@@ -42,13 +41,11 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
     args, kwargs = call.made(_second(leaf) for leaf in call.leaves)
     first = dynamo_graph(step, call.args, call.kwargs, _ran)
     once = dynamo_graph(step, args, kwargs, _ran)
-    with _assigned(first), _filled(first):
-        try:
+    try:
+        with _left_behind(first):
             again = dynamo_graph(step, args, kwargs, _ran)
-        except ValueError as error:
-            if not first.containers:
-                raise
-            raise _otherwise(once) from error
+    except ValueError as error:  # what it reads is not as before, or nobody knows it
+        raise _otherwise(once) from error
     for key in {*once.values, *again.values}:
         if not alike(once.values.get(key), again.values.get(key)):
             raise _otherwise(once)
@@ -56,11 +53,8 @@ def check_again(step: Callable[..., Any], call: Arguments) -> None:
 
 def _otherwise(run: _Run) -> ValueError:
     """What to say of a step whose next microbatch would compute something else."""
-    names = sorted({f"{type(one).__name__}.{name}" for one, name, *_ in run.assigned})
-    names += sorted(
-        f"{type(one).__name__}.{name}" if name else f"an entry of a {type(one).__name__}"
-        for one, name, _ in run.containers
-    )
+    kinds = ((type(holder).__name__, name) for holder, name, _ in run.left)
+    names = sorted({f"{kind}.{name}" if name else f"an entry of a {kind}" for kind, name in kinds})
     return ValueError(
         f"the step assigns {', '.join(names)} and then computes something else, but all "
         "microbatches of a call run what the first one does. Where that makes something ready, "
@@ -133,11 +127,6 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
     for own, value in zip(examples, copies, strict=True):
         if isinstance(value, torch.Tensor) and not alike(own.detach(), value):
             values[id(own)] = value
-    assigned = [
-        (holder, name, old, by_name.get(new.name) if isinstance(new, fx.Node) else new)
-        for holder, name, old, new in _torch.changed_attributes()
-    ]
-
     inputs = zip(module.graph.find_nodes(op="placeholder"), copies, strict=True)
     known = {node.name: value for node, value in inputs} | by_name
 
@@ -146,11 +135,11 @@ def _ran(module: fx.GraphModule, examples: list[Any]) -> _Run:
             return _Unknown()
         return known.get(leaf.name) if isinstance(leaf, fx.Node) else leaf
 
-    containers = [
-        (one, name, pytree.tree_map(value_of, new))
-        for one, name, new in _torch.changed_containers()
+    changes = [
+        *((holder, name, new) for holder, name, _, new in _torch.changed_attributes()),
+        *_torch.changed_containers(),
     ]
-    return _Run(values, assigned, containers)
+    return _Run(values, [(one, name, pytree.tree_map(value_of, new)) for one, name, new in changes])
 
 
 class _Unknown:
@@ -163,44 +152,33 @@ class _Unknown:
         return self.entries
 
 
-@contextlib.contextmanager
-def _assigned(run: _Run) -> Iterator[None]:
-    """While attributes have the values that a run has given them."""
-    new = [(holder, name) for holder, name, *_ in run.assigned if not hasattr(holder, name)]
-    try:
-        for holder, name, _, value in run.assigned:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, name, old, _ in run.assigned:
-            setattr(holder, name, old)
-        for holder, name in new:
-            delattr(holder, name)
+_MISSING = object()
 
 
 @contextlib.contextmanager
-def _filled(run: _Run) -> Iterator[None]:
-    """While containers have what a run has left in them."""
+def _left_behind(run: _Run) -> Iterator[None]:
+    """While attributes and containers have what a run has left in them."""
     before = [
-        (one, name, copy.copy(one) if name is None else getattr(one, name, None))
-        for one, name, _ in run.containers
+        (holder, name, copy.copy(holder) if name is None else getattr(holder, name, _MISSING))
+        for holder, name, _ in run.left
     ]
     try:
-        for one, name, value in run.containers:
-            _fill(one, name, value)
+        for holder, name, value in run.left:
+            _put(holder, name, value)
         yield
     finally:
-        for one, name, value in before:
-            _fill(one, name, value)
+        for holder, name, value in before:
+            _put(holder, name, value)
 
 
-def _fill(container: Any, name: str | None, value: Any) -> None:
-    """Sets an attribute, or the entries of a container."""
+def _put(holder: Any, name: str | None, value: Any) -> None:
+    """Sets an attribute, or takes it away, or the entries of a container."""
     if name is not None:
-        setattr(container, name, value)
-    elif isinstance(container, dict):
-        container.clear()
-        container.update(value)
+        if value is not _MISSING:
+            setattr(holder, name, value)
+        elif hasattr(holder, name):
+            delattr(holder, name)
     else:
-        container.clear()
-        container.extend(value)
+        holder.clear()
+        add = holder.update if isinstance(holder, dict) else holder.extend
+        add(value)

@@ -6,11 +6,11 @@ steers it: two runs must do the same, and what the step reaches (`places`) must 
 """
 
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from types import CodeType, TracebackType
 from typing import Any
 
 import attrs
@@ -461,7 +461,8 @@ def plain_reason(error: Exception) -> Exception:
     if told or isinstance(error, OwnBackward):
         return error
     where = user_line(error.__traceback__)
-    if _runs(error.__traceback__, torch.autograd.backward.__code__):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(frame.f_code is torch.autograd.backward.__code__ for frame in frames):
         return OwnBackward(where)
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     asks = _torch.asks_for_values(error)
@@ -469,15 +470,6 @@ def plain_reason(error: Exception) -> Exception:
         text = f"it asks for the value of a tensor ({text.split('. ')[0]})"
     kind = _Asks if asks else ValueError
     return kind(f"the step could not be traced: {text}{f' ({where})' if where else ''}")
-
-
-def _runs(trace: TracebackType | None, code: CodeType) -> bool:
-    """Whether an error was raised while a function ran."""
-    while trace is not None:
-        if trace.tb_frame.f_code is code:
-            return True
-        trace = trace.tb_next
-    return False
 
 
 class _Fixed(Exception):

@@ -4,6 +4,7 @@ import contextlib
 import linecache
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -21,20 +22,17 @@ OURS = (
 def user_line(trace: TracebackType | None) -> str:
     """The last line of a traceback that is neither torch's nor Pfeife's."""
     found = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(OURS):
-            found = place(code, trace.tb_lineno)
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(trace):
+        if not frame.f_code.co_filename.startswith(OURS):
+            found = place(frame.f_code, line)
     return found
 
 
 def is_torchs(error: BaseException | None) -> bool:
     """Whether one of torch's operations has failed, rather than that a step raises an error."""
-    last = error.__traceback__ if isinstance(error, RuntimeError) else None
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_filename.startswith(OURS)
+    trace = error.__traceback__ if isinstance(error, RuntimeError) else None
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return bool(files) and files[-1].startswith(OURS)
 
 
 def place(code: CodeType, line: int) -> str:
