@@ -86,19 +86,25 @@ def _in_pipelines(
 ) -> "tuple[argparse.Namespace, Forecast]":
     """The options with the fewest pipelines that hold the step, one where its ranks do, and its
     forecast. Raises ValueError if none do."""
+    from pfeife.sched.cutting.room import TooManyStages
+
     counts = [n for n in _doubles(1, given.ranks) if given.ranks % n == 0]
-    reason = ""
+    reason = ""  # that of the fewest pipelines, which need least
     for replicas in counts if given.replicas == 1 else [given.replicas]:
         one = _with(given, replicas=replicas)
-        forecast = planned(one)
+        try:
+            forecast = planned(one)
+        except TooManyStages as error:
+            reason = reason or str(error)
+            continue
         if forecast:
             return one, forecast
-        reason = reason or planned.reason  # that of the fewest pipelines, which need least
+        reason = reason or planned.reason
     raise ValueError(f"{given.what} does not fit on {given.ranks} ranks: {reason}")
 
 
 class _Planned:
-    """Forecasts of a step; None for one that does not fit, for the `reason` said last."""
+    """Forecasts of a step; None for one that memory refuses, whose `reason` is the last."""
 
     def __init__(self, stored: Any):
         self.stored, self.reason = stored, ""
@@ -107,7 +113,7 @@ class _Planned:
     def __call__(self, given: argparse.Namespace) -> "Forecast | None":
         from pfeife.commands.plan import answered, question_of
         from pfeife.commands.programs import program_of
-        from pfeife.sched.cutting.room import NoRoom, TooManyStages
+        from pfeife.sched.cutting.room import NoRoom
 
         microbatches = given.microbatches or _PER_RANK * given.ranks
         given = _with(given, microbatches=microbatches)
@@ -116,7 +122,7 @@ class _Planned:
             self.programs[key] = program_of(given, microbatches, self.stored).program
         try:
             return answered(self.programs[key], question_of(given)).forecast
-        except (NoRoom, TooManyStages) as error:
+        except NoRoom as error:
             self.reason = " ".join(str(error).split())
             return None
 
