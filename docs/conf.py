@@ -1,15 +1,12 @@
 """How Sphinx builds these pages (`make docs`). Warnings are errors there."""
 
 import re
-import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+import pfeife
 
 project = "Pfeife"
 author = "Pfeife contributors"
-release = METADATA["version"]
+release = pfeife.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # so that pages link to headings of each other

@@ -10,6 +10,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from pfeife.version import VERSION
+
+__version__ = VERSION
 _LISTED = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
 _PLACES = {
     name.name: one.module
@@ -23,10 +26,6 @@ _FOLDERS = ("cost", "integrations", "report", "runtime", "sched", "testing")  # 
 
 def __getattr__(name: str) -> Any:
     """A folder of the package (`backend` can be called as well), or a name of those."""
-    if name == "__version__":
-        from importlib.metadata import version  # takes longer than all else that is imported here
-
-        return version("pfeife")
     if importlib.util.find_spec(f"pfeife.{name}") is not None:
         found = importlib.import_module(f"pfeife.{name}")
     elif name in _PLACES:

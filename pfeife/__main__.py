@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from pfeife.commands import (
@@ -27,6 +26,7 @@ from pfeife.commands import (
     show,
     simulate,
 )
+from pfeife.version import VERSION
 
 COMMANDS: dict[str, Any] = {
     "demo": demo,
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Automatic pipeline parallelism for PyTorch.",
         epilog="`pfeife COMMAND --help` has examples.",
     )
-    parser.add_argument("--version", action="version", version=f"pfeife {version('pfeife')}")
+    parser.add_argument("--version", action="version", version=f"pfeife {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in COMMANDS.items():
         own = commands.add_parser(

@@ -100,6 +100,18 @@ def skip_net(setting: Setting) -> Case:
     return Case(model, loss, lambda rows: (torch.randn(rows, 3, size, size),), setting.device)
 
 
+def channels_last(setting: Setting) -> Case:
+    """The same in the layout that convolutions are fastest in."""
+    one = batch_norms(setting)
+
+    def draw(rows: int) -> tuple[torch.Tensor, ...]:
+        images, kinds = one.draw(rows)
+        return images.contiguous(memory_format=torch.channels_last), kinds
+
+    one.model.to(memory_format=torch.channels_last)
+    return attrs.evolve(one, draw=draw)
+
+
 def batch_norms(setting: Setting) -> Case:
     def loss(model: nn.Module, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), kinds)
@@ -124,6 +136,7 @@ CASES = {
     "UNet": skip_net,
     "tied": tied,
     "BatchNorm": batch_norms,
+    "channels_last": channels_last,
     "dropout": dropouts,
 }
 

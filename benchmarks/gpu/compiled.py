@@ -46,6 +46,33 @@ def graphs_of_inductor(setting: Setting) -> dict[str, Any]:
     return numbers(setting, cuda_graphs=True, compiler="inductor")
 
 
+def graphs_by_size(setting: Setting) -> dict[str, Any]:
+    """Batches of three lengths in one program, each a graph from the time it comes again."""
+    deterministic()
+    one = case("GPT", setting)
+    step = pfeife.compile(
+        one.step,
+        microbatches=4,
+        stages=2,
+        devices=setting.twice,
+        dynamic=True,
+        cuda_graphs=setting.cuda,
+        progress=False,
+    )
+    whole = one.batch()[0].shape[1]
+    figures: dict[str, Any] = {}
+    for turn, part in enumerate((1, 2, 1, 4, 2, 1, 4, 2)):
+        batch = tuple(tensor[:, : whole // part] for tensor in one.batch(seed=turn))
+        parts = list(zip(*(tensor.chunk(4) for tensor in batch), strict=True))
+        wanted = accumulated(one, parts)
+        one.model.zero_grad()
+        loss = step(*batch)
+        loss.backward()
+        found = {f"gradient of {n}": p.grad.clone() for n, p in one.model.named_parameters()}
+        figures = alike({"loss": loss.detach(), **found}, wanted)
+    return {"calls": 8, "lengths": 3, **figures}
+
+
 def beside_inductor(setting: Setting) -> dict[str, Any]:
     """The large GPT, compiled as a whole by torch.compile, as one stage and as four by us."""
     one = large(setting)
@@ -74,6 +101,7 @@ def tiny_graphs(setting: Setting) -> dict[str, Any]:
 ROWS = [
     Row("GPT by Inductor", inductor, 120),
     Row("GPT as CUDA graphs", graphs, 90, cuda=True),
+    Row("GPT by sizes as CUDA graphs", graphs_by_size, 90),
     Row("tiny stages as CUDA graphs beside eager", tiny_graphs, 90),
     Row("GPT by Inductor as CUDA graphs", graphs_of_inductor, 120, cuda=True),
     Row("stages in turn beside torch.compile", beside_inductor, 240),

@@ -19,7 +19,7 @@ from gpu.clock import in_turn, wait
 from gpu.rows import Row, Setting, Wrong
 from pfeife import sched
 from pfeife.compilers import compile_bodies
-from pfeife.cost import default_machine, estimate
+from pfeife.cost import default_machine, estimate, measure
 from pfeife.runtime.local import LocalPipeline
 
 ONE_STAGE, FOUR_STAGES = 1.03, 1.05  # times eager's seconds, at most
@@ -83,11 +83,22 @@ def clusters_of(one: Large) -> pfeife.Program:
     return pfeife.annotate(estimate(clusters, default_machine(device)))(clusters)
 
 
+@functools.cache
+def measured_clusters_of(one: Large) -> pfeife.Program:
+    clusters = clusters_of(one)
+    return pfeife.annotate(measure(clusters))(clusters)
+
+
 def lowered(
-    one: Large, stages: int, ranks: int = 1, schedule: str = "1f1b", microbatches: int = 0
+    one: Large,
+    stages: int,
+    ranks: int = 1,
+    schedule: str = "1f1b",
+    microbatches: int = 0,
+    costs: Callable[[Large], pfeife.Program] = clusters_of,
 ) -> tuple[pfeife.Program, pfeife.Schedule]:
     """Stages in turn on so many ranks."""
-    clusters = clusters_of(one)
+    clusters = costs(one)
     plan = sched.plan(
         clusters,
         machine=default_machine(one.microbatches[0][0].device),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpu.beside_eager import (
 )
 from gpu.cases import Case, case
 from gpu.correctness import REPLICATED
-from gpu.rows import Row, Setting, Wrong
+from gpu.rows import Row, Setting, Skipped, Wrong
 
 STEPS, MICROBATCHES = 3, 4
 
@@ -154,10 +155,10 @@ def _scaled(step: Callable, part: tuple, scaler: torch.amp.GradScaler) -> torch.
     return loss.detach() / MICROBATCHES
 
 
-def evaluated(setting: Setting) -> dict[str, Any]:
+def evaluated(setting: Setting, name: str) -> dict[str, Any]:
     """Logits without gradients, in evaluation mode, of the same microbatches."""
     deterministic()
-    one = case("BatchNorm", setting)
+    one = case(name, setting)
     trained(one, Loop(), setting, compiled=False)  # statistics that are not the first ones
     one.model.eval()
     step = pfeife.compile(
@@ -242,6 +243,48 @@ def side_stream(setting: Setting) -> dict[str, Any]:
     return {"steps": 5}
 
 
+def hugging_face(setting: Setting, half: bool) -> dict[str, Any]:
+    """transformers' Trainer in two lines beside the plain one, which accumulates as often."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    except ImportError as error:
+        raise Skipped(str(error)) from error
+    from pfeife.integrations.transformers import pipelined
+
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    tokens = torch.randint(96, (48, 32))
+    data = [{"input_ids": one, "labels": one} for one in tokens]
+
+    def state(kind: type, **more: Any) -> Values:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder,
+                max_steps=6,
+                report_to="none",
+                disable_tqdm=True,
+                save_strategy="no",
+                use_cpu=not setting.cuda,
+                bf16=half,
+                optim="sgd",  # which carries on a rounding as it is
+                learning_rate=0.1,
+                **more,
+            )
+            trainer = kind(GPT2LMHeadModel(config), arguments, train_dataset=data)
+            trainer.train()
+        return {n: value.detach().clone() for n, value in trainer.model.state_dict().items()}
+
+    many = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": MICROBATCHES}
+    places = [setting.devices[0]] * 2
+    ours = pipelined(Trainer, microbatches=MICROBATCHES, stages=2, devices=places, progress=False)
+    rounding = Rounding(1e-2 if half else 1e-4, "losses are sums over tokens, divided at the end")
+    return alike(
+        state(ours, per_device_train_batch_size=2 * MICROBATCHES), state(Trainer, **many), rounding
+    )
+
+
 def from_cpu(setting: Setting) -> dict[str, Any]:
     """A model that is on the CPU before its first call, as one that fits no GPU would be."""
     deterministic()
@@ -304,13 +347,19 @@ ROWS = [
         Loop({"param_dtype": "bfloat16"}),
         beside_one_stage,
     ),
-    Row("BatchNorm, evaluation", evaluated),
+    row("two stages", "channels_last", Loop()),
+    *(
+        Row(f"{name}, evaluation", functools.partial(evaluated, name=name))
+        for name in ("BatchNorm", "channels_last")
+    ),
     Row("GPT, the loss outside", loss_outside),
     row("batches of other sizes", "GPT", Loop(rows=(8, 4, 8, 6, 8), options={})),
     row("replicas", "GPT", Loop({"replicas": 2}, rounding=Rounding(1e-5, REPLICATED), plain=True)),
     row("traced", "UNet", Loop({"capture": "trace"})),
     Row("GPT, torch.compile(backend='pfeife')", named_backend),
     Row("GPT, from the CPU", from_cpu),
+    Row("GPT-2 by Trainer", functools.partial(hugging_face, half=False), 90),
+    Row("GPT-2 by Trainer, bf16", functools.partial(hugging_face, half=True), 90),
     row("measured costs", "GPT", Loop({"costs": "measure"})),
     *(
         Row(f"{name} on all devices", functools.partial(all_devices, name=name), 90, devices=2)

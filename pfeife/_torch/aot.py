@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch._C import DispatchKey
+from torch._dispatch.python import no_python_dispatcher
 
 # The joint graph with a descriptor on every input and output. The public export APIs give
 # either no backward or positional argument lists. If it moves: torch._functorch.aot_autograd.
@@ -58,30 +59,37 @@ __all__ = [
 
 @contextlib.contextmanager
 def as_eager() -> Iterator[None]:
-    """While tracing takes interpolation and recurrent layers apart as eager does. Else the first
-    becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is meant for
-    shapes that are not known), and the second lose the dropout between layers (2.11 to 2.15) and
-    take other kernels. In C++ interpolation takes sizes that are open for numbers, by a factor, or
-    has no rule for them, in gradients: there are such in Python. If `py_kernels` moves:
-    torch._ops.OpOverload.py_impl; if the rules do: such a step has a program for each size."""
+    """While tracing takes interpolation, recurrent layers and batch norms apart as eager does. Else
+    the first becomes indexing, which is slower than PyTorch's kernels and rounds otherwise (it is
+    meant for shapes that are not known), the second lose the dropout between layers (2.11 to 2.15)
+    and take other kernels, and the third do not take cuDNN's. In C++ interpolation takes sizes that
+    are open for numbers, by a factor, or has no rule for them, in gradients: there are such in
+    Python. If `py_kernels` moves: torch._ops.OpOverload.py_impl; if the rules do: such a step has a
+    program for each size."""
     aten = torch.ops.aten
     names = [n for n in dir(aten) if n.startswith(("upsample_", "_upsample_"))]
     resizing = [getattr(aten, name) for name in names]
     packets = [*resizing, *(getattr(aten, n) for n in ("lstm", "gru", "rnn_tanh", "rnn_relu"))]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    before = [(operator, dict(operator.py_kernels)) for operator in operators]
+    norms = [aten.native_batch_norm.default, aten.cudnn_batch_norm.default]
+    before = [(operator, dict(operator.py_kernels)) for operator in (*operators, *norms)]
     key = DispatchKey.CompositeImplicitAutograd
     kinds = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
     gradients = [getattr(aten, f"upsample_{kind}_backward").default for kind in kinds]
     rules = dict(op_implementations_dict)
     try:
-        for operator, _ in before:
+        for operator in operators:
             operator.py_kernels.pop(DispatchKey.Autograd, None)
             operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
         for packet in resizing:
             if "vec" in packet.overloads():
                 packet.vec.py_kernels[key] = functools.partial(_resized, packet.default)
+        for norm in norms:
+            taken_apart = norm.py_kernels[DispatchKey.Autograd]
+            kernel = functools.partial(_normalised, norm, taken_apart)
+            norm.py_kernels[DispatchKey.Autograd] = kernel
+            norm._dispatch_cache.clear()
         op_implementations_dict.update(dict.fromkeys(gradients, _gradient_of_image))
         yield
     finally:
@@ -103,6 +111,29 @@ def _resized(operator: Any, image: torch.Tensor, sizes: Any, *options: Any) -> A
         pairs = zip(image.shape[2:], factors, strict=True)
         sizes = [_times(size, factor) for size, factor in pairs]
     return operator(image, sizes, *others, *factors)
+
+
+def _normalised(
+    operator: Any,
+    taken_apart: Callable[..., Any],
+    image: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    *others: Any,
+) -> Any:
+    """A batch norm, by eager's kernels. `operator` is what eager computes it by, which does not say
+    that it writes the running statistics; `taken_apart` what torch's tracing makes of it."""
+    training, *numbers = others[1:]
+    aten = torch.ops.aten
+    results = len(operator._schema.returns)
+    if training and not any(value is None for value in (weight, bias, mean)):
+        norm = aten._batch_norm_with_update.default  # says so, and chooses kernels as eager does
+        return norm(image, weight, bias, mean, others[0], *numbers)[:results]
+    if operator is not aten.cudnn_batch_norm.default:
+        return taken_apart(image, weight, bias, mean, *others)
+    with no_python_dispatcher():  # or it is taken apart after all
+        return operator(image, weight, bias, mean, *others)
 
 
 def _gradient_of_image(

@@ -181,13 +181,21 @@ def willing(programs: int | None = None) -> Iterator[None]:
         "enable_dynamo_decompositions": False,
         "specialize_float": True,
         "allow_rnn": True,
-        "ignore_logging_functions": {*config.ignore_logging_functions, *_that_only_tell()},
+        "ignore_logging_functions": _Told({*config.ignore_logging_functions, *_that_only_tell()}),
     }
     if programs is not None:
         wanted["recompile_limit"] = programs
     known_to_dynamo()
     with config.patch(wanted), numbers_for_kernels(), quiet_fakes():
         yield
+
+
+class _Told(set[Callable[..., Any]]):
+    """Functions in a setting. torch 2.11 writes a copy of all settings into its log, as JSON, and
+    sorts sets for that: the copy has their names."""
+
+    def __deepcopy__(self, known: dict[int, Any]) -> list[str]:
+        return sorted(function.__qualname__ for function in self)
 
 
 def _that_only_tell() -> set[Callable[..., Any]]:

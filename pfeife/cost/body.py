@@ -16,6 +16,8 @@ from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
 from pfeife.ir.travel import call_of, holders
 
+CUDA_BLOCK = 512  # bytes, kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
+
 
 @attrs.frozen
 class StageMemory:
@@ -39,7 +41,7 @@ def stage_memory(program: Program) -> tuple[StageMemory, ...]:
             parameters[unit] += sizes[name]
     bodies = {call.node: Body.of(program.body(call)) for call in program.calls}
     for call in program.calls:
-        most[call.unit] = max(most[call.unit], bodies[call.node].peak)
+        most[call.unit] = max(most[call.unit], bodies[call.node].peak + call.inside_bytes)
     for unit, storages in enumerate(kept_storages(program)):
         saved[unit] = sum(storage.bytes for storage in storages)
     found = zip(parameters, saved, most, strict=True)

@@ -10,8 +10,8 @@ from pfeife.data import checks, plain
 
 @attrs.frozen
 class Measured:
-    """What `repeats` runs took: median and spread (upper minus lower quartile) in seconds, and
-    the median of adding the gradients to others.
+    """What `repeats` runs took: median and spread (upper minus lower quartile) in seconds, the
+    median of adding the gradients to others, and bytes that no graph tells of.
 
     `key` is the whole text that the entry is for: a foreign file does not match it.
     """
@@ -21,6 +21,7 @@ class Measured:
     spread: float = attrs.field(validator=checks.seconds)
     repeats: int = attrs.field(validator=checks.positive)
     accumulate: float = attrs.field(validator=checks.seconds)
+    inside: int = attrs.field(default=0, validator=checks.not_negative)
 
 
 def find(folder: Path, key: str) -> Measured | None:

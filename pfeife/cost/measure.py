@@ -18,6 +18,7 @@ from torch import fx
 from pfeife import _torch
 from pfeife.compilers import Compiler, example, fingerprint
 from pfeife.compilers.piece import inputs
+from pfeife.cost.body import CUDA_BLOCK, Body
 from pfeife.cost.cache import Measured, find, keep
 from pfeife.data.plan import Costs
 from pfeife.data.progress import Progress
@@ -74,6 +75,7 @@ def measure(
         {node: found.seconds for node, found in found_by.items()},
         {node: found.spread for node, found in found_by.items()},
         {node: found.accumulate for node, found in found_by.items() if found.accumulate},
+        {node: found.inside for node, found in found_by.items() if found.inside},
     )
 
 
@@ -147,7 +149,7 @@ def _run_in_turn(
     fits = sum(body.bytes for body in bodies) <= min(_spare(body.device) for body in bodies)
     given = [body.arguments() if fits else None for body in bodies]
     held = [deque[Sequence[torch.Tensor]](maxlen=body.held if fits else 0) for body in bodies]
-    times: list[list[tuple[float, float]]] = [[] for _ in bodies]
+    runs_of: list[list[_Ran]] = [[] for _ in bodies]
     with torch.no_grad(), _torch.no_autocast():
         runs: list[Callable] = [
             compiler(body.module, body.arguments()) if compiler else body.module for body in bodies
@@ -155,15 +157,26 @@ def _run_in_turn(
         for turn in range(repeats + 1):
             for index, body in enumerate(bodies):
                 arguments = given[index] or body.arguments()
-                times[index].append(_checked(runs[index], arguments, body, held[index]))
+                runs_of[index].append(_checked(runs[index], arguments, body, held[index]))
                 if progress:
                     progress(turn * len(bodies) + index + 1, (repeats + 1) * len(bodies))
-    return [_summary(body, found[1:], repeats) for body, found in zip(bodies, times, strict=True)]
+    pairs = zip(bodies, runs_of, strict=True)  # the first one makes what a library keeps
+    return [_summary(body, ran[1:], repeats) for body, ran in pairs]
+
+
+@attrs.frozen
+class _Ran:
+    """A run: seconds of the body, and of adding its gradients to others; the most `bytes` that it
+    had beside its arguments, 0 where nobody counts."""
+
+    seconds: float
+    adding: float
+    bytes: int
 
 
 def _checked(
     run: Callable, arguments: list[torch.Tensor], body: _Body, held: deque[Sequence[torch.Tensor]]
-) -> tuple[float, float]:
+) -> _Ran:
     """As `_timed`. Raises ValueError where made-up data do not lead to sizes that fit."""
     try:
         return _timed(run, arguments, body, held)
@@ -179,8 +192,8 @@ def _checked(
 
 def _timed(
     run: Callable, arguments: list[torch.Tensor], body: _Body, held: deque[Sequence[torch.Tensor]]
-) -> tuple[float, float]:
-    """Seconds of a body, and of adding its gradients to others; its results go to the `held`."""
+) -> _Ran:
+    """Runs a body; its results go to the `held`."""
     sums: list[torch.Tensor] = []
     results: Sequence[torch.Tensor] = ()
 
@@ -192,10 +205,24 @@ def _timed(
         for total, index in zip(sums, body.gradients, strict=True):
             total.add_(results[index])
 
+    before = _allocated(body.device)
     seconds = _seconds(compute, body.device)
+    most = _peak(body.device) - before
     sums += [torch.zeros_like(results[index]).contiguous() for index in body.gradients]
     held.append(results)
-    return seconds, _seconds(accumulate, body.device) if sums else 0.0
+    return _Ran(seconds, _seconds(accumulate, body.device) if sums else 0.0, most)
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes that live on a CUDA device; from here on their peak is counted."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -213,15 +240,17 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _summary(body: _Body, runs: list[tuple[float, float]], repeats: int) -> Measured:
-    seconds = [one for one, _ in runs]
+def _summary(body: _Body, runs: list[_Ran], repeats: int) -> Measured:
+    seconds = [run.seconds for run in runs]
+    told = Body.of(body.module, CUDA_BLOCK).peak
     lower, _, upper = statistics.quantiles(seconds, n=4) if repeats > 1 else (0.0, 0.0, 0.0)
     return Measured(
         body.key,
         max(statistics.median(seconds), 1e-9),
         max(upper - lower, 0.0),
         repeats,
-        statistics.median(adding for _, adding in runs),
+        statistics.median(run.adding for run in runs),
+        max(0, max(run.bytes for run in runs) - told),
     )
 
 

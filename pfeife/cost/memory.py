@@ -12,7 +12,7 @@ runtime drops, keeps or lets go is so counted because it does, and when it does.
 from collections.abc import Sequence
 from typing import Any
 
-from pfeife.cost.body import rounded
+from pfeife.cost.body import CUDA_BLOCK, rounded
 from pfeife.cost.sized import Ledger, SizedBody, SizedMessages, Value
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
 from pfeife.data.schedule import Action, Schedule
@@ -29,7 +29,6 @@ from pfeife.lowering.wiring import Wiring
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.step import Part
 
-CUDA_BLOCK = 512  # bytes, kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
 _AGAIN = "buffers of before"  # for a step that may run again
 
 
@@ -55,8 +54,8 @@ def memory_curves(
     gradient of its loss; the gradients that it has then are gone.
     `optimizer` is the real one, its class, or bytes for each element of a parameter (see
     `optimizer_bytes`); every allocation is rounded up to a multiple of `rounding` bytes: those of
-    torch's allocator unless given, 512 for a program of a CUDA device. What an operation needs
-    inside itself is not known.
+    torch's allocator unless given, 512 for a program of a CUDA device. What operations need
+    inside of themselves counts where `measure` has seen it, which is on a GPU.
 
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> flat = pfeife.capture(lambda x: net(x).square().mean(), torch.ones(2, 4))

@@ -133,7 +133,7 @@ class SizedBody:
         nodes = [node for node in body.graph.nodes if node.op == "placeholder"]
         place = {node: i for i, node in enumerate(nodes)}
         owners = list(dict.fromkeys(account.results))
-        self.ledger, self.peak = ledger, account.peak
+        self.ledger, self.peak = ledger, account.peak + call.inside_bytes
         self.owners = [(place.get(one), account.sizes.get(one, 0)) for one in owners]
         self.new = sum(size for argument, size in self.owners if argument is None)
         self.results = [

@@ -9,6 +9,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.data.units import duration
 
 _EACH_SECONDS = checks.each(checks.seconds)
+_EACH_BYTES = checks.each(checks.not_negative)
 
 
 @attrs.frozen
@@ -16,18 +17,20 @@ class Costs:
     """Seconds of one microbatch in every call of a program, by the name of the call's node.
 
     `spread` is the measurements' interquartile range in seconds, empty for estimates;
-    `accumulate` what it takes to add the gradients of a call to those of earlier microbatches.
+    `accumulate` what it takes to add the gradients of a call to those of earlier microbatches;
+    `inside` the bytes that a call's operations need inside of themselves, where that was measured.
     """
 
     source: str
     seconds: dict[str, float] = attrs.field(validator=_EACH_SECONDS)
     spread: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
     accumulate: dict[str, float] = attrs.field(factory=dict, validator=_EACH_SECONDS)
+    inside: dict[str, int] = attrs.field(factory=dict, validator=_EACH_BYTES)
 
     def __attrs_post_init__(self) -> None:
-        unknown = sorted({*self.spread, *self.accumulate} - set(self.seconds))
+        unknown = sorted({*self.spread, *self.accumulate, *self.inside} - set(self.seconds))
         if unknown:
-            raise ValueError(f"Costs: {short(unknown)} have a spread, but no seconds")
+            raise ValueError(f"Costs: {short(unknown)} have a spread or bytes, but no seconds")
 
 
 @attrs.frozen

@@ -115,7 +115,8 @@ class Call:
     """One call of a body in the graph: its node, what it computes, for which cluster or stage.
 
     `rank` is None before a plan has placed the stages, `seconds` before `annotate`;
-    `accumulate_seconds` is what adding its gradients to those of earlier microbatches takes.
+    `accumulate_seconds` is what adding its gradients to those of earlier microbatches takes,
+    `inside_bytes` what its operations need inside of themselves, which no graph tells.
     """
 
     node: str
@@ -124,6 +125,7 @@ class Call:
     rank: int | None = None
     seconds: float | None = None
     accumulate_seconds: float = 0.0
+    inside_bytes: int = 0
 
 
 @attrs.frozen

@@ -9,11 +9,11 @@ from pfeife.ir.program import Program
 
 
 def annotate(costs: Costs) -> Callable[[Program], Program]:
-    """A pass that gives every call its seconds, by the names of the calls' nodes.
+    """A pass that gives every call its costs, by the names of the calls' nodes.
 
     `costs` are what `cost.estimate` or `cost.measure` found for a program with the same calls:
-    seconds of one microbatch, and of adding its gradients to those of the ones before. Raises
-    ValueError if a call has no cost.
+    seconds of one microbatch, and of adding its gradients to those of the ones before, and bytes
+    that operations need inside of themselves. Raises ValueError if a call has no cost.
     """
 
     def run(program: Program) -> Program:
@@ -25,6 +25,7 @@ def annotate(costs: Costs) -> Callable[[Program], Program]:
                 call,
                 seconds=costs.seconds[call.node],
                 accumulate_seconds=costs.accumulate.get(call.node, 0.0),
+                inside_bytes=costs.inside.get(call.node, 0),
             )
             for call in program.calls
         )

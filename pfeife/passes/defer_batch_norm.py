@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pfeife import _torch
-from pfeife.ir.nodes import is_sized_by_data, returned, sizes_of, source_line
+from pfeife.ir.nodes import has_effects, is_sized_by_data, returned, sizes_of, source_line
 from pfeife.ir.parts import Port, Role, Tracked
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Pass
@@ -51,7 +51,7 @@ def defer_batch_norm() -> Pass:
                     given = {**_given(here[node]), "momentum": 1.0}
                     here[node].args, here[node].kwargs = tuple(map(given.get, _names(node))), {}
         graph.output({name: here[node] for name, node in returned(program.module).items()})
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(has_effects)
         module = _torch.graph_module(program.module, graph)
         found = (*program.tracked, *norms.values())
         return attrs.evolve(program, module=module, tracked=found)

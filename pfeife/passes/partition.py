@@ -8,7 +8,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.data.plan import Plan
-from pfeife.ir.nodes import is_number, is_source, returned, source_line
+from pfeife.ir.nodes import has_effects, is_number, is_source, returned, source_line
 from pfeife.ir.outline import Group, inline, outline, viewed
 from pfeife.ir.parts import Call, Kind, Port, Role
 from pfeife.ir.program import Program
@@ -64,7 +64,7 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
         within: dict[tuple[Kind, int], list[Call]] = {}
         for call in program.calls:
             within.setdefault((call.kind, plan.stage_of_cluster[call.unit]), []).append(call)
-        placed = [_placed(c, within.get((c.kind, c.unit), []), plan) for c in staged.calls]
+        placed = [_placed(call, within, plan) for call in staged.calls]
         return attrs.evolve(staged, calls=tuple(placed))
 
     return run
@@ -73,16 +73,19 @@ def partition(plan: Plan) -> Callable[[Program], Program]:
 _PARTS = (Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 
 
-def _placed(call: Call, within: Sequence[Call], plan: Plan) -> Call:
+def _placed(call: Call, made_of: Mapping[tuple[Kind, int], Sequence[Call]], plan: Plan) -> Call:
     """A stage's call on its rank, with the costs of the clusters' calls that it is made of."""
+    within = made_of.get((call.kind, call.unit), ())
     known = [c.seconds for c in within if c.seconds is not None]
     again = plan.recompute and call.kind == Kind.BACKWARD
     extra = plan.recompute[call.unit].extra_seconds if again else 0.0
+    computed = [*within, *(made_of.get((Kind.FORWARD, call.unit), ()) if again else ())]
     return attrs.evolve(
         call,
         rank=plan.stage_ranks[call.unit],
         seconds=sum(known) + extra if len(known) == len(within) else None,
         accumulate_seconds=sum(c.accumulate_seconds for c in within),
+        inside_bytes=max((c.inside_bytes for c in computed), default=0),
     )
 
 
@@ -169,7 +172,7 @@ def _separate_sums(flat: Program, groups: Mapping[str, Group]) -> tuple[Program,
             outputs.append(part)
             results[part.name] = total
     graph.output(results)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(has_effects)
     names = {node.name for node in graph.nodes}
     module = _torch.graph_module(flat.module, graph)
     kept = {name: group for name, group in new_groups.items() if name in names}

@@ -65,10 +65,14 @@ def _with_costs(program: Program, before: Program) -> Program:
         work = [sum(graph_flops(program.body(call).graph).values()) for call in parts]
         shares = [one / sum(work) for one in work] if any(work) else [1 / len(parts)] * len(parts)
         adding = sum(call.accumulate_seconds for call in known[side])
+        inside = max(call.inside_bytes for call in known[side])
         for call, share in zip(parts, shares, strict=True):
             adds = adding if call is parts[-1] else 0.0
             calls[call.node] = attrs.evolve(
-                call, seconds=share * sum(whole), accumulate_seconds=adds
+                call,
+                seconds=share * sum(whole),
+                accumulate_seconds=adds,
+                inside_bytes=inside,
             )
     return attrs.evolve(program, calls=tuple(calls.values()))
 

@@ -44,7 +44,7 @@ def test_a_norm_that_is_given_its_momentum_by_name():
     one = case("BatchNormNet")
     plain = pfeife.capture(one.step, *one.batch(2))
     expected = str(pfeife.defer_batch_norm()(plain))
-    norms = [n for n in plain.module.graph.nodes if "batch_norm_legit_func" in str(n.target)]
+    norms = [n for n in plain.module.graph.nodes if "batch_norm_with_update" in str(n.target)]
     for norm in norms:
         norm.kwargs = dict(zip(("momentum", "eps"), norm.args[-2:], strict=True))
         norm.args = norm.args[:-2]

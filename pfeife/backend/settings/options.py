@@ -1,12 +1,10 @@
 """What a user may ask of the backend, checked before anything runs."""
 
-import functools
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,6 +43,7 @@ from pfeife.runtime.distributed.batches.meshes import mesh_of
 from pfeife.runtime.protocols import Runtime
 from pfeife.sched.by_family import Scheduling
 from pfeife.sched.cutting import MESSAGE_TOLERANCE, CutAt, Partition, RecomputePolicy
+from pfeife.version import VERSION
 
 
 def _count(instance: object, attribute: attrs.Attribute, value: Any) -> None:
@@ -392,12 +391,10 @@ class Options:
         return Replicas(self.replicas, how, self.bucket_bytes, owners, apart)
 
 
-@functools.cache  # it is read from files
 def versions() -> tuple[str, ...]:
     """What must be the same on every rank beside the program."""
-    names = ("torch", "pfeife")
-    found = [f"{name} {metadata.version(name)}" for name in names]
-    return (*found, f"Python {'.'.join(map(str, sys.version_info[:2]))}")
+    python = ".".join(map(str, sys.version_info[:2]))
+    return f"torch {torch.__version__}", f"pfeife {VERSION}", f"Python {python}"
 
 
 def options_from(given: Mapping[str, Any]) -> Options:

@@ -13,6 +13,7 @@ from pfeife import _torch
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.checks.expected import Draws, Expected, Unseeded, close
 from pfeife.frontend.forward import Forward
+from pfeife.ir.nodes import has_effects
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import with_sizes
@@ -220,7 +221,7 @@ def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.T
     wanted = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
     results: Any = graph.graph_copy(program.module.graph, {})
     graph.output({name: results[name] for name in wanted})
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(has_effects)
     module = _torch.graph_module(program.module, graph)
 
     def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:

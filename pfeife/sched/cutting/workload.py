@@ -114,7 +114,8 @@ def workload_of(
         seconds[kind][unit] += (call.seconds or 0.0) + call.accumulate_seconds
         stays = known.staying(call)
         made[kind][unit] = 0 if kind == Kind.FORWARD else stays
-        beside = Body.of(program.body(call)).peak - stays + known.passing(call)
+        peak = Body.of(program.body(call)).peak + call.inside_bytes
+        beside = peak - stays + known.passing(call)
         temporaries[kind][unit] = max(beside, 0)
     results = returned(program.module)
     units = {call.node: call.unit for call in program.calls}
