@@ -27,8 +27,6 @@ def formulas() -> dict[Any, Any]:
         aten._grouped_mm: grouped_flops,
         aten._scaled_grouped_mm: grouped_flops,
     }
-    theirs = torch.ops.transformers
-    if hasattr(theirs, "grouped_mm_fallback"):
-        found[theirs.grouped_mm_fallback] = grouped_flops
-        found[theirs.grouped_mm_fallback_backward] = _backward_flops
-    return found
+    others = {"grouped_mm_fallback": grouped_flops, "grouped_mm_fallback_backward": _backward_flops}
+    theirs = torch.ops.transformers  # whose version 5.17 has the first one alone
+    return found | {getattr(theirs, n): flops for n, flops in others.items() if hasattr(theirs, n)}
