@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import from the lines above its own, and from its own folder; those of one line stand
 # side by side.
 LAYERS = [
-    "_torch",
+    "_torch version",
     "ir",
     "data",
     "frontend lowering compilers passes",
