@@ -94,7 +94,7 @@ def heard_right(case: Case, trial: Trial, reported: dict[str, Any]) -> str:
     """What is wrong with a survivor's error, "" if nothing."""
     failure = reported.get("failure")
     if trial.fault == ROWS:
-        return "" if reported["type"] == "Refusal" else f"not refused: {reported['text']}"
+        return "" if reported["type"] == "CollectiveError" else f"not refused: {reported['text']}"
     if failure is None:
         return f"rank {reported['rank']} raised {reported['type']}: {reported['text']}"
     if failure["rank"] not in (trial.victim, trial.second):

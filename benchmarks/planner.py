@@ -28,7 +28,7 @@ from pfeife.data.schedule import Action, Do, Schedule
 from pfeife.lowering.problem import Edge, Problem, StageCosts, fits, makespan, peak_memory
 from pfeife.sched.families.policies import POLICIES
 from pfeife.sched.search.budget import WORK_PER_SECOND
-from pfeife.sched.search.run import Found
+from pfeife.sched.search.run import SearchResult
 from pfeife.sched.search.search import search_placements, search_schedule
 from pfeife.sched.search.seeds import fitting, fused
 
@@ -340,11 +340,11 @@ class Row:
     case: Case
     rival: float
     rival_name: str
-    found: Found
+    found: SearchResult
     placement: str
     bound: float  # the least of the placements'
     seconds: float
-    alone: Found  # without seeds
+    alone: SearchResult  # without seeds
 
     @property
     def ratio(self) -> float:

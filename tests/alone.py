@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from happens import Event, Recorder
 
-from pfeife.runtime.distributed.links.ends import Ends
+from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.reducing import Reducer
-from pfeife.runtime.distributed.served.script import Script
+from pfeife.runtime.distributed.served.script_point import Script
 from pfeife.runtime.distributed.world import World
 
 

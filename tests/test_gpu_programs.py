@@ -15,10 +15,10 @@ import pfeife
 from pfeife import cost, sched
 from pfeife.compilers.cuda_graphs import check_devices
 from pfeife.compilers.draws import draws
-from pfeife.frontend.cache.stored import restore, store
+from pfeife.frontend.cache.program_json import restore, store
 from pfeife.ir.digest import program_digest
+from pfeife.ir.infer_values import settle
 from pfeife.ir.seeding import seeded
-from pfeife.ir.settle import settle
 from pfeife.lowering.channel import MOST, MOST_QUEUED
 from pfeife.passes.apply import passes_of
 from pfeife.runtime.interpret import RankRunner

@@ -12,8 +12,8 @@ from torch import fx, nn
 import pfeife
 from pfeife import sched
 from pfeife.frontend import ports
-from pfeife.frontend.cache import stored
-from pfeife.ir import evaluate, settle
+from pfeife.frontend.cache import program_json
+from pfeife.ir import evaluate, infer_values
 from pfeife.ir.evaluate import named_batch
 from pfeife.ir.verify import verify
 from pfeife.lowering import wiring
@@ -116,7 +116,7 @@ def test_a_transfer_that_reaches_one_reader_only():
 
     def forget(graph):
         by_name = {node.name: node for node in graph.nodes}
-        for message in pfeife.ir.travel.messages(program):
+        for message in pfeife.ir.messages.messages(program):
             for value, copy in zip(message.values, message.copies, strict=True):
                 readers = list(by_name[copy].users)
                 if len(readers) > 1:
@@ -245,7 +245,7 @@ def check_sizes():
     flat = pfeife.capture(net, *steps[0][0], loss_reduction="mean")
     state = pfeife.state_of(flat, net)
     bare = attrs.evolve(flat, outputs=[attrs.evolve(p, reduction=None) for p in flat.outputs])
-    again = stored.restore(stored.store(bare, "key"))
+    again = program_json.restore(program_json.store(bare, "key"))
     assert again.limits == flat.limits and str(again.module.graph) == str(flat.module.graph)
     assert [p.sizes for p in again.inputs] == [p.sizes for p in flat.inputs]
     kit = {"state": state, "microbatches": steps[0], "others": steps[1:]}
@@ -284,14 +284,14 @@ def check_refused(program, state, batch):
 MOVING = importlib.import_module("pfeife.passes.move_to_device")  # the name is the pass's too
 BUGS_OF_SIZES = {
     "a constant in new nodes": (
-        *(settle, "return opened.sizes[node.name]", "return opened.numbers[node.name]"),
+        *(infer_values, "return opened.sizes[node.name]", "return opened.numbers[node.name]"),
     ),
     "a constant in moved nodes": (
         *(MOVING, "return self.opened.sizes[node.name]", "return node.meta['val']"),
     ),
     "a constant in captured nodes": (ports, 'node.meta["sizes"] = layout', "pass"),
     "constants in a file": (
-        *(stored, "sizes = None if one.sizes is None else value(one.sizes)", "sizes = None"),
+        *(program_json, "sizes = None if one.sizes is None else value(one.sizes)", "sizes = None"),
     ),
     "messages of the capture": (
         *(interpret, "named = dict(zip(self.sizes, sizes, strict=False))", "named = {}"),
@@ -302,9 +302,13 @@ BUGS_OF_SIZES = {
         "verify(Program(module, tuple(self.inputs), tuple(outputs)))",
     ),
     "a guard of new nodes left out": (
-        *(settle, "(*program.limits, *opened().assumed())", "program.limits"),
+        *(infer_values, "(*program.limits, *opened().assumed())", "program.limits"),
     ),
-    "guards left out in a file": (stored, "limits=tuple(map(value, stored.limits))", "limits=()"),
+    "guards left out in a file": (
+        program_json,
+        "limits=tuple(map(value, stored.limits))",
+        "limits=()",
+    ),
     "guards that nobody looks at": (evaluate, "if broken:", "if False:"),
 }
 

@@ -15,7 +15,7 @@ from strict.ranks import beside, kernels, on_strict_ranks, steps_of
 import pfeife
 from pfeife.lowering import announced
 from pfeife.runtime.distributed import batch_norms
-from pfeife.runtime.distributed.links import connecting, reducing
+from pfeife.runtime.distributed.links import reducing, warm_up
 from pfeife.runtime.interpret import RankRunner
 from pfeife.sched import families
 from pfeife.testing import assert_same
@@ -134,7 +134,7 @@ def test_connecting_in_a_step(monkeypatch):
     """What NCCL connects with the first operation of a kind keeps a host from posting what the
     other one's needs, if that is kept by its GPU."""
     on_tied_ranks(pace=Pace.KEPT)
-    monkeypatch.delitem(connecting._USES, connecting.REDUCE)
+    monkeypatch.delitem(warm_up._USES, warm_up.REDUCE)
     with pytest.raises(Stuck, match=r"REDUCE_GRAD .*: its host connects reduce .*in a circle"):
         on_tied_ranks(pace=Pace.KEPT)
 
@@ -235,9 +235,9 @@ def test_replicas_that_reduce_in_other_orders():
 
 def test_a_kind_of_collective_that_was_not_connected(monkeypatch):
     """Each kind connects anew: what was used once for the exchange is not for the gathering."""
-    used = connecting._USES[connecting.REDUCE]
+    used = warm_up._USES[warm_up.REDUCE]
     for some in used:
-        monkeypatch.setitem(connecting._USES, connecting.REDUCE, (some,))
+        monkeypatch.setitem(warm_up._USES, warm_up.REDUCE, (some,))
         with pytest.raises(Stuck, match=r"REDUCE_GRAD .*: its host connects reduce .*in a circle"):
             on_tied_ranks(pace=Pace.KEPT)
 

@@ -1,11 +1,11 @@
 """The way in for an unchanged training loop: torch.compile's backend, and `pfeife.compile`.
 
 `step` (its result is in `pipelined`) and `entry` are the two doors, `settings/` what may be asked
-for. Read these first; `reached` is what a step is, reads and returns, `graphs` has what Dynamo
-hands over and `steps` what is built of it, `context` what all steps share, `pieces` and
-`piece_steps` those of a step which Dynamo has broken. `building/` makes a pipeline of a graph,
-`calls/` runs it, `state/` saves and loads what it trains; `explain` says what would become of a
-step, `reporting` shows what did.
+for. Read these first; `step_modules` is what a step is, reads and returns, `graphs` has what Dynamo
+hands over and `steps` what is built of it, `context` what all steps share, `graph_breaks` and
+`graph_break_steps` those of a step which Dynamo has broken. `building/` makes a pipeline of a
+graph, `calls/` runs it, `state/` saves and loads what it trains; `explain` says what would become
+of a step, `reporting` shows what did.
 """
 
 import sys
@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Unpack
 
 from pfeife.backend.entry import Backend, backend, entry
-from pfeife.backend.settings.asked import Asked
+from pfeife.backend.settings.options_typed import Asked
 
 __all__ = ["Backend", "backend", "entry"]
 

@@ -8,7 +8,7 @@ import attrs
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.calls.meter import Meter
-from pfeife.backend.pieces import Parts
+from pfeife.backend.graph_breaks import Parts
 from pfeife.backend.settings.options import Options, versions
 from pfeife.cost import machine
 from pfeife.data import plain

@@ -8,12 +8,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife import _torch
 from pfeife.backend.context import Context
+from pfeife.backend.graph_break_steps import PieceSteps
+from pfeife.backend.graph_breaks import Piece
 from pfeife.backend.graphs import BatchedGraph
-from pfeife.backend.piece_steps import PieceSteps
-from pfeife.backend.pieces import Piece
-from pfeife.backend.reached import hooks_of
-from pfeife.backend.settings.asked import Asked
 from pfeife.backend.settings.options import Options, options_from
+from pfeife.backend.settings.options_typed import Asked
+from pfeife.backend.step_modules import hooks_of
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import text_of
 from pfeife.frontend.dynamo import compiled_too_often

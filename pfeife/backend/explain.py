@@ -12,19 +12,19 @@ from torch import fx
 from pfeife import _torch, report
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.entry import Backend, backend
-from pfeife.backend.piece_steps import PieceSteps
-from pfeife.backend.pieces import Part, share_of
+from pfeife.backend.graph_break_steps import PieceSteps
+from pfeife.backend.graph_breaks import Part, share_of
 from pfeife.backend.settings.options import Options
-from pfeife.backend.step import Step
+from pfeife.backend.step import CompiledStep
 from pfeife.backend.steps import Steps
 from pfeife.cost import assumed_rates
 from pfeife.data.progress import Shown
 from pfeife.frontend.captured import Door, RefusedByBoth, taken
-from pfeife.frontend.checks.untouched import untouched
+from pfeife.frontend.checks.restore import untouched
 from pfeife.frontend.dynamo import plain_error
 from pfeife.ir.flops import node_flops
 from pfeife.ir.nodes import node_bytes, source_line
-from pfeife.ir.parts import Kind, Premise
+from pfeife.ir.parts import Assumption, Kind
 from pfeife.ir.program import Program
 from pfeife.passes.fuse import module_path
 
@@ -33,7 +33,7 @@ MOST = 5  # lines of each kind in the text
 
 
 @attrs.frozen
-class Line:
+class ExplainedLine:
     """The clusters that a line of the user's model has made: for a microbatch all compute
     `seconds`, the largest `largest`, in a module of that name."""
 
@@ -66,12 +66,12 @@ class Explanation:
     door: Door | None
     why: str
     refused: Mapping[str, str] = attrs.field(factory=dict)
-    premises: tuple[Premise, ...] = ()
+    premises: tuple[Assumption, ...] = ()
     summary: str = ""
     seconds: float = 0.0
     stages: int = 0
     clusters: int = 0
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ExplainedLine, ...] = ()
     warnings: tuple[str, ...] = ()
     parts: tuple[tuple[str, Part], ...] = ()
 
@@ -129,14 +129,14 @@ def explain(
     return attrs.evolve(found, **_by_backend(step, batch, kwargs, own, found))
 
 
-class Explained(Step):
+class Explained(CompiledStep):
     """A step whose calls build what they would run, and end there."""
 
     runs = False
-    guards: tuple[Premise, ...] = ()
+    guards: tuple[Assumption, ...] = ()
 
     def graph(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        self.guards = tuple(Premise(*one) for one in _torch.guards())
+        self.guards = tuple(Assumption(*one) for one in _torch.guards())
         return super().graph(module, examples)
 
     def run(self, steps: Steps, values: Sequence[Any], options: Options) -> list[torch.Tensor]:
@@ -205,7 +205,7 @@ def _of_graph(name: str, compiled: Compiled) -> Explanation:
     )
 
 
-def _lines(clusters: Program) -> tuple[Line, ...]:
+def _lines(clusters: Program) -> tuple[ExplainedLine, ...]:
     """The user's lines that have made the clusters, that of the largest cluster first."""
     seconds: Counter[int] = Counter()
     heaviest: dict[int, fx.Node] = {}
@@ -220,7 +220,7 @@ def _lines(clusters: Program) -> tuple[Line, ...]:
         line = source_line(heaviest[unit]) if unit in heaviest else "no line"
         grouped.setdefault(line, []).append(unit)
     return tuple(
-        Line(
+        ExplainedLine(
             line,
             module_path(heaviest[units[0]]) if units[0] in heaviest else "",
             len(units),
@@ -313,7 +313,7 @@ def _clusters(one: Explanation) -> Iterator[str]:
     yield from _more(one.lines)
 
 
-def _premises(premises: Sequence[Premise]) -> Iterator[str]:
+def _premises(premises: Sequence[Assumption]) -> Iterator[str]:
     counted = Counter(one.kind for one in premises)
     said = [f"{count} x {kind}" for kind, count in counted.most_common(MOST)]
     said += [f"{len(counted) - MOST} kinds more"] if len(counted) > MOST else []

@@ -15,20 +15,20 @@ from pfeife.data import files
 from pfeife.data.advice import advice
 from pfeife.data.optimizers import optimizer_name
 from pfeife.data.timeline import MemoryCurve
-from pfeife.frontend.checks.untouched import torchs_generators
+from pfeife.frontend.checks.restore import torchs_generators
 from pfeife.ir.evaluate import State
 from pfeife.ir.flops import flops_of
 from pfeife.report.extra import plotly_script
 from pfeife.runtime import LocalPipeline
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.profile import profile, profile_memory
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Measured(Refusal):
+class Measured(CollectiveError):
     """Ends a call that was to be measured, on all ranks, before it has written anything."""
 
     def __init__(self, compiled: Compiled, run: report.Run):

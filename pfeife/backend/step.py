@@ -17,18 +17,18 @@ from pfeife.backend.building.residence import residence
 from pfeife.backend.entry import Backend, backend
 from pfeife.backend.graphs import Losses, MicrobatchGraph, NotOpen
 from pfeife.backend.pipelined import P, PipelinedStep, R
-from pfeife.backend.reached import given_by, hooks_of, modules_of, numbers_in, wrong_norms
-from pfeife.backend.settings.asked import Asked
 from pfeife.backend.settings.declared import mark_declared
 from pfeife.backend.settings.options import Capture, Options
+from pfeife.backend.settings.options_typed import Asked
 from pfeife.backend.state.values import with_values
+from pfeife.backend.step_modules import given_by, hooks_of, modules_of, numbers_in, wrong_norms
 from pfeife.backend.steps import Steps
 from pfeife.frontend.arguments import Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter, function_of
 from pfeife.frontend.captured import Door, neither, taken
-from pfeife.frontend.checks.again import check_again, check_settled
-from pfeife.frontend.checks.presented import Presented
-from pfeife.frontend.checks.untouched import set_states, torchs_states
+from pfeife.frontend.checks.capture_view import CaptureView
+from pfeife.frontend.checks.restore import set_states, torchs_states
+from pfeife.frontend.checks.side_effects import check_again, check_settled
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph, plain_error
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.trace.guards import Guard
@@ -40,7 +40,7 @@ from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero, Sent
 from pfeife.runtime.distributed.process_group import join_world, world_so_far
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
-from pfeife.runtime.failure import PipelineError, Refusal
+from pfeife.runtime.failure import CollectiveError, PipelineError
 
 log = logging.getLogger("pfeife")
 
@@ -73,11 +73,11 @@ def compile(
     if any(is_one(function_of(step)) for is_one in kinds):
         name = function_of(step).__qualname__
         raise ValueError(f"{name} is a generator or async: a step returns its results")
-    compiled = Step(step, in_dims, backend(**options))
+    compiled = CompiledStep(step, in_dims, backend(**options))
     return PipelinedStep(step, compiled, compiled.backend)
 
 
-class Step:
+class CompiledStep:
     """A step and what has been compiled of it. One call at a time: other threads wait."""
 
     runs = True  # what it builds
@@ -93,7 +93,7 @@ class Step:
             self.dynamic = False
         self.dynamo = self._whole_graph()
         homes = residence().home if options.devices else None
-        self.presented = Presented(options.param_dtype, homes, options.devices or ())
+        self.presented = CaptureView(options.param_dtype, homes, options.devices or ())
         self.hooks: dict[int, Guard] = {}  # of modules, which Dynamo does not guard
         self.door: Capture = options.capture
         self.refused: Exception | None = None  # what Dynamo has said of a step that is traced
@@ -144,7 +144,7 @@ class Step:
                 result = self._checked(call, self._result(call))
             self.has_values = True
             return result, None
-        except Refusal as error:
+        except CollectiveError as error:
             if self.dynamic is None and self.handed:  # what other ranks have not seen change
                 self.dynamo, self.hooks = self._whole_graph(), {}
             return None, error
@@ -156,7 +156,7 @@ class Step:
             found = self.cutter.mismatch(args, kwargs) or plain_error(error)
             if world:
                 found = wrong_norms(self.step, world) or found
-                with contextlib.suppress(Refusal):
+                with contextlib.suppress(CollectiveError):
                     world.agreed("", "this call", refused=found)
             found.__cause__ = error if found is not error else error.__cause__
             return None, found
@@ -169,7 +169,7 @@ class Step:
             return self._told("trace", self._by_trace(call))
         try:
             return self._told("dynamo", self._by_dynamo_for_sizes(call))
-        except (Refusal, PipelineError, _NotReached):
+        except (CollectiveError, PipelineError, _NotReached):
             raise
         except Exception as error:
             if self.reached or self.door == "dynamo":
@@ -197,7 +197,7 @@ class Step:
         graph for each of them."""
         try:
             return self._by_dynamo(call)
-        except (Refusal, PipelineError, _NotReached):
+        except (CollectiveError, PipelineError, _NotReached):
             raise
         except Exception as error:
             is_full = _torch.is_limit_of_compilations(error) and self._has_sizes()
@@ -405,14 +405,14 @@ class Step:
         return run
 
     def _check_again(self, call: Arguments) -> None:
-        """Raises Refusal for attributes that the step sets and that make a difference."""
+        """Raises CollectiveError for attributes that the step sets and that make a difference."""
         self._everything()
         self.presented.put_back()
         try:
             with self.presented.seen(values=True):
                 check_again(self.step, call)
         except ValueError as error:
-            raise Refusal(str(error)) from error  # of all ranks, which run the same Python
+            raise CollectiveError(str(error)) from error  # of all ranks, which run the same Python
 
     def _grown(self, times: int) -> tuple[Forward, Inputs]:
         """Dynamo's graph of a microbatch with so many times as many rows, and its inputs."""

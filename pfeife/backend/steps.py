@@ -17,24 +17,24 @@ from pfeife.backend.building.build import build_step
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.building.residence import may_move
-from pfeife.backend.calls.changed import agree_on_changed
-from pfeife.backend.calls.function import run_step
+from pfeife.backend.calls.autograd import run_step
+from pfeife.backend.calls.inplace_inputs import agree_on_changed
 from pfeife.backend.context import Context
 from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.options import Options
 from pfeife.data.plan import Plan
 from pfeife.data.progress import Shown, shown
 from pfeife.frontend.arguments import Argument
-from pfeife.frontend.deferred.waiting import is_waiting
+from pfeife.frontend.deferred.tensors import is_waiting
 from pfeife.ir.parts import Role
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.peers import checksum
 from pfeife.runtime.distributed.process_group import join_world
-from pfeife.runtime.distributed.state.foreign import version_of
-from pfeife.runtime.distributed.state.telling import agree_on, news_of
+from pfeife.runtime.distributed.state.remote_parameters import version_of
+from pfeife.runtime.distributed.state.state_sync import agree_on, news_of
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.distributed.wrapped import check_alone
-from pfeife.runtime.failure import PipelineError, Refusal
+from pfeife.runtime.failure import CollectiveError, PipelineError
 
 log = logging.getLogger("pfeife")
 Settle = Callable[[Sequence[tuple[str, torch.Tensor, torch.device]]], None]
@@ -264,7 +264,7 @@ class Steps:
                 self.graph.check(args, options)
                 text, batch = self._said(args, compiled, options)
                 news = news_of(world.ownership, borrowed, args)
-            except (PipelineError, Refusal):
+            except (PipelineError, CollectiveError):
                 raise
             except Exception as error:
                 refused = refused or error

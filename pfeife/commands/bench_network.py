@@ -3,8 +3,8 @@
 import argparse
 import logging
 
+from pfeife.commands.arguments import count
 from pfeife.commands.plan import writable
-from pfeife.commands.words import count
 
 HELP = "measure the links between all ranks, under torchrun"
 EXAMPLES = """\

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from pfeife.commands.words import plan_arguments, step_arguments
+from pfeife.commands.arguments import plan_arguments, step_arguments
 
 HELP = "plan a step in many ways (lists with commas), and say which is best"
 EXAMPLES = """\

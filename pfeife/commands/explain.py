@@ -2,7 +2,7 @@
 
 import argparse
 
-from pfeife.commands.words import count, step_arguments
+from pfeife.commands.arguments import count, step_arguments
 
 HELP = "say how a step is captured, what of it is pipelined, and what is in the way"
 EXAMPLES = """\

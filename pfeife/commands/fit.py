@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from pfeife.commands.words import count, plan_arguments, step_arguments
+from pfeife.commands.arguments import count, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
     from pfeife.data.forecast import Forecast
@@ -86,7 +86,7 @@ def _in_pipelines(
 ) -> "tuple[argparse.Namespace, Forecast]":
     """The options with the fewest pipelines that hold the step, one where its ranks do, and its
     forecast. Raises ValueError if none do."""
-    from pfeife.sched.cutting.room import TooManyStages
+    from pfeife.sched.cutting.memory_limit import TooManyStages
 
     counts = [n for n in _doubles(1, given.ranks) if given.ranks % n == 0]
     reason = ""  # that of the fewest pipelines, which need least
@@ -113,7 +113,7 @@ class _Planned:
     def __call__(self, given: argparse.Namespace) -> "Forecast | None":
         from pfeife.commands.plan import answered, question_of
         from pfeife.commands.programs import program_of
-        from pfeife.sched.cutting.room import NoRoom
+        from pfeife.sched.cutting.memory_limit import OutOfMemory
 
         microbatches = given.microbatches or _PER_RANK * given.ranks
         given = _with(given, microbatches=microbatches)
@@ -122,7 +122,7 @@ class _Planned:
             self.programs[key] = program_of(given, microbatches, self.stored).program
         try:
             return answered(self.programs[key], question_of(given)).forecast
-        except NoRoom as error:
+        except OutOfMemory as error:
             self.reason = " ".join(str(error).split())
             return None
 

@@ -26,7 +26,7 @@ LIBRARIES = ("transformers", "diffusers")
 
 
 @attrs.frozen(eq=False)
-class Asked:
+class ModelRequest:
     """A step with its batch, which its `args` and `kwargs` are; `key` says in words what it is if
     that decides all of it, else it is None. `note` is what a person should know."""
 
@@ -37,7 +37,7 @@ class Asked:
     note: str = ""
 
 
-def asked(wanted: Wanted, *, real: bool = False) -> Asked:
+def asked(wanted: Wanted, *, real: bool = False) -> ModelRequest:
     """The step that words are about. Its tensors are on the meta device, unless they shall be
     `real`. Raises ValueError if there is no such step."""
     if wanted.what.endswith(".json"):
@@ -107,7 +107,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> Asked:
+def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> ModelRequest:
     """What a function returns: a step and its batch."""
     name, settings = wanted.what, dict(wanted.settings)
     signature = inspect.signature(function)
@@ -133,7 +133,7 @@ def _from_function(function: Callable[..., Any], wanted: Wanted, real: bool) -> 
     step, *batch = made
     if len(batch) == 1 and isinstance(batch[0], tuple):
         batch = list(batch[0])
-    return Asked(step, tuple(batch), {})
+    return ModelRequest(step, tuple(batch), {})
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def _diffusers(kind: Any, settings: Mapping[str, Any]) -> tuple[str, Make]:
     return f"diffusers {kind.__module__}.{kind.__name__} {text}", lambda: kind.from_config(settings)
 
 
-def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> Asked:
+def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> ModelRequest:
     """A model with a batch and a loss."""
     words, make = made
     device = torch.device("cpu" if real else "meta")
@@ -278,7 +278,7 @@ def _of_model(made: tuple[str, Make], wanted: Wanted, real: bool) -> Asked:
         return loss
 
     note = "" if "labels" in batch else "no labels: the mean square of the output is its loss"
-    return Asked(step, (), batch, key, note)
+    return ModelRequest(step, (), batch, key, note)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from pfeife.commands.words import PRECISIONS, number_or_text, plan_arguments, step_arguments
+from pfeife.commands.arguments import PRECISIONS, number_or_text, plan_arguments, step_arguments
 
 if TYPE_CHECKING:
     from pfeife.forecasting import Outlook
@@ -168,7 +168,7 @@ def _schedule(name: str) -> Any:
     """A schedule of a CSV, or the name of a family."""
     if not name.endswith(".csv"):
         return name
-    from pfeife.commands.artefacts import schedule_of
+    from pfeife.commands.file_kinds import schedule_of
 
     return schedule_of(name)
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from pfeife.commands.words import count, step_arguments
+from pfeife.commands.arguments import count, step_arguments
 
 HELP = "run a step in this process, and show measured times beside predicted ones"
 EXAMPLES = """\

@@ -13,16 +13,16 @@ import attrs
 import torch
 
 from pfeife import _torch
+from pfeife.commands.arguments import PRECISIONS
 from pfeife.commands.batches import Wanted
-from pfeife.commands.models import Asked, asked
-from pfeife.commands.words import PRECISIONS
+from pfeife.commands.models import ModelRequest, asked
 from pfeife.data import files, plain
 from pfeife.data.progress import Shown, shown
 from pfeife.forecasting import flat_program
 from pfeife.frontend.batch import Cutter, Indivisible
 from pfeife.frontend.cache import capture_cache
 from pfeife.frontend.cache.capture_key import sources
-from pfeife.frontend.cache.stored import StoredProgram, restore, store
+from pfeife.frontend.cache.program_json import StoredProgram, restore, store
 from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
@@ -31,7 +31,7 @@ log = logging.getLogger("pfeife")
 
 
 @attrs.frozen(eq=False)
-class Found:
+class CapturedModel:
     """A flat program, and what a person should know of it."""
 
     program: Program
@@ -99,7 +99,7 @@ def program_of(
     microbatches: int,
     stored: StoredProgram | None,
     show: Shown | None = None,
-) -> Found:
+) -> CapturedModel:
     """The program of a microbatch of the step, or the saved one. Raises ValueError if there is
     none."""
     found = _found(given, microbatches, stored, show or shown(log))
@@ -117,14 +117,14 @@ def program_of(
 
 def _found(
     given: argparse.Namespace, microbatches: int, stored: StoredProgram | None, show: Shown
-) -> Found:
+) -> CapturedModel:
     if stored is not None:
-        return Found(_meant(restore(stored)))
+        return CapturedModel(_meant(restore(stored)))
     with show.phase("making the model"):
         one = asked(wanted_of(given, microbatches))
     with show.phase("capturing"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Dynamo, about the insides of libraries
-        return Found(_captured(one, microbatches, folder_of(given)), one.note)
+        return CapturedModel(_captured(one, microbatches, folder_of(given)), one.note)
 
 
 def save(program: Program, path: str, asked: Mapping[str, str]) -> None:
@@ -147,7 +147,7 @@ def _bare(program: Program) -> Program:
     return attrs.evolve(program, outputs=tuple(outputs), counts=(), premises=())
 
 
-def _captured(one: Asked, microbatches: int, cache: Path | None) -> Program:
+def _captured(one: ModelRequest, microbatches: int, cache: Path | None) -> Program:
     try:
         cut = Cutter(one.step, 0, microbatches)(one.args, one.kwargs)
     except Indivisible as error:

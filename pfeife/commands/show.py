@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> str:
     """The file in words."""
-    from pfeife.commands import artefacts
+    from pfeife.commands import file_kinds as artefacts
 
     if Path(given.path).is_dir():
         return _folder(given.path)

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from pfeife.commands.words import count, seconds
+from pfeife.commands.arguments import count, seconds
 
 HELP = "run a plan or a schedule in simulated time, and draw it"
 EXAMPLES = """\
@@ -59,7 +59,7 @@ def run(given: argparse.Namespace) -> str:
 
 def _schedule(given: argparse.Namespace) -> tuple[Any, tuple[float, ...] | None]:
     """The schedule, and the seconds of its stages where a plan has them."""
-    from pfeife.commands.artefacts import read
+    from pfeife.commands.file_kinds import read
     from pfeife.data.plan import Plan
     from pfeife.data.schedule import Schedule
     from pfeife.sched.families.policies import POLICIES, policy

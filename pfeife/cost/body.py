@@ -10,11 +10,11 @@ from torch import Tensor, fx
 
 from pfeife.compilers.piece import inputs
 from pfeife.ir.absorb import absorb
+from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import node_bytes, receive, returned
 from pfeife.ir.outline import storage_owner
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import call_of, holders
 
 CUDA_BLOCK = 512  # bytes, kMinBlockSize of torch's c10/cuda/CUDACachingAllocator.cpp
 

@@ -10,11 +10,11 @@ from torch.utils import _pytree as pytree
 from pfeife.data.machine import Machine
 from pfeife.data.plan import Costs
 from pfeife.ir.flops import computed_dtype, node_flops, operation_of
+from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import returned
 from pfeife.ir.outline import is_view
 from pfeife.ir.parts import Call, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import call_of
 
 
 def estimate(program: Program, machine: Machine | Sequence[Machine]) -> Costs:

@@ -15,7 +15,7 @@ from pfeife.data.network import Network
 from pfeife.data.progress import Progress
 from pfeife.lowering.envelope import Envelope, Layout
 from pfeife.runtime.distributed.links.buffers import Buffers
-from pfeife.runtime.distributed.links.ends import Incoming, Outgoing, Works
+from pfeife.runtime.distributed.links.channels import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.world import World
 

@@ -31,7 +31,9 @@ class Shown:
     @contextmanager
     def phase(self, label: str) -> Iterator["Phase"]:
         """Shows the work of a `with` block. If that raises, its last state stays to be seen."""
-        line = Line(f"pfeife: {label}", self.terminal, self.every) if self.terminal else None
+        line = (
+            ProgressLine(f"pfeife: {label}", self.terminal, self.every) if self.terminal else None
+        )
         phase = Phase(line)
         start = time.monotonic()
         try:
@@ -72,12 +74,12 @@ class Phase:
     set to what says in words what came out; it is asked only if the log wants to know.
     """
 
-    def __init__(self, line: "Line | None"):
+    def __init__(self, line: "ProgressLine | None"):
         self.progress: Progress | None = line.progress if line else None
         self.outcome: Callable[[], str] | None = None
 
 
-class Line:
+class ProgressLine:
     """One line of a terminal, drawn again over itself."""
 
     def __init__(self, label: str, to: TextIO, every: float, width: int = 30):

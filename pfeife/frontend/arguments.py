@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.checks.frozen import check_draws
+from pfeife.frontend.checks.foreign_generators import check_draws
 from pfeife.frontend.trace.data_writes import check_given
 from pfeife.ir.nodes import returned
-from pfeife.ir.parts import Premise, Role
+from pfeife.ir.parts import Assumption, Role
 
 
 @attrs.frozen(eq=False)
@@ -75,7 +75,7 @@ class Inputs:
     assumed: frozenset[int] = frozenset()
     flags: tuple[int, ...] = ()
     settled: frozenset[str] = frozenset()
-    premises: tuple[Premise, ...] = ()
+    premises: tuple[Assumption, ...] = ()
 
     @property
     def mode(self) -> str:

@@ -15,13 +15,13 @@ from pfeife.frontend.arguments import Given, Inputs, describe
 from pfeife.frontend.batch import Arguments, Cutter
 from pfeife.frontend.cache.capture_cache import Folder
 from pfeife.frontend.captured import Captured, Door, neither, taken
-from pfeife.frontend.deferred.waiting import deferred_tensors, prepare
+from pfeife.frontend.deferred.tensors import deferred_tensors, prepare
 from pfeife.frontend.dynamo import copied, dynamo_forward, dynamo_graph
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.joint import trace
 from pfeife.frontend.results import Loss
+from pfeife.frontend.rows.by_running import Sample
 from pfeife.frontend.rows.reductions import Larger, LossReduction, derive_reductions
-from pfeife.frontend.rows.seen import Sample
 from pfeife.frontend.trace.tracing import traced
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program

@@ -16,7 +16,7 @@ from pfeife.frontend.cache.capture_key import Traceable, key_of
 from pfeife.frontend.captured import Captured
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.kernel_numbers import read_numbers
-from pfeife.frontend.ports import Porter, new_name, registered, result_name, stateless
+from pfeife.frontend.ports import PortAssigner, new_name, registered, result_name, stateless
 from pfeife.frontend.results import Loss, find_loss
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
@@ -156,7 +156,7 @@ def _program(asked: Traceable) -> Program:
     except Exception as error:  # of a kernel's rules for shapes, say
         raise ValueError(_reason(error)) from error
     read_numbers(joint, len(asked.step.results))
-    return Porter(joint, asked).program()
+    return PortAssigner(joint, asked).program()
 
 
 def _reason(error: Exception) -> str:

@@ -25,7 +25,7 @@ from pfeife.ir.seeding import is_random, seeded
 from pfeife.ir.verify import verify
 
 
-class Porter:
+class PortAssigner:
     """Rewrites a joint graph with descriptors into a graph with ports.
 
         placeholders                      returned

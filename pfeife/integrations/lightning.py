@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import Metric
 
-from pfeife.backend.settings.asked import Asked
+from pfeife.backend.settings.options_typed import Asked
 from pfeife.integrations.logged_step import LoggedStep
 from pfeife.integrations.together import from_main, together
 from pfeife.runtime.distributed.process_group import join_world

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from pfeife.runtime.distributed.batches.announcing import Announced, Structure, structure_of
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.batches.rank0_broadcast import Announced, Structure, structure_of
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 
 
 def together(what: str) -> None:
@@ -13,7 +13,7 @@ def together(what: str) -> None:
     if one does not come."""
     world = world_so_far()
     if world is not None:
-        with world.busy(lambda: Doing(what)):
+        with world.busy(lambda: Activity(what)):
             world.agreed("", what)
 
 
@@ -27,7 +27,7 @@ def from_main(value: Any, what: str) -> Any:
     def find() -> Structure:
         structure, tensors = structure_of(value)
         if tensors:
-            raise Refusal(f"{what} of a tensor {list(tensors[0].shape)}: give its numbers")
+            raise CollectiveError(f"{what} of a tensor {list(tensors[0].shape)}: give its numbers")
         return structure
 
     found = Announced(what)(world, find)

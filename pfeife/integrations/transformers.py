@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from pfeife.backend.settings.asked import Asked
+from pfeife.backend.settings.options_typed import Asked
 from pfeife.backend.state.full import full_state_dict
 from pfeife.backend.step import compile as pipeline
 from pfeife.integrations.accelerate import joined

@@ -11,6 +11,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import (
     has_effects,
     is_number,
@@ -21,7 +22,6 @@ from pfeife.ir.nodes import (
     source_line,
     value_of,
 )
-from pfeife.ir.settle import settle
 
 
 def absorb(program: AProgram) -> AProgram:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import attrs
 from torch import fx
 
-from pfeife.ir.parts import Call, Count, Kind, Port, Premise, Reduction, Role, Tracked
+from pfeife.ir.parts import Assumption, Call, Count, Kind, Port, Reduction, Role, Tracked
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -30,7 +30,7 @@ class ProgramBase:
     replicas: int = 1
     counts: tuple[Count, ...] = ()
     tracked: tuple[Tracked, ...] = ()
-    premises: tuple[Premise, ...] = attrs.field(default=(), repr=False)
+    premises: tuple[Assumption, ...] = attrs.field(default=(), repr=False)
     limits: tuple[Any, ...] = ()
 
     @cached_property

@@ -177,7 +177,7 @@ class Tracked:
 
 
 @attrs.frozen
-class Premise:
+class Assumption:
     """Something that a captured step takes for granted; where it does not hold, the step is
     captured anew, or refused. `kind` is a word for such ones."""
 

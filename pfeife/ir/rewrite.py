@@ -9,8 +9,8 @@ from torch.fx import subgraph_rewriter
 
 from pfeife import _torch
 from pfeife.ir.base import AProgram, ProgramBase
+from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import returned, value_of
-from pfeife.ir.settle import settle
 
 Where = Literal["bodies", "calls"]
 Edit = Callable[[fx.GraphModule], object]

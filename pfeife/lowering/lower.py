@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import attrs
 
 from pfeife.data.schedule import SENDS, Action, Do, Schedule
+from pfeife.ir.messages import Message
 from pfeife.ir.parts import Kind, Reduction
 from pfeife.ir.program import Program
-from pfeife.ir.travel import Message
 from pfeife.lowering.coverage import check_coverage
 from pfeife.lowering.wiring import Wiring
 

@@ -9,11 +9,11 @@ from torch import fx
 from pfeife import _torch
 from pfeife.data.schedule import RECEIVES, SENDS, Action, Do
 from pfeife.ir.absorb import absorb
+from pfeife.ir.messages import Message, messages
 from pfeife.ir.nodes import find_node, is_sized_by_data, returned
 from pfeife.ir.outline import own_results
 from pfeife.ir.parts import STATE_ROLES, Call, Kind, Port, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import Message, messages
 from pfeife.lowering.announced import envelope_with
 from pfeife.lowering.envelope import Envelope, Layout
 

@@ -8,10 +8,10 @@ import torch
 
 from pfeife.data.machine import Mesh
 from pfeife.data.replicas import Replicas
+from pfeife.ir.messages import holders
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders
 from pfeife.passes.send_recv import reduction_of
 
 

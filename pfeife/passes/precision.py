@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from pfeife import _torch
+from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import returned
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.ir.settle import settle
 from pfeife.passes.compose import Pass
 
 

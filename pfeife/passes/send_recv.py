@@ -8,10 +8,10 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.ir.absorb import absorb
+from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import is_source, receive, send
 from pfeife.ir.parts import Call, Kind, Reduction, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import call_of, holders
 
 
 def insert_send_recv(

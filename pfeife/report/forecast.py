@@ -10,9 +10,9 @@ from pfeife.data.schedule import RECEIVES, Do
 from pfeife.data.timeline import Event, Timeline
 from pfeife.ir.batch import rows_and_tokens
 from pfeife.ir.flops import flops_of
+from pfeife.ir.messages import holders, messages
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders, messages
 from pfeife.report.run import Run, Target
 
 

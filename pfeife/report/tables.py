@@ -12,10 +12,10 @@ from pfeife.data.schedule import RECEIVES
 from pfeife.data.timeline import MemoryCurve, Timeline
 from pfeife.data.units import size
 from pfeife.ir.absorb import absorb
+from pfeife.ir.messages import holders, messages
 from pfeife.ir.nodes import receive, send
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders, messages
 from pfeife.report.compare import Compared
 
 

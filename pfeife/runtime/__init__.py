@@ -11,7 +11,7 @@ must be.
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.pipeline import parts_of
-from pfeife.runtime.protocols import Pipeline, Step
+from pfeife.runtime.protocols import Pipeline, StepProtocol
 from pfeife.runtime.results import joined
 from pfeife.runtime.step import Part, Transport
 
@@ -20,7 +20,7 @@ __all__ = [
     "Part",
     "Pipeline",
     "RankRunner",
-    "Step",
+    "StepProtocol",
     "Transport",
     "joined",
     "parts_of",

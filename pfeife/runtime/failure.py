@@ -56,7 +56,7 @@ class PipelineError(RuntimeError):
         self.failure = failure
 
 
-class Refusal(ValueError):
+class CollectiveError(ValueError):
     """What all ranks refuse together: nothing is broken, and they may go on."""
 
 

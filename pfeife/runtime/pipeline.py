@@ -49,8 +49,8 @@ class PipelineStep(ABC):
 
     @abstractmethod
     def compare(self, tangents: Tangents, *, values: bool) -> None:
-        """Raises Refusal on all ranks unless they are at a backward from the same outputs, with
-        `values` also unless they have the same gradients of these."""
+        """Raises CollectiveError on all ranks unless they are at a backward from the same outputs,
+        with `values` also unless they have the same gradients of these."""
 
     def set_tangents(self, tangents: Tangents) -> None:
         """The gradients of the outputs, before the backward."""

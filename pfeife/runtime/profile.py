@@ -14,8 +14,8 @@ from pfeife.data import plain
 from pfeife.data.schedule import Action
 from pfeife.data.timeline import Event, MemoryCurve, MemoryPoint, Timeline
 from pfeife.ir.evaluate import Counted, State
+from pfeife.ir.messages import holders
 from pfeife.ir.parts import Role
-from pfeife.ir.travel import holders
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.step import Observer, Step

@@ -16,7 +16,7 @@ from pfeife.ir.program import Program
 from pfeife.runtime.step import Watch
 
 
-class Step(Protocol):
+class StepProtocol(Protocol):
     """One step: all microbatches once."""
 
     def run(
@@ -53,7 +53,7 @@ class Pipeline(Protocol):
         seed: int = 0,
         tangents: Sequence[Mapping[str, torch.Tensor]] | None = None,
         scale: float = 1.0,
-    ) -> Step:
+    ) -> StepProtocol:
         """A step that has not run yet, with the arguments of `evaluate`."""
 
 

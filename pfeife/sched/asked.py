@@ -20,7 +20,7 @@ from pfeife.sched.joint import Effort
 
 
 @attrs.frozen
-class Asked:
+class PlanRequest:
     """A plan that is asked for: what stays the same when it is made again with less memory.
 
     `search` makes one of an account, within constraints and a budget.

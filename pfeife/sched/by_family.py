@@ -17,8 +17,8 @@ from pfeife.sched.cutting.account import Account, with_left_out
 from pfeife.sched.cutting.balanced import Cutter
 from pfeife.sched.cutting.judged import best_cut, message_seconds
 from pfeife.sched.cutting.layouts import Constraints, even_cuts
+from pfeife.sched.cutting.recompute_greedy import in_flight
 from pfeife.sched.cutting.recompute_policy import RecomputePolicy
-from pfeife.sched.cutting.relief import in_flight
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.families.family import Family, splits_backwards
 from pfeife.sched.families.policies import forward_only, policy

@@ -27,8 +27,8 @@ from pfeife.sched.cutting.layouts import (
     lighter,
     short_of_memory,
 )
+from pfeife.sched.cutting.memory_limit import OutOfMemory
 from pfeife.sched.cutting.recompute_choice import recompute_options
-from pfeife.sched.cutting.room import NoRoom
 from pfeife.sched.search.bound import lower_bound
 from pfeife.sched.search.budget import WORK_PER_SECOND, Budget
 from pfeife.sched.search.placements import Further
@@ -81,10 +81,9 @@ def search_plan(
     loads; where memory is short also with as little recomputed as makes room. Then borders move
     under the schedule that was found, and it is searched once more. The program, whose `account` it
     is, is fused and annotated; if it is split into input- and weight-backwards, the schedules are
-    too. Raises NoRoom if nothing fits into the memory, with the figures of what comes nearest. What
-    `after` says that a step takes beyond its schedule counts where candidates are ranked, and is
-    not in the plan's seconds.
-    """
+    too. Raises OutOfMemory if nothing fits into the memory, with the figures of what comes nearest.
+    What `after` says that a step takes beyond its schedule counts where candidates are ranked, and
+    is not in the plan's seconds."""
     budget = effort.budget()
     budget.tick, budget.seen = _ticks(budget, progress), _telling(watched)
     duplicated = account.work.duplicated
@@ -248,9 +247,9 @@ def _moved(
     return layout, schedule
 
 
-def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> NoRoom:
+def _refusal(layouts: Sequence[Layout], constraints: Constraints) -> OutOfMemory:
     best = min(layouts, key=lambda layout: layout.shortage)
-    return NoRoom(
+    return OutOfMemory(
         f"no cut fits {size(constraints.memory_limit)} a rank on {constraints.ranks} ranks: the "
         f"best lacks {size(math.ceil(best.shortage))} for one microbatch on its worst rank; use "
         "more ranks, smaller microbatches, or a larger limit",

@@ -20,27 +20,27 @@ from pfeife.ir.digest import program_digest
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
-from pfeife.sched.asked import Asked
+from pfeife.sched.asked import PlanRequest
 from pfeife.sched.by_family import Scheduling
-from pfeife.sched.by_hand import (
+from pfeife.sched.cutting.account import Account
+from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
+from pfeife.sched.cutting.clusters import clusters_of
+from pfeife.sched.cutting.duplicated import cheap_to_recompute
+from pfeife.sched.cutting.heterogeneous import limits_of, machines_of, on_machines
+from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
+from pfeife.sched.cutting.layouts import Constraints
+from pfeife.sched.cutting.memory_limit import curves_of, kept_within
+from pfeife.sched.cutting.recompute_policy import RecomputePolicy
+from pfeife.sched.cutting.workload import workload_of
+from pfeife.sched.fixed_placement import follow
+from pfeife.sched.joint import Effort, search_plan
+from pfeife.sched.manual_cuts import (
     check_order,
     check_placement,
     check_recomputed,
     cuts_by_hand,
     possible,
 )
-from pfeife.sched.cutting.account import Account
-from pfeife.sched.cutting.blocks import CutAt, check_cut_at, closed_borders
-from pfeife.sched.cutting.clusters import clusters_of
-from pfeife.sched.cutting.duplicated import cheap_to_recompute
-from pfeife.sched.cutting.judged import MESSAGE_TOLERANCE, checked_tolerance
-from pfeife.sched.cutting.layouts import Constraints
-from pfeife.sched.cutting.mixed import limits_of, machines_of, on_machines
-from pfeife.sched.cutting.recompute_policy import RecomputePolicy
-from pfeife.sched.cutting.room import curves_of, kept_within
-from pfeife.sched.cutting.workload import workload_of
-from pfeife.sched.following import follow
-from pfeife.sched.joint import Effort, search_plan
 from pfeife.sched.replicated import reductions_of, with_reductions
 
 log = logging.getLogger("pfeife")
@@ -165,7 +165,7 @@ def plan(
             log.warning("%s", assumed)
     check_order(account, by_hand)
     reductions = reductions_of(account, constraints, given)
-    asked = Asked(
+    asked = PlanRequest(
         program=program,
         account=account,
         constraints=constraints,

@@ -18,15 +18,15 @@ from pfeife.ir.evaluate import (
     named_batch,
     step_inputs,
 )
+from pfeife.ir.infer_values import settle
 from pfeife.ir.nodes import is_sized_by_data, value_of
 from pfeife.ir.parts import STATE_ROLES, Role
 from pfeife.ir.program import Program
-from pfeife.ir.settle import settle
 from pfeife.ir.sizes import numbers_of_sizes, resized
 from pfeife.ir.verify import verify
 from pfeife.passes import partition
 from pfeife.passes.compose import Pass
-from pfeife.runtime.distributed.state.elsewhere import is_here
+from pfeife.runtime.distributed.state.remote_gradients import is_here
 
 
 def check_pass(

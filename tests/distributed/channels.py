@@ -26,9 +26,9 @@ from pfeife.lowering.channel import Channel
 from pfeife.lowering.envelope import APART, PACKED, Envelope, Layout
 from pfeife.runtime.distributed.links import mapped
 from pfeife.runtime.distributed.links.buffers import Buffers
+from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.connection import Connection
-from pfeife.runtime.distributed.links.ends import Ends
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.testing import assert_same
@@ -293,7 +293,7 @@ def a_world_that_has_failed_leaves_no_threads() -> None:
         world.gather(torch.zeros(1))
         with (
             contextlib.suppress(RuntimeError),
-            world.busy(lambda: Doing("a test")),
+            world.busy(lambda: Activity("a test")),
         ):
             raise RuntimeError("a failure")
     join_world(torch.device("cpu"))

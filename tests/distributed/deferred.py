@@ -7,8 +7,8 @@ from rows import row
 from torch import nn
 
 import pfeife
-from pfeife.frontend.deferred.tape import Tape
-from pfeife.frontend.deferred.waiting import deferred_tensors
+from pfeife.frontend.deferred.init_replay import Tape
+from pfeife.frontend.deferred.tensors import deferred_tensors
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -12,7 +12,7 @@ import pfeife
 from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.cost import estimate, machine, memory_curves
-from pfeife.ir.travel import holders
+from pfeife.ir.messages import holders
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.peak import give_back
 from pfeife.runtime.profile import profile_memory

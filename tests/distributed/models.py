@@ -17,8 +17,8 @@ import pfeife
 from pfeife import sched
 from pfeife._torch import is_absent
 from pfeife.cost import estimate, machine
+from pfeife.ir.messages import messages
 from pfeife.ir.nodes import receive, send
-from pfeife.ir.travel import messages
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.testing import assert_same, eager_accumulation, nets, own_gradients, plans, tied_across
 

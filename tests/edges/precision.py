@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pfeife
 from pfeife.cost import memory_curves
-from pfeife.runtime.distributed.state.elsewhere import is_here
+from pfeife.runtime.distributed.state.remote_gradients import is_here
 from pfeife.runtime.profile import LiveTensors
 
 STAGES = {} if "RANK" in os.environ else {"stages": 2}
@@ -287,7 +287,7 @@ def master(near=EXACT, made=contextlib.nullcontext, cut=HALF_CUT, lengths=(5, 5,
 def float32_master_weights():
     step = master()
     (built, *_) = step.backend.compiled
-    sent = [m.bytes for m in pfeife.ir.travel.messages(built.program)]
+    sent = [m.bytes for m in pfeife.ir.messages.messages(built.program)]
     assert all(port.dtype == torch.bfloat16 for port in built.program.ports(pfeife.Role.PARAMETER))
     assert sent and max(sent) <= 4 * 5 * 16 * 2
 

@@ -11,9 +11,9 @@ from torch import fx
 import pfeife
 from pfeife import sched
 from pfeife.cost import memory_curves
+from pfeife.ir.infer_values import settle
+from pfeife.ir.messages import messages
 from pfeife.ir.nodes import receive, send
-from pfeife.ir.settle import settle
-from pfeife.ir.travel import messages
 from pfeife.lowering.predict import travels
 from pfeife.runtime import LocalPipeline
 from pfeife.testing import assert_same, check_pass

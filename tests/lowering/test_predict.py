@@ -17,8 +17,8 @@ from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.plan import Costs
 from pfeife.data.schedule import RECEIVES, SENDS, Do, Schedule
+from pfeife.ir.messages import messages
 from pfeife.ir.nodes import find_node, node_bytes
-from pfeife.ir.travel import messages
 from pfeife.lowering.envelope import PACKED, Travel, travel
 from pfeife.lowering.lower import transfer_of
 from pfeife.lowering.predict import action_seconds, occupied_seconds, predict

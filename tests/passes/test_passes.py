@@ -182,7 +182,7 @@ def test_boundaries_by_name_and_by_marker():
     stages_of = {
         port.fqn: {call.unit for call in calls}
         for port in program.ports(pfeife.Role.PARAMETER)
-        for calls in [pfeife.ir.travel.holders(staged)[port.fqn]]
+        for calls in [pfeife.ir.messages.holders(staged)[port.fqn]]
     }
     blocks = [stages for name, stages in stages_of.items() if name.startswith("blocks.")]
     assert stages_of["embed.weight"] == {0} and blocks == [{1}] * len(blocks)
@@ -220,7 +220,7 @@ def test_masks_are_computed_where_they_are_read():
     _, program, _, _ = captured("GPT")
     fused, plan = cut_at(program, {"blocks.0": "begin", "blocks.1": "begin"})
     sent = pfeife.compose(pfeife.partition(plan), pfeife.insert_send_recv())(fused)
-    crossing = pfeife.ir.travel.messages(sent)
+    crossing = pfeife.ir.messages.messages(sent)
     shapes = [
         tuple(pfeife.ir.nodes.find_node(sent.module, name).meta["val"].shape)
         for message in crossing

@@ -19,10 +19,10 @@ from pfeife.cost import memory_curves, stage_memory
 from pfeife.cost.body import kept_storages
 from pfeife.data.plan import Plan, RecomputeOption
 from pfeife.ir.evaluate import named_batch
+from pfeife.ir.messages import call_of, messages
 from pfeife.ir.nodes import find_node
 from pfeife.ir.outline import read_by_backwards
 from pfeife.ir.parts import Kind, Role
-from pfeife.ir.travel import call_of, messages
 from pfeife.runtime import LocalPipeline
 from pfeife.sched.cutting import choose_recompute, recompute_options
 from pfeife.testing import assert_same, check_pass, nets, plans, recomputing, tied_across

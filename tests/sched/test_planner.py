@@ -21,7 +21,7 @@ from pfeife.data.plan import Plan
 from pfeife.data.replicas import Replicas
 from pfeife.sched import plan
 from pfeife.sched.cutting import split_at
-from pfeife.sched.cutting.room import curves_of
+from pfeife.sched.cutting.memory_limit import curves_of
 
 
 @functools.cache

@@ -20,12 +20,12 @@ from pfeife.lowering.channel import MOST_QUEUED
 from pfeife.runtime import interpret
 from pfeife.runtime.distributed import peers
 from pfeife.runtime.distributed.batches.rank_zero import CallOfRankZero
-from pfeife.runtime.distributed.links.ends import Ends
-from pfeife.runtime.distributed.links.launching import MOST_QUEUES
+from pfeife.runtime.distributed.links.channels import Ends
+from pfeife.runtime.distributed.links.cuda_launch import MOST_QUEUES
 from pfeife.runtime.distributed.links.reducing import Reducer
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.served.script import Script
+from pfeife.runtime.distributed.served.script_point import Script
 from pfeife.runtime.distributed.world import World
 from pfeife.runtime.failure import Failure
 from strict.cuda import CUDA, host_here, on_cuda, replaced
@@ -58,7 +58,7 @@ class StrictWorld(World):
         self.failure, self.raised, self.waiting, self.waited = None, False, None, 0.0
         self.inside, self.asking, self.generation = 0, False, 0
         self.nccl, self.gloo, self.store = True, "gloo", dist.HashStore()
-        self.look, self.script = lambda: Doing("the beginning"), Script()
+        self.look, self.script = lambda: Activity("the beginning"), Script()
         host.where = lambda: self.look().text
         self.connections: dict[Any, Any] = {}
         self.script = Script()

@@ -12,7 +12,7 @@ from pfeife.data import plain
 from pfeife.data.plan import Plan
 from pfeife.data.schedule import Schedule
 from pfeife.data.timeline import Timeline
-from pfeife.ir.parts import Premise
+from pfeife.ir.parts import Assumption
 from pfeife.ir.program import Program
 from pfeife.passes.compose import Recorded
 
@@ -30,7 +30,7 @@ class Artifacts:
         """A program of any level: its calls with ranks and seconds, its ports, graph and bodies."""
         self._add(name, functools.partial(_text, program))
 
-    def premises(self, premises: Sequence[Premise]) -> None:
+    def premises(self, premises: Sequence[Assumption]) -> None:
         """What a traced step takes for granted, a line each."""
         if premises:
             self._add("premises", lambda: "\n".join(map(str, premises)))

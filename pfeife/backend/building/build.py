@@ -14,13 +14,13 @@ from pfeife import report
 from pfeife.backend.building.artifacts import Artifacts
 from pfeife.backend.building.builder import Builder
 from pfeife.backend.building.compiled import Compiled, worst_at
-from pfeife.backend.building.decide import Place, Planned, costs_of, planned, scheduling
+from pfeife.backend.building.planning import Place, Planned, costs_of, planned, scheduling
 from pfeife.backend.building.residence import devices_of
-from pfeife.backend.building.synced import check_synced
+from pfeife.backend.building.sync_batch_norm import check_synced
 from pfeife.backend.building.unchanged import check_unchanged
 from pfeife.backend.graphs import Graph
 from pfeife.backend.settings.declared import declared_sizes, with_marks
-from pfeife.backend.settings.given import boundaries, described, guarded
+from pfeife.backend.settings.option_checks import boundaries, described, guarded
 from pfeife.backend.settings.options import Options
 from pfeife.compilers import compile_bodies
 from pfeife.cost import default_machine, memory_curves
@@ -31,8 +31,8 @@ from pfeife.data.progress import Shown
 from pfeife.data.schedule import Schedule
 from pfeife.data.tried import Tried
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.first_call import check_first_call
-from pfeife.frontend.checks.other_rows import check_traced
+from pfeife.frontend.checks.check_capture import check_first_call
+from pfeife.frontend.checks.check_trace import check_traced
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import resized
@@ -55,9 +55,9 @@ from pfeife.passes.compose import History, Pass, Passes, Recorded
 from pfeife.report import Target
 from pfeife.runtime.distributed.agreement import comparable
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
-from pfeife.runtime.distributed.state.foreign import Borrowed
+from pfeife.runtime.distributed.state.remote_parameters import UntrainedState
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.local.pipeline import LocalPipeline
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.by_family import Scheduling, splits
@@ -151,7 +151,7 @@ class Build:
         if self.world:
             self.world.check_agreement(text, "the program")
         if self.options.apart > 1 and program.ports(Role.TANGENT) and not program.ports(Role.LOSS):
-            raise Refusal(
+            raise CollectiveError(
                 "option batch='replica': with the loss outside of the step nobody knows what the "
                 "loss of one replica is of that of all; return the loss from the step"
             )
@@ -351,7 +351,7 @@ class Build:
 
     def _assembled(
         self, captured: Captured, program: Program, schedule: Schedule
-    ) -> tuple[Pipeline, Borrowed | None]:
+    ) -> tuple[Pipeline, UntrainedState | None]:
         """What runs the program's ranks in this process, and the state that it borrows from
         others."""
         world, options = self.world, self.options
@@ -424,7 +424,7 @@ class Build:
             refusal = str(error)
         for other, text in enumerate(world.from_all_ranks(refusal) if world else ()):
             if text:
-                raise Refusal(f"rank {other}: {text}")
+                raise CollectiveError(f"rank {other}: {text}")
         return bodies
 
     def _described(self, plan: Plan, program: Program) -> str:

@@ -8,7 +8,7 @@ import attrs
 
 from pfeife.backend.building.compiled import Compiled
 from pfeife.backend.building.layout import laid_out
-from pfeife.backend.settings.given import described
+from pfeife.backend.settings.option_checks import described
 from pfeife.backend.settings.options import Options
 from pfeife.data.machine import Machine, Mesh
 from pfeife.data.network import Network
@@ -17,7 +17,7 @@ from pfeife.ir.program import Program
 from pfeife.passes.compose import Passes
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 from pfeife.sched.by_family import Scheduling
 
 log = logging.getLogger("pfeife")
@@ -42,10 +42,10 @@ class Builder:
         return f"{self.options}\noption machine: {target}\noption network: {links}"
 
     def mesh(self, world: World) -> Mesh:
-        """Raises Refusal for a mesh of another number of ranks."""
+        """Raises CollectiveError for a mesh of another number of ranks."""
         given, replicas = self.options.mesh, self.options.replicas
         if given is not None and given.size != world.size:
-            raise Refusal(
+            raise CollectiveError(
                 f"option mesh: {given.replicas} pipelines of {given.ranks} ranks, and there are "
                 f"{world.size} processes: start {given.size} (torchrun --nproc-per-node)"
             )
@@ -53,7 +53,7 @@ class Builder:
         chosen = self.layouts[0] if self.layouts else Mesh(ranks, replicas)
         mesh = given or chosen
         if self.options.batch == "replica" and mesh.size != world.size:
-            raise Refusal(
+            raise CollectiveError(
                 f"options batch='replica' and replicas={replicas}: the {world.size} processes are "
                 f"not divided by {replicas}; start {mesh.size} (torchrun --nproc-per-node)"
             )

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from pfeife.backend.building.decide import UNEVEN
+from pfeife.backend.building.planning import UNEVEN
 from pfeife.backend.calls.loss_scale import LossScale, loss_scale_of
 from pfeife.cost import estimate, memory_curves
 from pfeife.data.plan import Plan
@@ -24,8 +24,8 @@ from pfeife.ir.sizes import broken_limit, captured_sizes, resized
 from pfeife.passes import annotate
 from pfeife.passes.compose import History
 from pfeife.report import Target
-from pfeife.runtime.distributed.state.foreign import Borrowed
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.distributed.state.remote_parameters import UntrainedState
+from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.protocols import Pipeline
 from pfeife.sched.cutting.unevenness import unevenness
 
@@ -55,7 +55,7 @@ class Compiled:
     schedule: Schedule
     pipeline: Pipeline
     digest: str  # of the program, the same on every rank
-    borrowed: Borrowed | None = None
+    borrowed: UntrainedState | None = None
     history: History = attrs.field(default=History(), repr=False)
     devices: Mapping[str, torch.device] = attrs.field(factory=dict, repr=False)
     target: Target | None = attrs.field(default=None, repr=False)
@@ -85,8 +85,8 @@ class Compiled:
         )
 
     def check_memory(self, sizes: Mapping[str, int]) -> None:
-        """Raises Refusal for values of size ports at which a rank would need more than the limit of
-        memory; those that were captured and planned are known to fit."""
+        """Raises CollectiveError for values of size ports at which a rank would need more than the
+        limit of memory; those that were captured and planned are known to fit."""
         limit = self.target.limit if self.target else None
         if not sizes or limit is None or self.target is None:
             return
@@ -96,7 +96,7 @@ class Compiled:
         worst = worst_at(self.program, self.schedule, self.target, sizes)
         if worst.peak > limit:
             fits = self._most(known[-1], sizes)
-            raise Refusal(
+            raise CollectiveError(
                 f"a microbatch of {self._named(sizes)} needs {in_bytes(worst.peak)} on rank "
                 f"{worst.rank}, and the limit is {in_bytes(limit)}: of such batches those up to "
                 f"{self._named(fits)} fit. Pass smaller batches, or more microbatches"

@@ -10,7 +10,7 @@ import logging
 
 import attrs
 
-from pfeife.backend.building.decide import Place, planner_of
+from pfeife.backend.building.planning import Place, planner_of
 from pfeife.backend.settings.options import Options
 from pfeife.data import plain
 from pfeife.data.machine import Machine, Mesh

@@ -8,9 +8,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pfeife.ir.messages import holders
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders
 from pfeife.runtime.memory_spans import overlapping
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pfeife.frontend.captured import Captured
-from pfeife.frontend.checks.expected import close
+from pfeife.frontend.checks.deterministic import close
 from pfeife.ir.evaluate import Result, evaluate
 from pfeife.ir.parts import STATE_ROLES, Role
 from pfeife.ir.program import Program

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 
 from pfeife.backend.building.compiled import Compiled
-from pfeife.backend.calls.changed import write_changed
+from pfeife.backend.calls.inplace_inputs import write_changed
 from pfeife.backend.calls.loss_scale import Again, Gradients
 from pfeife.backend.calls.meter import Figures, Meter, figures_of
 from pfeife.backend.reporting import measure
 from pfeife.backend.settings.options import Options
 from pfeife.data.progress import Progress, Shown
 from pfeife.frontend.microbatch import cut, join
-from pfeife.frontend.trace.answers import WrongAnswer
+from pfeife.frontend.trace.value_guards import WrongAnswer
 from pfeife.ir.evaluate import Divisor, Result, State, divisors
 from pfeife.ir.parts import STATE_ROLES, Port, Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.batches.rank_zero import Sent
 from pfeife.runtime.distributed.pipeline import DistributedPipeline
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.elsewhere import arrived
+from pfeife.runtime.distributed.state.remote_gradients import arrived
 from pfeife.runtime.step import Observer, Watch
 
 Slots = Mapping[str, Any]  # the call's arguments by the names of their ports

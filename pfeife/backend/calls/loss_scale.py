@@ -28,9 +28,9 @@ from pfeife.ir.evaluate import Result, State
 from pfeife.ir.parts import Port
 from pfeife.ir.program import Program
 from pfeife.ir.underflow import underflows
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.foreign import version_of
+from pfeife.runtime.distributed.state.remote_parameters import version_of
 from pfeife.runtime.protocols import Pipeline
 
 log = logging.getLogger("pfeife")
@@ -150,10 +150,10 @@ class Again:
 
     def result(self, scale: float) -> Result:
         """The step with this gradient of the loss (collective). Raises RuntimeError, under torchrun
-        Refusal on all ranks, if what it reads has been changed."""
+        CollectiveError on all ranks, if what it reads has been changed."""
         world, refused = world_so_far(), self._changed(scale)
         if world:
-            with world.busy(lambda: Doing(_PLACE)):
+            with world.busy(lambda: Activity(_PLACE)):
                 world.agreed(f"{scale}", _PLACE, refused=refused)
         elif refused:
             raise refused

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from pfeife.backend.settings.declared import Sizes, check_sizes
-from pfeife.backend.settings.given import (
+from pfeife.backend.settings.option_checks import (
     check_accumulate,
     check_costs,
     check_param_dtype,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pfeife.backend.state.beside import BESIDE, beside, check_beside, load_beside
+from pfeife.backend.state.extra_state import BESIDE, beside, check_beside, load_beside
 from pfeife.backend.state.restoring import (
     MODEL,
     OPTIMIZER,
@@ -18,7 +18,7 @@ from pfeife.backend.state.restoring import (
     plain_name,
 )
 from pfeife.frontend.deferred.checkpoint_folder import Folder
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.state.shares import all_state, share_of_model, share_of_optimizers
 from pfeife.runtime.distributed.state.writing import Writer, Writing, complete
@@ -105,7 +105,7 @@ class Checkpoints:
         world = self._world()
         found = Path(path) if path is not None else self.latest()
         if world is not None:
-            with world.busy(lambda: Doing("Checkpoints.load")):
+            with world.busy(lambda: Activity("Checkpoints.load")):
                 world.check_agreement(str(found and found.name), "the checkpoint to load")
         if found is None:
             return 0

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from pfeife._torch import is_absent
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
-from pfeife.runtime.distributed.state.elsewhere import is_here
 from pfeife.runtime.distributed.state.owned import Owned
+from pfeife.runtime.distributed.state.remote_gradients import is_here
 from pfeife.runtime.distributed.state.shares import all_state, owner_of
 from pfeife.runtime.distributed.world import World
 
@@ -27,7 +27,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if world is None:
         return {name: _copied(value) for name, value in model.state_dict().items()}
     state = all_state(model, world, "full_state_dict")
-    with world.busy(lambda: Doing("full_state_dict")):
+    with world.busy(lambda: Activity("full_state_dict")):
         copies: dict[int, Any] = {}  # tied tensors are one, as in state_dict()
         for value in state.values():
             if id(value) not in copies:
@@ -73,7 +73,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             listed, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    with world.busy(lambda: Doing("clip_grad_norm_")):
+    with world.busy(lambda: Activity("clip_grad_norm_")):
         asked = f"{len(listed)} tensors, max_norm={max_norm}, norm_type={norm_type}"
         world.agreed(asked, "the arguments of clip_grad_norm_")
         norms = _norms(listed, known, float(norm_type), world)

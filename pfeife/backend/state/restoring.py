@@ -11,7 +11,7 @@ from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.checkpoint import shelve
 from pfeife.frontend.deferred.checkpoint_files import check_shapes
 from pfeife.frontend.deferred.checkpoint_folder import Folder
-from pfeife.frontend.deferred.waiting import deferred_tensors, is_waiting
+from pfeife.frontend.deferred.tensors import deferred_tensors, is_waiting
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.shares import name_in, owner_of, reading
 from pfeife.runtime.distributed.world import World

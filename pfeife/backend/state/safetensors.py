@@ -12,7 +12,7 @@ from torch import nn
 
 from pfeife.backend.state.restoring import plain_name
 from pfeife.data import files
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import world_so_far
 from pfeife.runtime.distributed.state.shares import all_state, check_hooks, owner_of
 from pfeife.runtime.distributed.world import World
@@ -123,7 +123,7 @@ def _on_all_ranks(do: Callable[[], None], world: World | None) -> None:
         if refused is not None:
             raise refused
         return
-    with world.busy(lambda: Doing("save_safetensors")):
+    with world.busy(lambda: Activity("save_safetensors")):
         world.agreed("", "save_safetensors", refused=_refusal(do))
 
 

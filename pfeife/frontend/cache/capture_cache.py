@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pfeife.data import plain
-from pfeife.frontend.cache.stored import StoredProgram, restore, store
+from pfeife.frontend.cache.program_json import StoredProgram, restore, store
 from pfeife.ir.digest import fingerprint
 from pfeife.ir.program import Program
 

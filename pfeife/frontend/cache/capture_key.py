@@ -18,7 +18,7 @@ from torch import fx
 
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, sizes_of_arguments
-from pfeife.frontend.cache.spelling import name_of, spelled
+from pfeife.frontend.cache.graph_json import name_of, spelled
 from pfeife.frontend.forward import Forward
 
 FORMAT = 1  # of what is kept under such a key

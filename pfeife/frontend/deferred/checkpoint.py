@@ -12,14 +12,14 @@ from torch import nn
 
 from pfeife._torch import record_of
 from pfeife.frontend.deferred.checkpoint_files import Stored, check_shapes, stored
-from pfeife.frontend.deferred.tape import Source, Storages, View
-from pfeife.frontend.deferred.waiting import Recipe, sharing, view_of
+from pfeife.frontend.deferred.init_replay import Source, Storages, View
+from pfeife.frontend.deferred.tensors import Recipe, sharing, view_of
 
 Names = Mapping[int, Sequence[str]]
 
 
 @attrs.frozen(eq=False)
-class Shelf:
+class LazyCheckpoint:
     """What the values of some storages are made of from now on: for each of their tensors its name
     in a checkpoint, "" for one that is not there, which the `tape` makes."""
 
@@ -72,7 +72,9 @@ def shelve(
         tensors.setdefault(record_of(one), []).append((view_of(one), there[id(one)]))
     for source in {id(recipe.source): recipe.source for recipe in tensors}.values():
         theirs = [recipe for recipe in tensors if recipe.source is source]
-        shelf = Shelf(path, source, {recipe.storage: tensors[recipe] for recipe in theirs}, known)
+        shelf = LazyCheckpoint(
+            path, source, {recipe.storage: tensors[recipe] for recipe in theirs}, known
+        )
         for recipe in theirs:
             recipe.source = shelf
 

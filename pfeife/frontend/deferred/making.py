@@ -15,9 +15,9 @@ from torch import nn
 from pfeife import _torch
 from pfeife.frontend.arguments import aliases
 from pfeife.frontend.deferred.checkpoint import shelve
-from pfeife.frontend.deferred.living import living
+from pfeife.frontend.deferred.gc_objects import living
 from pfeife.frontend.deferred.recording import Reading, Recording
-from pfeife.frontend.deferred.waiting import Recipe, deferred_tensors, make
+from pfeife.frontend.deferred.tensors import Recipe, deferred_tensors, make
 
 
 @contextlib.contextmanager

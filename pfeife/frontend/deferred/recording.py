@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.frontend.deferred.tape import Operation, Tape, View
+from pfeife.frontend.deferred.init_replay import Operation, Tape, View
 from pfeife.frontend.trace.user_lines import calling_line
 
 _STATES = 0x7066656966650000  # seeds of the states that stand for those after draws

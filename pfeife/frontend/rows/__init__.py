@@ -1,6 +1,7 @@
 """How values depend on the rows of the batch, operation by operation.
 
-`follow` runs a graph by rules, `table` says which rule an operation has, `value` what is known of
-a value; read these in this order. The rules are in `elements`, `shapes` and `layers`; where there
-is none, `seen` looks at a run. `reductions` says what this means for a program's results.
+`propagate` runs a graph by rules, `table` says which rule an operation has, `value` what is known
+of a value; read these in this order. The rules are in `elements`, `shapes` and `layers`; where
+there is none, `by_running` looks at a run. `reductions` says what this means for a program's
+results.
 """

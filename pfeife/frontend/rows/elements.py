@@ -10,7 +10,7 @@ from torch import fx
 
 from pfeife.frontend.rows.value import (
     FIXED,
-    Operation,
+    RowOperation,
     Rows,
     Stuck,
     counting,
@@ -20,12 +20,12 @@ from pfeife.frontend.rows.value import (
 )
 
 
-def fixed(one: Operation) -> Rows:
+def fixed(one: RowOperation) -> Rows:
     maybe = frozenset().union(*(rows.maybe for _, rows in one.operands()))
     return Rows(maybe=maybe | sizes(one.shape, one.rows)) if maybe else FIXED
 
 
-def made(one: Operation) -> Rows:
+def made(one: RowOperation) -> Rows:
     """A tensor made from numbers: its sizes, and what it is filled with, may count rows."""
     fill = next((k for k in ("fill_value", "s") if k in one.arguments), None)
     value = one.number(fill) if fill and one.arguments[fill] else FIXED
@@ -34,7 +34,7 @@ def made(one: Operation) -> Rows:
     return attrs.evolve(value, dim=_grown(one.shape, shape_of(one.twin)))
 
 
-def constant(one: Operation) -> Rows:
+def constant(one: RowOperation) -> Rows:
     """A tensor made from Python's numbers: any of them may count rows."""
     value, other = _attribute(one.node), one.twin and _attribute(one.twin)
     if not isinstance(value, torch.Tensor):
@@ -70,7 +70,7 @@ def _grown(shape: Sequence[int], twice: Sequence[int]) -> int | None:
     return found[0]
 
 
-def pointwise(one: Operation) -> Rows:
+def pointwise(one: RowOperation) -> Rows:
     """Any function of the elements: of rows it has rows; of sums or means nothing is known."""
     found = aligned(one)
     if found.dim is None or found.power:
@@ -78,7 +78,7 @@ def pointwise(one: Operation) -> Rows:
     return attrs.evolve(found, maybe=frozenset())
 
 
-def aligned(one: Operation) -> Rows:
+def aligned(one: RowOperation) -> Rows:
     """Where the rows of the result are, by broadcasting; the rest from the first that has any."""
     operands = one.operands()
     partial = [rows for _, rows in operands if rows.dim is None and rows.varies]
@@ -98,7 +98,7 @@ def aligned(one: Operation) -> Rows:
     return Rows(any(rows.varies for _, rows in operands), dim, before, power)
 
 
-def same(one: Operation) -> Rows:
+def same(one: RowOperation) -> Rows:
     """A copy, another type, a sign."""
     (source, rows), *_ = one.operands()
     before, after = source.meta["val"].dtype, one.node.meta["val"].dtype
@@ -109,7 +109,7 @@ def same(one: Operation) -> Rows:
     return rows
 
 
-def sum_of(one: Operation) -> Rows:
+def sum_of(one: RowOperation) -> Rows:
     """a + b, a - b: both must grow alike, and what is the same in every microbatch is a mean."""
     parts = [rows for name in ("self", "other") for rows in [one.of(name)]]
     if "alpha" in one.arguments and one.arguments["alpha"] != 1:
@@ -134,12 +134,12 @@ def sum_of(one: Operation) -> Rows:
     )
 
 
-def product(one: Operation) -> Rows:
+def product(one: RowOperation) -> Rows:
     left, right = one.of("self"), one.of("other")
     return _scaled(one, left, right, 1)
 
 
-def quotient(one: Operation) -> Rows:
+def quotient(one: RowOperation) -> Rows:
     left, right = one.of("self"), one.of("other")
     if one.arguments.get("rounding_mode"):
         raise Stuck
@@ -154,7 +154,7 @@ def quotient(one: Operation) -> Rows:
     return _scaled(one, left, right, -1)
 
 
-def _scaled(one: Operation, left: Rows, right: Rows, sign: int) -> Rows:
+def _scaled(one: RowOperation, left: Rows, right: Rows, sign: int) -> Rows:
     """left * right ** sign; of two sums or means nothing is known."""
     maybe = left.maybe | frozenset(sign * power for power in right.maybe)
     power = left.power + sign * right.power
@@ -166,7 +166,7 @@ def _scaled(one: Operation, left: Rows, right: Rows, sign: int) -> Rows:
     return attrs.evolve(main, power=power, maybe=maybe, varies=left.varies or right.varies)
 
 
-def chosen(one: Operation) -> Rows:
+def chosen(one: RowOperation) -> Rows:
     """where(mask, a, b), masked_fill: of rows."""
     found = aligned(one)
     if found.dim is None or found.power:
@@ -175,7 +175,7 @@ def chosen(one: Operation) -> Rows:
     return attrs.evolve(found, maybe=frozenset().union(*maybe))
 
 
-def put(one: Operation) -> Rows:
+def put(one: RowOperation) -> Rows:
     """`x[mask] = number`, which is `x.masked_fill(mask, number)`."""
     masks, value = one.arguments["indices"], one.arguments["values"]
     if one.arguments["accumulate"] or len(masks) != 1 or math.prod(shape_of(value)) != 1:
@@ -186,7 +186,7 @@ def put(one: Operation) -> Rows:
     return chosen(one)
 
 
-def clamped(one: Operation) -> Rows:
+def clamped(one: RowOperation) -> Rows:
     """A count that is kept from zero is one still; else as any function."""
     rows = one.known[one.node.args[0]]  # type: ignore[index]
     low = one.arguments.get("min", one.arguments.get("other"))
@@ -196,7 +196,7 @@ def clamped(one: Operation) -> Rows:
     return pointwise(one)
 
 
-def add(one: Operation) -> Rows:
+def add(one: RowOperation) -> Rows:
     """As `sum_of`; a count with a tiny number added is a count still."""
     left, tiny = one.of("self"), one.arguments["other"]
     if isinstance(tiny, int | float) and 0 < tiny <= 1e-3 and left.power == 1 and left.varies:
@@ -204,20 +204,20 @@ def add(one: Operation) -> Rows:
     return sum_of(one)
 
 
-def dims_of(one: Operation, rank: int) -> set[int]:
+def dims_of(one: RowOperation, rank: int) -> set[int]:
     given = one.arguments.get("dim")
     if given is None or given == []:
         return set(range(rank))
     return {d % max(rank, 1) for d in (given if isinstance(given, list | tuple) else [given])}
 
 
-def over_dims(one: Operation) -> tuple[Rows, set[int], bool]:
+def over_dims(one: RowOperation) -> tuple[Rows, set[int], bool]:
     (node, rows), *_ = one.operands()
     dims = dims_of(one, len(shape_of(node)))
     return rows, dims, rows.dim in dims
 
 
-def _kept(one: Operation, rows: Rows, dims: set[int]) -> Rows:
+def _kept(one: RowOperation, rows: Rows, dims: set[int]) -> Rows:
     """Rows after other dimensions have been reduced."""
     assert rows.dim is not None
     if one.arguments.get("keepdim"):
@@ -225,7 +225,7 @@ def _kept(one: Operation, rows: Rows, dims: set[int]) -> Rows:
     return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in dims))
 
 
-def summed(one: Operation) -> Rows:
+def summed(one: RowOperation) -> Rows:
     rows, dims, over = over_dims(one)
     if rows.dim is None:
         return rows
@@ -234,7 +234,7 @@ def summed(one: Operation) -> Rows:
     return Rows(rows.varies, power=rows.power + 1, maybe=rows.maybe)
 
 
-def averaged(one: Operation) -> Rows:
+def averaged(one: RowOperation) -> Rows:
     rows, dims, over = over_dims(one)
     if rows.dim is None:
         return rows
@@ -243,7 +243,7 @@ def averaged(one: Operation) -> Rows:
     return Rows(rows.varies, power=rows.power, maybe=rows.maybe, plain=True)
 
 
-def reduced(one: Operation) -> Rows:
+def reduced(one: RowOperation) -> Rows:
     """Any reduction over other dimensions than that of the rows."""
     rows, dims, over = over_dims(one)
     if rows.dim is None or over or rows.power:
@@ -251,7 +251,7 @@ def reduced(one: Operation) -> Rows:
     return attrs.evolve(_kept(one, rows, dims), maybe=frozenset())
 
 
-def along(one: Operation) -> Rows:
+def along(one: RowOperation) -> Rows:
     """Along a dimension that is not that of the rows: softmax, cumsum, sort, flip."""
     rows, _, over = over_dims(one)
     if rows.dim is None or over or rows.power:
@@ -259,7 +259,7 @@ def along(one: Operation) -> Rows:
     return attrs.evolve(rows, maybe=frozenset())
 
 
-def normalised(one: Operation) -> tuple:
+def normalised(one: RowOperation) -> tuple:
     rows = one.of("input")
     shape = shape_of(one.arguments["input"])
     if rows.dim is None or rows.dim >= len(shape) - len(one.arguments["normalized_shape"]):

@@ -5,10 +5,10 @@ from typing import Any
 import attrs
 
 from pfeife.frontend.rows.elements import aligned
-from pfeife.frontend.rows.value import FIXED, Operation, Rows, Stuck, moves, shape_of
+from pfeife.frontend.rows.value import FIXED, RowOperation, Rows, Stuck, moves, shape_of
 
 
-def matrices(one: Operation) -> Rows:
+def matrices(one: RowOperation) -> Rows:
     """The rows of a product of matrices, a batch of them or not; over the rows it is a sum."""
     names = {"mat2": ("self", "mat2"), "batch2": ("batch1", "batch2"), "vec": ("self", "vec")}
     left, right = next(
@@ -27,7 +27,7 @@ def matrices(one: Operation) -> Rows:
     return attrs.evolve(product, maybe=product.maybe | extra.maybe)
 
 
-def _contracted(one: Operation, left: str, right: str) -> Rows:
+def _contracted(one: RowOperation, left: str, right: str) -> Rows:
     a, b = one.of(left), one.of(right)
     inner_a, inner_b = (
         len(shape_of(one.arguments[left])) - 1,
@@ -52,7 +52,7 @@ def _contracted(one: Operation, left: str, right: str) -> Rows:
     return Rows(True, found.dim, found.before)
 
 
-def batch_norm(one: Operation) -> tuple[Rows, ...]:
+def batch_norm(one: RowOperation) -> tuple[Rows, ...]:
     """Rows, by convention also where they are normalised by the statistics of their microbatch;
     the statistics count as means."""
     (_, rows), *_ = one.operands()
@@ -64,7 +64,7 @@ def batch_norm(one: Operation) -> tuple[Rows, ...]:
     return (Rows(True, 0), *[Rows(True, plain=True)] * 5)
 
 
-def batchwise(one: Operation) -> Rows:
+def batchwise(one: RowOperation) -> Rows:
     """Convolutions, pooling, resizing, normalisation: each row by itself, by weights that are no
     function of the batch."""
     (_, rows), *others = one.operands()
@@ -73,7 +73,7 @@ def batchwise(one: Operation) -> Rows:
     return Rows(True, 0)
 
 
-def attended(one: Operation) -> Rows:
+def attended(one: RowOperation) -> Rows:
     """Attention: every row by itself, in front or where heads are (tensors without heads get a
     dimension in front)."""
     operands = [(node, rows) for node, rows in one.operands() if moves(rows)]
@@ -86,7 +86,7 @@ def attended(one: Operation) -> Rows:
     return Rows(True, dim)
 
 
-def recurrent(one: Operation) -> tuple[Rows, ...]:
+def recurrent(one: RowOperation) -> tuple[Rows, ...]:
     """A layer of an LSTM: every row by itself, in the last dimension but one."""
     inputs = [one.arguments[name] for name in ("input", "hx_", "cx_")]
     for node, rows in one.operands():
@@ -97,7 +97,7 @@ def recurrent(one: Operation) -> tuple[Rows, ...]:
     return Rows(True, 1), state, state, Rows(True)
 
 
-def loss(one: Operation) -> Any:
+def loss(one: RowOperation) -> Any:
     """A loss with a `reduction`: none, mean or sum."""
     how, weight = one.arguments["reduction"], one.arguments.get("weight")
     found = _classes(one) if one.name.startswith("nll_loss") else aligned(one)
@@ -114,7 +114,7 @@ def loss(one: Operation) -> Any:
     return (each, Rows(True, power=1)) if one.name.startswith("nll_loss") else each
 
 
-def _classes(one: Operation) -> Rows:
+def _classes(one: RowOperation) -> Rows:
     target, scores = one.of("target"), one.of("self")
     if target.dim is None or (scores.dim, scores.before) != (target.dim, target.before):
         raise Stuck

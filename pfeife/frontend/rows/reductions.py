@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from pfeife import _torch
-from pfeife.frontend.rows.follow import ancestors, follow, paired
-from pfeife.frontend.rows.seen import Sample, seen_rows
+from pfeife.frontend.rows.by_running import Sample, seen_rows
+from pfeife.frontend.rows.propagate import ancestors, follow, paired
 from pfeife.frontend.rows.value import Known, Rows, Unknown, bound, operation, source_of
 from pfeife.ir.nodes import returned, source_line
 from pfeife.ir.parts import Count, Port, Role

@@ -9,7 +9,7 @@ from torch import fx
 from pfeife.frontend.rows.elements import dims_of, fixed, sizes
 from pfeife.frontend.rows.value import (
     FIXED,
-    Operation,
+    RowOperation,
     Rows,
     Rule,
     Stuck,
@@ -20,7 +20,7 @@ from pfeife.frontend.rows.value import (
 )
 
 
-def reshaped(one: Operation) -> Rows:
+def reshaped(one: RowOperation) -> Rows:
     """In row-major order the rows stay where they are, whatever the shape: `place` blocks, each
     with all rows one after the other.
 
@@ -48,7 +48,7 @@ def reshaped(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=dim, before=before)
 
 
-def _grown(one: Operation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _grown(one: RowOperation, possible: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those of the possible dimensions that are larger for twice the rows."""
     if one.twin is None:
         raise Stuck(numbers=True)
@@ -56,8 +56,8 @@ def _grown(one: Operation, possible: Sequence[tuple[int, int]]) -> list[tuple[in
     return [(dim, before) for dim, before in possible if twice[dim] != one.shape[dim]]
 
 
-def moved(order: Callable[[Operation, int], Sequence[int]]) -> Rule:
-    def rule(one: Operation) -> Rows:
+def moved(order: Callable[[RowOperation, int], Sequence[int]]) -> Rule:
+    def rule(one: RowOperation) -> Rows:
         (source, rows), *_ = one.operands()
         if rows.dim is None:
             return rows
@@ -67,11 +67,11 @@ def moved(order: Callable[[Operation, int], Sequence[int]]) -> Rule:
     return rule
 
 
-def permuted(one: Operation, rank: int) -> Sequence[int]:
+def permuted(one: RowOperation, rank: int) -> Sequence[int]:
     return [d % rank for d in one.arguments["dims"]]
 
 
-def transposed(one: Operation, rank: int) -> Sequence[int]:
+def transposed(one: RowOperation, rank: int) -> Sequence[int]:
     order = list(range(rank))
     if one.name == "t":
         return order[::-1]
@@ -80,7 +80,7 @@ def transposed(one: Operation, rank: int) -> Sequence[int]:
     return order
 
 
-def unsqueezed(one: Operation) -> Rows:
+def unsqueezed(one: RowOperation) -> Rows:
     (_, rows), *_ = one.operands()
     if rows.dim is None:
         return rows
@@ -88,7 +88,7 @@ def unsqueezed(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=rows.dim + (new <= rows.dim))
 
 
-def squeezed(one: Operation) -> Rows:
+def squeezed(one: RowOperation) -> Rows:
     (source, rows), *_ = one.operands()
     if rows.dim is None:
         return rows
@@ -99,7 +99,7 @@ def squeezed(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=rows.dim - sum(d < rows.dim for d in gone))
 
 
-def expanded(one: Operation) -> Rows:
+def expanded(one: RowOperation) -> Rows:
     (source, rows), *_ = one.operands()
     if rows.dim is None:
         return attrs.evolve(rows, maybe=rows.maybe | _new_sizes(one, shape_of(source)))
@@ -109,7 +109,7 @@ def expanded(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=dim, maybe=rows.maybe | _new_sizes(one, shape_of(source)))
 
 
-def _new_sizes(one: Operation, before: Sequence[int]) -> frozenset[int]:
+def _new_sizes(one: RowOperation, before: Sequence[int]) -> frozenset[int]:
     """What the sizes that an expansion makes may count."""
     old = (1,) * (len(one.shape) - len(before)) + tuple(before)
     twice = shape_of(one.twin) if one.twin else (0,) * len(one.shape)
@@ -121,7 +121,7 @@ def _new_sizes(one: Operation, before: Sequence[int]) -> frozenset[int]:
     return sizes(grown, one.rows)
 
 
-def picked(one: Operation) -> Rows:
+def picked(one: RowOperation) -> Rows:
     """A slice or an item of a dimension that is not that of the rows, or the whole of it."""
     (source, rows), *_ = one.operands()
     if rows.dim is None:
@@ -136,7 +136,7 @@ def picked(one: Operation) -> Rows:
     return attrs.evolve(rows, dim=rows.dim - (gone and dim < rows.dim))
 
 
-def joined(one: Operation) -> Rows:
+def joined(one: RowOperation) -> Rows:
     """cat and stack in another dimension than that of the rows."""
     operands = [(n, r) for n, r in one.operands() if math.prod(shape_of(n))]
     moving = [rows for _, rows in operands if moves(rows)]
@@ -161,7 +161,7 @@ def joined(one: Operation) -> Rows:
     return attrs.evolve(found, maybe=maybe)
 
 
-def padded(one: Operation) -> Rows:
+def padded(one: RowOperation) -> Rows:
     (_, rows), *_ = one.operands()
     if rows.dim is None or (rows.power and one.arguments["value"]):
         raise Stuck
@@ -171,7 +171,7 @@ def padded(one: Operation) -> Rows:
     return rows
 
 
-def written(one: Operation) -> Rows:
+def written(one: RowOperation) -> Rows:
     """slice_scatter, select_scatter: a part of a tensor, in another dimension than that of the
     rows, with other values."""
     base, part = one.of("self"), one.of("src")
@@ -189,7 +189,7 @@ def written(one: Operation) -> Rows:
     return Rows(True, place, before, power, base.maybe | part.maybe)
 
 
-def copied(one: Operation) -> Rows:
+def copied(one: RowOperation) -> Rows:
     """A tensor's values replaced by another's."""
     rows = one.of("src")
     if moves(rows) and shape_of(one.arguments["src"]) != one.shape:
@@ -197,7 +197,7 @@ def copied(one: Operation) -> Rows:
     return rows
 
 
-def like(one: Operation) -> Rows:
+def like(one: RowOperation) -> Rows:
     """A new tensor as large as another: as many rows."""
     (_, rows), *_ = one.operands()
     if rows.dim is None:
@@ -205,7 +205,7 @@ def like(one: Operation) -> Rows:
     return attrs.evolve(rows, power=0, maybe=frozenset())
 
 
-def drawn(one: Operation) -> Rows:
+def drawn(one: RowOperation) -> Rows:
     """Random numbers, as many as a tensor has, of a distribution with the same figures in every
     microbatch."""
     names = ("from", "to", "mean", "std", "lambd")
@@ -215,7 +215,7 @@ def drawn(one: Operation) -> Rows:
     return attrs.evolve(like(one), maybe=frozenset().union(*(one.maybe for one in figures)))
 
 
-def looked_up(one: Operation) -> Rows:
+def looked_up(one: RowOperation) -> Rows:
     """embedding: a table, and indices that have rows."""
     table, indices = one.of("weight"), one.of("indices")
     if moves(table) or indices.dim is None or indices.power:
@@ -223,7 +223,7 @@ def looked_up(one: Operation) -> Rows:
     return attrs.evolve(indices, maybe=table.maybe)
 
 
-def gathered(one: Operation) -> Rows:
+def gathered(one: RowOperation) -> Rows:
     """gather and scatter along another dimension than that of the rows."""
     moving = [rows for _, rows in one.operands() if moves(rows)]
     if len({(rows.dim, rows.before, rows.power) for rows in moving}) != 1:
@@ -234,7 +234,7 @@ def gathered(one: Operation) -> Rows:
     return Rows(True, moving[0].dim, moving[0].before, moving[0].power, maybe)
 
 
-def indexed(one: Operation) -> Rows:
+def indexed(one: RowOperation) -> Rows:
     """x[i, j]: indices into a table, into other dimensions, or row by row (x[arange(rows), i])."""
     table, indices = one.of("self"), one.arguments["indices"]
     given = [(at, i) for at, i in enumerate(indices) if i is not None]
@@ -262,7 +262,7 @@ def indexed(one: Operation) -> Rows:
     return Rows(True, dim, maybe=table.maybe)
 
 
-def _row_by_row(one: Operation, table: Rows, given: list, found: set, width: int) -> Rows:
+def _row_by_row(one: RowOperation, table: Rows, given: list, found: set, width: int) -> Rows:
     """The index of the rows' dimension counts the rows, so that row stays with row."""
     index = dict(given)[table.dim]
     shape = shape_of(index)

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from pfeife.frontend.rows import elements, layers, shapes
-from pfeife.frontend.rows.value import Operation, Rule, Stuck, moves
+from pfeife.frontend.rows.value import RowOperation, Rule, Stuck, moves
 
 
-def rule_of(one: Operation) -> Rule:
+def rule_of(one: RowOperation) -> Rule:
     """The rule of an operation. Raises Stuck if there is none."""
     if one.node.op == "get_attr":
         return elements.constant
@@ -28,11 +28,11 @@ def rule_of(one: Operation) -> Rule:
     raise Stuck
 
 
-def _target(one: Operation) -> Any:
+def _target(one: RowOperation) -> Any:
     return one.node.target if hasattr(one.node.target, "tags") else one.node.args[0]
 
 
-def _item(one: Operation) -> Any:
+def _item(one: RowOperation) -> Any:
     source, index = one.node.args
     found = one.known[source]  # type: ignore[index]
     return found[index] if isinstance(found, tuple) else found  # type: ignore[index]

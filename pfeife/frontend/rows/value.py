@@ -70,7 +70,7 @@ def operation(node: fx.Node) -> str:
 
 
 @attrs.frozen(eq=False)
-class Operation:
+class RowOperation:
     """A node with its operands by the names of the schema, and what is known of them."""
 
     node: fx.Node
@@ -171,4 +171,4 @@ def moves(rows: Any) -> bool:
     return not isinstance(rows, Rows) or rows.varies or rows.dim is not None or rows.power != 0
 
 
-Rule = Callable[[Operation], Any]
+Rule = Callable[[RowOperation], Any]

@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 from pfeife import _torch
 from pfeife.frontend.arguments import fake_like
-from pfeife.frontend.trace.answers import Answer
 from pfeife.frontend.trace.executed import Executed, pausing
 from pfeife.frontend.trace.guards import Guard
-from pfeife.frontend.trace.places import SIMPLE, Change, Places, Slot, short
+from pfeife.frontend.trace.reachable_state import SIMPLE, Change, Places, Slot, short
+from pfeife.frontend.trace.value_guards import ValueGuard
 
 
 @attrs.frozen(eq=False)
-class Run:
+class FakeRun:
     """What a run on tensors without storage has shown: the tensors with storage that it met, the
     fake ones that it read, by identity, its operations, its result, what it left behind, the code
     that it executed, and the answers that it got with their flags."""
@@ -30,7 +30,7 @@ class Run:
     changes: Sequence[Change]
     executed: Executed
     flags: Sequence[torch.Tensor]
-    answers: Sequence[Answer]
+    answers: Sequence[ValueGuard]
     of_data: bool  # whether data decide a size or a number
 
 
@@ -107,7 +107,7 @@ def stand_ins(
     return values
 
 
-def check_alike(first: Run, second: Run) -> None:
+def check_alike(first: FakeRun, second: FakeRun) -> None:
     """Raises ValueError unless both runs did the same, on the same tensors."""
     lost = next((one for at, one in second.real.items() if at in first.real), None)
     if lost is not None:
@@ -132,7 +132,7 @@ def check_alike(first: Run, second: Run) -> None:
         )
 
 
-def check_steady(before: Sequence[Guard], run: Run) -> None:
+def check_steady(before: Sequence[Guard], run: FakeRun) -> None:
     """Raises ValueError if a run has asked the world outside, or has left something else than it
     found."""
     if run.executed.asked:

@@ -39,7 +39,7 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife.frontend.trace.executed import EVERY, LIBRARIES, STANDARD, Executed
-from pfeife.frontend.trace.places import (
+from pfeife.frontend.trace.reachable_state import (
     SIMPLE,
     Entries,
     Part,

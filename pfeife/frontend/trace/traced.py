@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from pfeife.frontend.arguments import Inputs
 from pfeife.frontend.batch import Arguments, Leaf
 from pfeife.frontend.forward import Forward
-from pfeife.frontend.trace.answers import Answer, Noted, WrongAnswer, fails_elsewhere
 from pfeife.frontend.trace.guards import Guard
 from pfeife.frontend.trace.open_sizes import OpenSizes
-from pfeife.frontend.trace.places import SIMPLE, Slot
-from pfeife.ir.parts import Premise
+from pfeife.frontend.trace.reachable_state import SIMPLE, Slot
+from pfeife.frontend.trace.value_guards import Noted, ValueGuard, WrongAnswer, fails_elsewhere
+from pfeife.ir.parts import Assumption
 
 Read = tuple[Leaf | Slot, ...]  # where the value of an argument is: all places of one tensor
 
@@ -49,14 +49,16 @@ class Traced:
     sizes: OpenSizes
     made: Any
     kept: Mapping[int, Slot]
-    answers: tuple[Answer, ...]
+    answers: tuple[ValueGuard, ...]
     modules: tuple[nn.Module, ...]
     warm: Warm | None
 
     @property
-    def premises(self) -> tuple[Premise, ...]:
+    def premises(self) -> tuple[Assumption, ...]:
         """All that `broken` looks at, and the answers."""
-        found = [Premise("answer", f"{one.line} asks and gets {one.value}") for one in self.answers]
+        found = [
+            Assumption("answer", f"{one.line} asks and gets {one.value}") for one in self.answers
+        ]
         pairs = zip(self.inputs.arguments, self.reads, strict=True)
         for argument, (read, *_) in pairs:
             like = argument.example
@@ -66,16 +68,16 @@ class Traced:
             layout = f"{like.dtype} {list(shape)} with strides {list(strides)}"
             grad = ", with gradients" if like.requires_grad else ""
             what = f"{argument.names[0]} is {layout} on {like.device}{grad}"
-            found.append(Premise("tensor", what.replace("torch.", "")))
+            found.append(Assumption("tensor", what.replace("torch.", "")))
         for guard in self.guards:
             for key, value in zip(guard.keys, guard.values, strict=True):
                 if isinstance(value, SIMPLE):
-                    found.append(Premise("value", f"{guard.part.slot(key).name} is {value!r}"))
+                    found.append(Assumption("value", f"{guard.part.slot(key).name} is {value!r}"))
         count = sum(len(guard.values) for guard in self.guards)
         found.append(
-            Premise("contents", f"{len(self.guards)} objects have the same {count} entries")
+            Assumption("contents", f"{len(self.guards)} objects have the same {count} entries")
         )
-        found.append(Premise("call", "its arguments are built alike, its modes are the same"))
+        found.append(Assumption("call", "its arguments are built alike, its modes are the same"))
         return tuple(found)
 
     def broken(self, call: Arguments) -> str:

@@ -20,18 +20,17 @@ from torch import fx, nn
 from pfeife import _torch
 from pfeife.frontend.arguments import Argument, Inputs, Kept, aliases, fake_like, port_name
 from pfeife.frontend.batch import Arguments, Leaf
-from pfeife.frontend.checks.frozen import drawing_line, refusal, watching
-from pfeife.frontend.checks.untouched import alike, torchs_generators, values_kept
-from pfeife.frontend.deferred.waiting import check_values
+from pfeife.frontend.checks.foreign_generators import drawing_line, refusal, watching
+from pfeife.frontend.checks.restore import alike, torchs_generators, values_kept
+from pfeife.frontend.deferred.tensors import check_values
 from pfeife.frontend.forward import Forward
 from pfeife.frontend.results import Leaf as Result
 from pfeife.frontend.results import tensors_in
-from pfeife.frontend.trace.answers import Answer, Answering, Known, Noting, Spelling
 from pfeife.frontend.trace.data_writes import DataWrites, OwnBackward, OwnGradients
 from pfeife.frontend.trace.executed import Executed, noting
 from pfeife.frontend.trace.fake_run import (
+    FakeRun,
     Resizing,
-    Run,
     Seen,
     check_alike,
     check_steady,
@@ -40,10 +39,11 @@ from pfeife.frontend.trace.fake_run import (
 )
 from pfeife.frontend.trace.guards import Steering
 from pfeife.frontend.trace.open_sizes import Opening, Place
-from pfeife.frontend.trace.places import Held, Places, Slot
+from pfeife.frontend.trace.reachable_state import Places, Slot, StateGuard
 from pfeife.frontend.trace.traced import Read, Traced, Warm, check_rebuilt, kind_of
 from pfeife.frontend.trace.user_lines import noted as lines_noted
 from pfeife.frontend.trace.user_lines import user_line
+from pfeife.frontend.trace.value_guards import Answering, Known, Noting, Spelling, ValueGuard
 from pfeife.ir.parts import Role
 
 log = logging.getLogger("pfeife")
@@ -150,7 +150,7 @@ class _Tracer:
             for path, module in outer.named_modules()
         }
 
-    def run(self) -> Run:
+    def run(self) -> FakeRun:
         """A run on fake tensors. Raises ValueError if it does more than can be traced."""
         layouts = list(map(_layout, self.batch))
         try:
@@ -192,8 +192,8 @@ class _Tracer:
             raise _Fixed(fixed)
         return found
 
-    def _on_fakes(self) -> Run:
-        seen, held, executed = Seen(), Held(self.places, self.values), Executed()
+    def _on_fakes(self) -> FakeRun:
+        seen, held, executed = Seen(), StateGuard(self.places, self.values), Executed()
         symbols, told = _torch.forgetting_symbols(self.mode), self._answering()
         writes = DataWrites(self.values.values(), self.batch)
         gradients = OwnGradients(self.values.values(), fake=True)
@@ -220,7 +220,7 @@ class _Tracer:
                 result = self._called(self.batch)
         changes = tuple(held.changes)
         known = seen.real, seen.fake, seen.operations
-        return Run(*known, result, changes, executed, told.flags, told.answers, told.of_data)
+        return FakeRun(*known, result, changes, executed, told.flags, told.answers, told.of_data)
 
     def _answering(self) -> Answering:
         return Answering(self.mode, self.known, self.opening.known)
@@ -263,10 +263,10 @@ class _Tracer:
 
     def _eager(
         self, tensors: Collection[torch.Tensor], noting: AbstractContextManager[Any]
-    ) -> tuple[Any, Held]:
+    ) -> tuple[Any, StateGuard]:
         """The results of the first microbatch in eager, and what has changed meanwhile in the
         slots, which are put back, as are the values of the tensors."""
-        held, gradients = Held(self.places, {}), OwnGradients(tensors, fake=False)
+        held, gradients = StateGuard(self.places, {}), OwnGradients(tensors, fake=False)
         states, moved = torchs_generators(), watching()
         try:
             with values_kept(tensors), held, states, moved, self.told(), gradients, noting:
@@ -275,7 +275,7 @@ class _Tracer:
             raise plain_reason(error) from error
         return result, held
 
-    def traced(self, first: Run, warm: Warm | None = None, is_first: bool = True) -> Traced:
+    def traced(self, first: FakeRun, warm: Warm | None = None, is_first: bool = True) -> Traced:
         """The step's forward, after a run, which perhaps `is_first`."""
         steering = Steering(self.step, self.call.others, first.executed)
         before, second = steering.guards(), self.run()
@@ -420,7 +420,7 @@ class _Tracer:
         reads: Sequence[Read],
         leaves: Sequence[Result],
         kept: Sequence[Slot],
-        answers: Sequence[Answer],
+        answers: Sequence[ValueGuard],
     ) -> Callable[..., list[torch.Tensor]]:
         """Runs the step on values of its arguments, once more than where it was given `answers`.
         (Eager needs none.)"""
@@ -430,7 +430,7 @@ class _Tracer:
             given = {one: value for one, value in pairs if isinstance(one, Slot)}
             firsts = {id(one.first): value for one, value in pairs if isinstance(one, Leaf)}
             batch = [firsts.get(id(leaf.first), leaf.first) for leaf in self.call.leaves]
-            held, told = Held(self.places, given), self._answering()
+            held, told = StateGuard(self.places, given), self._answering()
             traced = fx.traceback.has_preserved_node_meta()
             try:
                 with held, self._as_traced(told) if traced else nullcontext():

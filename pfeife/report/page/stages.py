@@ -11,10 +11,10 @@ from torch import fx
 from pfeife.cost import stage_memory
 from pfeife.data.plan import Plan
 from pfeife.data.units import count, duration, size
+from pfeife.ir.messages import holders, messages
 from pfeife.ir.nodes import node_bytes, source_line
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders, messages
 from pfeife.passes.compose import Recorded
 from pfeife.passes.fuse import module_path
 from pfeife.report.page.elements import Figure, Html, table

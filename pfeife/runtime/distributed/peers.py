@@ -18,7 +18,7 @@ from pfeife import _torch
 from pfeife._torch import is_absent
 from pfeife.data import plain
 from pfeife.runtime.distributed.agreement import Agreed, comparable, disagreement
-from pfeife.runtime.distributed.links.connecting import ALL_RANKS, use_once
+from pfeife.runtime.distributed.links.channels import Ends
 from pfeife.runtime.distributed.links.connection import (
     FOREVER,
     Connection,
@@ -26,8 +26,8 @@ from pfeife.runtime.distributed.links.connection import (
     queued_by_now,
     wait_for_queued,
 )
-from pfeife.runtime.distributed.links.ends import Ends
 from pfeife.runtime.distributed.links.reducing import Reducer
+from pfeife.runtime.distributed.links.warm_up import ALL_RANKS, use_once
 from pfeife.runtime.distributed.liveness import diagnosis
 from pfeife.runtime.distributed.liveness.ending import end_process
 from pfeife.runtime.distributed.liveness.heartbeat import (
@@ -35,15 +35,15 @@ from pfeife.runtime.distributed.liveness.heartbeat import (
     BUILDING,
     INTERVAL,
     OUTSIDE,
-    Doing,
+    Activity,
     Monitor,
 )
-from pfeife.runtime.distributed.liveness.lifelines import SILENCE, Lifelines
-from pfeife.runtime.distributed.liveness.patience import Patience
+from pfeife.runtime.distributed.liveness.keepalive import SILENCE, Lifelines
 from pfeife.runtime.distributed.liveness.rendezvous import rendezvous
+from pfeife.runtime.distributed.liveness.watchdog import WaitWatchdog
 from pfeife.runtime.distributed.served.posting import OVER, leave
-from pfeife.runtime.distributed.served.script import Rest, Script
-from pfeife.runtime.failure import Failure, PipelineError, Refusal, failure_of
+from pfeife.runtime.distributed.served.script_point import Rest, Script
+from pfeife.runtime.failure import CollectiveError, Failure, PipelineError, failure_of
 
 log = logging.getLogger("pfeife")
 
@@ -85,7 +85,7 @@ class Peers:
         self.inside, self.asking = 0, False
         self.waiting: float | None = None  # since when for all ranks
         self.waited = 0.0  # seconds so far, for messages and for all ranks
-        self.look: Callable[[], Doing] = _outside
+        self.look: Callable[[], Activity] = _outside
         self.nccl = goes_by_nccl(device)
         self.script = Script(lambda: queued_by_now(device) if device.type == "cuda" else None)
         self.gloo: Any = _torch.gloo_device()
@@ -96,7 +96,7 @@ class Peers:
         self.lifelines: Lifelines = before.lifelines if before else Lifelines(self.beside)
         self.monitor = Monitor(own, self.rank, self.size, self._look, self._hear)
         self.torn: dict[int, RuntimeError] = {}  # ranks that the service has lost, and how
-        self.watch = Patience(
+        self.watch = WaitWatchdog(
             self.monitor, lambda: self.timeout, self._look, self.stop, self._seen_to_go
         )
         try:
@@ -152,14 +152,14 @@ class Peers:
             self.waiting = None
         self.check()
 
-    def _look(self) -> Doing:
+    def _look(self) -> Activity:
         doing, since = self.look(), self.waiting
         if since is not None:
             return attrs.evolve(doing, waits_for=ALL, since=since)
         return self.script.doing() if doing.text == OUTSIDE else doing
 
     @contextlib.contextmanager
-    def busy(self, look: Callable[[], Doing]) -> Iterator[None]:
+    def busy(self, look: Callable[[], Activity]) -> Iterator[None]:
         """While the calling thread is at something that other ranks may wait for.
 
         Raises PipelineError if a rank has failed already. An exception inside fails all ranks.
@@ -169,7 +169,7 @@ class Peers:
         self.inside += 1
         try:
             yield
-        except (PipelineError, Refusal):
+        except (PipelineError, CollectiveError):
             raise
         except BaseException as error:
             self.stop(failure_of(error, self.rank, look().text))
@@ -181,7 +181,7 @@ class Peers:
 
     def building(self, what: str) -> contextlib.AbstractContextManager[None]:
         """While this rank prepares something, which may take longer than the timeout."""
-        return self.busy(lambda: Doing(BUILDING + what))
+        return self.busy(lambda: Activity(BUILDING + what))
 
     def check(self) -> None:
         """Raises PipelineError if any rank has failed."""
@@ -223,7 +223,7 @@ class Peers:
             )
             end_process()
 
-    def _seen_to_go(self, doing: Doing) -> Failure | None:
+    def _seen_to_go(self, doing: Activity) -> Failure | None:
         """Why there is no use in waiting: a node is cut off, or, for what NCCL carries, which does
         not notice it, a process is gone: the sockets of the service do."""
         if self.failure is not None:
@@ -312,7 +312,7 @@ class Peers:
 
     def decided_by_rank_zero(self, decide: Callable[[], str]) -> str:
         """What rank 0 decides, on every rank (collective). If that raises a ValueError there, all
-        ranks raise a Refusal with its text."""
+        ranks raise a CollectiveError with its text."""
         text = ""
         if self.rank == 0:
             try:
@@ -321,7 +321,7 @@ class Peers:
                 text = "-" + str(error)
         shared = self.from_rank_zero(text)
         if shared.startswith("-"):
-            raise Refusal(shared[1:])
+            raise CollectiveError(shared[1:])
         return shared[1:]
 
     def from_all_ranks(self, text: str) -> list[str]:
@@ -341,8 +341,8 @@ class Peers:
         return found.to(self.device, torch.uint8)
 
     def check_agreement(self, text: str, what: str) -> None:
-        """Raises Refusal on every rank unless all ranks give the same text (collective); the
-        error has the first line that differs."""
+        """Raises CollectiveError on every rank unless all ranks give the same text (collective);
+        the error has the first line that differs."""
         self.agreed(text, what)
 
     def agreed(
@@ -359,10 +359,9 @@ class Peers:
         """What every rank adds to a text that all of them give alike (collective), and to one of
         their `own` that the ranks of each group do.
 
-        Raises Refusal on every rank if the ranks are at different places of the script, by `what`
-        they agree on; if the texts differ, with the first line that does; or if any rank cannot
-        go on: with its own words there, and on the others with the rank in front.
-        """
+        Raises CollectiveError on every rank if the ranks are at different places of the script, by
+        `what` they agree on; if the texts differ, with the first line that does; or if any rank
+        cannot go on: with its own words there, and on the others with the rank in front."""
         # One gather of a fixed size while all goes well; the texts follow only if they differ.
         text = f"{what}\0{text}"
         compared = (_encoded(comparable(one)) for one in (text, own))
@@ -378,7 +377,9 @@ class Peers:
         if not (alike and all(len({owned[one] for one in group}) == 1 for group in groups)):
             cause = f"{type(refused).__name__}: {refused}" if refused else ""
             told = self.from_all_ranks(f"{cause}\0{text}\0{own}")
-            raise Refusal(str(refused) if refused else disagreement(told, groups)) from refused
+            raise CollectiveError(
+                str(refused) if refused else disagreement(told, groups)
+            ) from refused
         if max(sizes) == _SHORT:
             return Agreed(numbers, tuple(self.from_all_ranks(note)))
         notes = (one[:size].decode() for one, size in zip(shorts, sizes, strict=True))
@@ -405,8 +406,8 @@ class Peers:
         self.script.seen = None
 
 
-def _outside() -> Doing:
-    return Doing(OUTSIDE)
+def _outside() -> Activity:
+    return Activity(OUTSIDE)
 
 
 def _encoded(text: str) -> bytes:

@@ -25,13 +25,13 @@ from pfeife.ir.program import Program
 from pfeife.lowering.announced import envelope_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.distributed.batch_norms import statistics_of_all
-from pfeife.runtime.distributed.links.arriving import compared, sketch
 from pfeife.runtime.distributed.links.connection import Connection
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.links.tangent_check import compared, sketch
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.process_group import join_world
 from pfeife.runtime.distributed.transport import DistributedTransport
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.failure import Refusal, describe
+from pfeife.runtime.failure import CollectiveError, describe
 from pfeife.runtime.interpret import RankRunner
 from pfeife.runtime.peak import peak_bytes
 from pfeife.runtime.phase_guard import PhaseGuard
@@ -91,7 +91,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         """On this rank inputs that do not fit are refused before anything is sent; the others raise
         PipelineError."""
         world = self._world()
-        with world.busy(lambda: Doing("the inputs of a step")):
+        with world.busy(lambda: Activity("the inputs of a step")):
             if world is not self.transport.world:  # after a failure
                 self.transport = DistributedTransport(world, self.mesh, self.program, self.apart)
             yield range(self.transport.replica, self.transport.replica + 1)
@@ -112,7 +112,7 @@ class DistributedPipeline(Pipeline["DistributedStep"]):
         if not self.program.counts or not (self.apart or of_rank_zero):
             return found
         world = self._world()
-        with world.busy(lambda: Doing("the counts of a batch")):
+        with world.busy(lambda: Activity("the counts of a batch")):
             if of_rank_zero:
                 table = self._counted(mine) if world.rank == 0 else self._counts(len(mine))
                 world.broadcast(table.view(torch.uint8), 0)
@@ -201,26 +201,26 @@ class DistributedStep(PipelineStep):
         self.spent += seconds
         self.worked += seconds - (world.waited - waited)
 
-    def _doing(self) -> Doing:
+    def _doing(self) -> Activity:
         """Read by the monitor's thread."""
         actions = self.pipeline.runner.actions
         where = describe(actions[self.step.at]) if actions else "a step"
-        return Doing(where, *self.transport.awaited)
+        return Activity(where, *self.transport.awaited)
 
-    def _sharing(self) -> Doing:
+    def _sharing(self) -> Activity:
         """Read by the monitor's thread."""
         text, behind = "sharing the results of a step", self.transport.behind()
         if behind is not None:
             text += f", its device in {describe(self.pipeline.runner.actions[behind])}"
-        return Doing(text)
+        return Activity(text)
 
     def preparing(self) -> contextlib.AbstractContextManager[None]:
         """While the backward is prepared, which fails on all ranks if it does on one."""
-        return self.transport.world.busy(lambda: Doing("the gradients of a step's results"))
+        return self.transport.world.busy(lambda: Activity("the gradients of a step's results"))
 
     def compare(self, tangents: Sequence[Mapping[str, torch.Tensor]], *, values: bool) -> None:
-        """Raises Refusal on all ranks unless they are at a backward from the same outputs; with
-        `values` also unless they have the same gradients of these, to within rounding
+        """Raises CollectiveError on all ranks unless they are at a backward from the same outputs;
+        with `values` also unless they have the same gradients of these, to within rounding
         (collective)."""
         world = self.transport.world
         names = [name for part in tangents for name in part]
@@ -228,7 +228,7 @@ class DistributedStep(PipelineStep):
         if values:
             wrong = compared(world.gather(sketch(tangents).to(world.device)), tangents)
             if wrong:
-                raise Refusal(wrong)
+                raise CollectiveError(wrong)
 
     def result(self, *, outputs: bool = True) -> Result:
         """Loss and outputs of the whole step, gradients and buffers of this rank; without

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from pfeife.data.machine import Mesh
+from pfeife.ir.messages import messages
 from pfeife.ir.parts import Reduction
 from pfeife.ir.program import Program
-from pfeife.ir.travel import messages
 from pfeife.lowering.buckets import Bucket, buckets_of
 from pfeife.lowering.envelope import Envelope, Tensors
 from pfeife.runtime.buffered import Buffered
 from pfeife.runtime.distributed.links.buffers import Buffers
-from pfeife.runtime.distributed.links.connecting import REDUCE
+from pfeife.runtime.distributed.links.channels import Incoming, Outgoing, Works
 from pfeife.runtime.distributed.links.connection import Connection, queued_by_now
-from pfeife.runtime.distributed.links.ends import Incoming, Outgoing, Works
-from pfeife.runtime.distributed.links.launching import check_launching
+from pfeife.runtime.distributed.links.cuda_launch import check_launching
 from pfeife.runtime.distributed.links.reducing import Reducing, Route
+from pfeife.runtime.distributed.links.warm_up import REDUCE
 from pfeife.runtime.distributed.world import World
 
 

@@ -7,8 +7,8 @@ import torch
 from pfeife.runtime.distributed.liveness import diagnosis
 from pfeife.runtime.distributed.liveness.heartbeat import kept_by_torchrun
 from pfeife.runtime.distributed.peers import GRACE, Peers
-from pfeife.runtime.distributed.served.serving import Service
-from pfeife.runtime.distributed.served.staying import stay
+from pfeife.runtime.distributed.served.exit_barrier import stay
+from pfeife.runtime.distributed.served.state_server import Service
 from pfeife.runtime.distributed.state.ownership import Ownership
 
 _ASKED = "asked"  # what the connection of the service is for

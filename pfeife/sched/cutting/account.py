@@ -22,7 +22,7 @@ from pfeife.sched.cutting.workload import Flow, Workload
 
 
 @attrs.frozen
-class Held:
+class Footprint:
     """Bytes of clusters that are together, on a stage or on a rank.
 
     `state`: parameters with their optimizer state, buffers, and sums of gradients. Of one
@@ -64,9 +64,9 @@ class Account:
 
     def __init__(self, work: Workload):
         self.work = work
-        self._known: dict[tuple[int, ...], Held] = {}
+        self._known: dict[tuple[int, ...], Footprint] = {}
 
-    def held(self, units: Iterable[int]) -> Held:
+    def held(self, units: Iterable[int]) -> Footprint:
         """Bytes of these clusters."""
         key = tuple(units)
         if key not in self._known:
@@ -109,7 +109,7 @@ class Account:
         return found
 
 
-def held_from(work: Workload, first: int) -> Iterator[Held]:
+def held_from(work: Workload, first: int) -> Iterator[Footprint]:
     """Bytes of a cluster alone, with the next one, with the next two, ..."""
     growing = _Growing(work)
     for unit in range(first, work.units):
@@ -131,10 +131,10 @@ class _Growing:
         self._sums = {role: _Distinct() for role in ("late", "kept", "saved", "ahead", "back")}
 
     @property
-    def held(self) -> Held:
+    def held(self) -> Footprint:
         calls = (self._made[kind] + most for kind, most in self._most.items())
         sums = {role: found.bytes for role, found in self._sums.items()}
-        return Held(state=self.state, temporaries=max(calls, default=0), **sums)
+        return Footprint(state=self.state, temporaries=max(calls, default=0), **sums)
 
     def add(self, unit: int) -> None:
         work = self.work
@@ -189,7 +189,7 @@ class _Distinct:
         self.bytes += size * ((before + by > 0) - (before > 0))
 
 
-def posted(found: Held, stages: int, microbatches: int) -> int:
+def posted(found: Footprint, stages: int, microbatches: int) -> int:
     """Bytes of the messages that have buffers before they arrive, as many for each microbatch as
     there are stages: as if forwards received of one rank alone, and backwards of another."""
     sizes = (size for size in (found.ahead, found.back) if size)

@@ -14,6 +14,7 @@ from pfeife.data.machine import Machine
 from pfeife.data.network import Network
 from pfeife.data.units import size
 from pfeife.sched.cutting.account import Account, held_from, posted, with_left_out
+from pfeife.sched.cutting.border_links import Border, Machines, borders_of
 from pfeife.sched.cutting.borders import (
     climbed,
     evenest,
@@ -23,8 +24,7 @@ from pfeife.sched.cutting.borders import (
     worst_of,
 )
 from pfeife.sched.cutting.clusters import Clusters, StageTimes, clusters_of
-from pfeife.sched.cutting.joints import Border, Machines, borders_of
-from pfeife.sched.cutting.room import NoRoom, TooManyStages
+from pfeife.sched.cutting.memory_limit import OutOfMemory, TooManyStages
 from pfeife.sched.cutting.workload import Workload
 
 _HALVINGS = 6  # of the room that a stage has on a rank with several
@@ -88,8 +88,8 @@ class Cutter:
     def even(self) -> tuple[int, ...]:
         """The stage of every cluster, such that the slowest stage is as fast as can be, and among
         such cuts the most even (see `evenest`). Raises ValueError if there are more stages than
-        clusters or open borders, NoRoom if none of the cuts fits (with several stages a rank: none
-        that was found)."""
+        clusters or open borders, OutOfMemory if none of the cuts fits (with several stages a rank:
+        none that was found)."""
         stages, units = len(self.stage_ranks), self.account.work.units
         self._check()
         if math.isinf(self.limit):
@@ -270,9 +270,9 @@ def _closed(clusters: Clusters) -> str:
     )
 
 
-def _refusal(clusters: Clusters, stages: int, limit: float, lacks: float) -> NoRoom:
+def _refusal(clusters: Clusters, stages: int, limit: float, lacks: float) -> OutOfMemory:
     text = (
         f"no cut into {stages} stages fits {size(limit)} a rank: with the roomiest one the worst "
         f"rank lacks {size(lacks)}; use more stages, smaller microbatches or a larger limit"
     )
-    return NoRoom(f"{text}; {_closed(clusters)}" if clusters.blocked else text, lacks)
+    return OutOfMemory(f"{text}; {_closed(clusters)}" if clusters.blocked else text, lacks)

@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 
 from pfeife.ir.parts import Kind
+from pfeife.sched.cutting.border_links import Border
 from pfeife.sched.cutting.borders import between
-from pfeife.sched.cutting.joints import Border
 from pfeife.sched.cutting.workload import Workload
 
 

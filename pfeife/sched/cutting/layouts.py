@@ -14,11 +14,11 @@ from pfeife.data.plan import RecomputeOption
 from pfeife.lowering.problem import Problem
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, with_left_out
 from pfeife.sched.cutting.balanced import roomiest
+from pfeife.sched.cutting.border_links import Border, Machines, borders_of
 from pfeife.sched.cutting.borders import borders, climbed, open_borders, stages_from
 from pfeife.sched.cutting.clusters import Clusters, clusters_of
-from pfeife.sched.cutting.joints import Border, Machines, borders_of
+from pfeife.sched.cutting.memory_limit import TooManyStages
 from pfeife.sched.cutting.recompute_choice import cheapest
-from pfeife.sched.cutting.room import TooManyStages
 from pfeife.sched.cutting.stages import room_for, stage_problem
 from pfeife.sched.cutting.workload import Workload
 from pfeife.sched.families.orders import folded, looped

@@ -7,10 +7,10 @@ from itertools import accumulate
 import numpy as np
 from torch import fx
 
+from pfeife.ir.messages import holders
 from pfeife.ir.outline import inline
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders
 from pfeife.sched.cutting.borders import between, evenest, stages_from
 from pfeife.sched.cutting.cuts import split_at
 from pfeife.sched.cutting.workload import blocked_borders

@@ -20,11 +20,11 @@ from pfeife.cost.body import Storage, storage_in, storage_of
 from pfeife.cost.estimate import compute_bound, node_seconds
 from pfeife.data.machine import Machine
 from pfeife.data.plan import RecomputeOption
+from pfeife.ir.messages import call_of
 from pfeife.ir.nodes import find_node, has_effects, is_source, returned
 from pfeife.ir.parts import Kind, Role
 from pfeife.ir.program import Program
 from pfeife.ir.sizes import numbers_of_sizes
-from pfeife.ir.travel import call_of
 
 Budget = Literal["none", "full", "selective"] | int | Collection[str]
 

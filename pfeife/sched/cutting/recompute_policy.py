@@ -14,7 +14,7 @@ from pfeife.ir.parts import Kind
 from pfeife.ir.program import Program
 from pfeife.passes import join_backward, partition
 from pfeife.sched.cutting.recompute_choice import choose_recompute, recompute_options
-from pfeife.sched.cutting.relief import relieved, with_blocks
+from pfeife.sched.cutting.recompute_greedy import relieved, with_blocks
 
 # "always", "except_last", "never", "auto"; every so many blocks; or modules by their names.
 RecomputePolicy = str | int | Sequence[str]

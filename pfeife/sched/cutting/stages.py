@@ -10,7 +10,7 @@ from pfeife.ir.parts import Kind
 from pfeife.lowering.envelope import Travel, travel
 from pfeife.lowering.problem import Edge, Problem, StageCosts, peak_memory
 from pfeife.sched.cutting.account import NO_RELIEF, Account, Relief, units_of
-from pfeife.sched.cutting.joints import Machines, joint
+from pfeife.sched.cutting.border_links import Machines, joint
 from pfeife.sched.cutting.workload import Workload
 
 

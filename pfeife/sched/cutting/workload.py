@@ -9,10 +9,10 @@ import attrs
 from pfeife.cost.body import Body, Storage, storage_of
 from pfeife.cost.memory import trained_parameters
 from pfeife.data.optimizers import Optimizer, optimizer_bytes
+from pfeife.ir.messages import call_of, holders
 from pfeife.ir.nodes import is_source, node_bytes, returned
 from pfeife.ir.parts import Call, Kind, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import call_of, holders
 from pfeife.lowering.predict import check_costs
 
 

@@ -17,7 +17,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.placements import Further, search_each
-from pfeife.sched.search.run import Found
+from pfeife.sched.search.run import SearchResult
 
 
 @attrs.frozen
@@ -33,7 +33,7 @@ class _Task:
 
 @attrs.frozen
 class _Answer:
-    """Which problem has the best schedule, and the fields of `Found`."""
+    """Which problem has the best schedule, and the fields of `SearchResult`."""
 
     at: int
     schedule: str
@@ -51,7 +51,7 @@ def search_side_by_side(
     seeds: Sequence[Sequence[Schedule]],
     jobs: int,
     further: Further | None = None,
-) -> tuple[int, Found]:
+) -> tuple[int, SearchResult]:
     """The best of `jobs` searches with the seeds from `seed` on, each with the whole budget; of
     equals the one of the first seed. This process does the first one, and judges all by `further`
     where that is given."""
@@ -68,7 +68,7 @@ def search_side_by_side(
     with _running(others) as answers:
         found = [search_each(problems, budget, seed, seeds, further), *answers()]
 
-    def seconds(pair: tuple[int, Found]) -> float:
+    def seconds(pair: tuple[int, SearchResult]) -> float:
         return further(pair[0], pair[1].schedule) if further else pair[1].seconds
 
     at, best = min(found, key=seconds)
@@ -106,7 +106,7 @@ def _running(tasks: Sequence[_Task]) -> Iterator:
                 )
             )
 
-        def answers() -> list[tuple[int, Found]]:
+        def answers() -> list[tuple[int, SearchResult]]:
             return [_answer(p, folder / f"{i}.out") for i, p in enumerate(processes)]
 
         try:
@@ -118,13 +118,13 @@ def _running(tasks: Sequence[_Task]) -> Iterator:
                     process.communicate()
 
 
-def _answer(process: subprocess.Popen, path: Path) -> tuple[int, Found]:
+def _answer(process: subprocess.Popen, path: Path) -> tuple[int, SearchResult]:
     _, trouble = process.communicate()
     if process.returncode:
         raise RuntimeError(f"a process of the search ended: {trouble.decode(errors='replace')}")
     found = plain.from_json(_Answer, path.read_text())
     fields = attrs.asdict(found, filter=lambda field, _: field.name not in ("at", "schedule"))
-    return found.at, Found(schedule=Schedule.from_csv(found.schedule), **fields)
+    return found.at, SearchResult(schedule=Schedule.from_csv(found.schedule), **fields)
 
 
 def main(asked: str, answered: str) -> None:

@@ -10,7 +10,7 @@ from pfeife.data.schedule import Schedule
 from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.opening import try_families
-from pfeife.sched.search.run import Found, Search
+from pfeife.sched.search.run import Search, SearchResult
 
 # What a step takes with a schedule of a problem, by its place, and what follows: no less than it.
 Further = Callable[[int, Schedule], float]
@@ -24,7 +24,7 @@ def search_each(
     seed: int,
     seeds: Sequence[Sequence[Schedule]],
     further: Further | None = None,
-) -> tuple[int, Found]:
+) -> tuple[int, SearchResult]:
     """The best of all problems, and which it is, within what is left of a budget; by `further`,
     where that is given, of what each search has found.
 
@@ -76,7 +76,7 @@ def _shares(searches: Sequence[Search]) -> list[tuple[Search, float]]:
     return [(s, enough[s] / sum(enough.values())) for s in ordered]
 
 
-def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, Found]:
+def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, SearchResult]:
     """The shortest that the judge finds among the searches that found something."""
     best = min(search.best for search in searches.values())
     if math.isinf(best):
@@ -95,10 +95,10 @@ def _best(searches: dict[int, Search], further: Further | None) -> tuple[int, Fo
     )
 
 
-def _judged_further(searches: dict[int, Search], further: Further) -> dict[int, Found]:
+def _judged_further(searches: dict[int, Search], further: Further) -> dict[int, SearchResult]:
     """What searches have found, each shorter with what follows than those before; those that are
     longer alone are not asked."""
-    found: dict[int, Found] = {}
+    found: dict[int, SearchResult] = {}
     shortest = math.inf
     for at, search in sorted(searches.items(), key=lambda pair: pair[1].best):
         if search.best >= shortest:

@@ -40,7 +40,7 @@ _FEW_MOVES = 1_500  # evaluations, with fewer of which annealing gets nowhere
 
 
 @attrs.frozen
-class Found:
+class SearchResult:
     """A schedule, its makespan and a bound of any schedule's (seconds), the peak of activations
     per rank (bytes), and how many schedules were timed. `interrupted` says that the clock ended
     the search before its budget did, so that another run may find another schedule."""
@@ -299,7 +299,7 @@ class Search:
 
     # --- the end -----------------------------------------------------------------------------
 
-    def result(self, further: Callable[[Schedule], float] | None = None) -> Found:
+    def result(self, further: Callable[[Schedule], float] | None = None) -> SearchResult:
         """The best by the judge, who runs a backward whole where that costs nothing; by what
         `further` says of it, where more follows than the schedule."""
         judged = [self.given] if self.given else []
@@ -314,7 +314,7 @@ class Search:
         shortest = min(judged, key=lambda pair: further(pair[1]) if further else pair[0])
         seconds, schedule = shortest
         memory = peak_memory(self.problem, schedule)
-        return Found(
+        return SearchResult(
             schedule, seconds, self.bound, memory, self.evaluations, self.budget.interrupted
         )
 

@@ -7,7 +7,7 @@ from pfeife.lowering.problem import Problem
 from pfeife.sched.search.budget import Budget
 from pfeife.sched.search.parallel import search_side_by_side
 from pfeife.sched.search.placements import Further, search_each
-from pfeife.sched.search.run import Found
+from pfeife.sched.search.run import SearchResult
 
 _SECONDS = 5.0
 
@@ -21,7 +21,7 @@ def search_schedule(
     seeds: Iterable[Schedule] = (),
     jobs: int = 1,
     tick: Callable[[], None] = lambda: None,
-) -> Found:
+) -> SearchResult:
     """The shortest schedule found that keeps to the memory, at most as long as any of `seeds`.
 
     The budget is `work`, in operations looked at: the same problem, seed and seeds give the same
@@ -55,7 +55,7 @@ def search_placements(
     seeds: Sequence[Iterable[Schedule]] | None = None,
     jobs: int = 1,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[int, Found]:
+) -> tuple[int, SearchResult]:
     """The best of several problems, such as the same model on other placements, and which it is.
 
     The arguments are those of `search_schedule`; `seeds[i]` are for problem i. All placements have
@@ -76,7 +76,7 @@ def search_within(
     seeds: Sequence[Iterable[Schedule]] | None = None,
     jobs: int = 1,
     further: Further | None = None,
-) -> tuple[int, Found]:
+) -> tuple[int, SearchResult]:
     """`search_placements` with what is left of a budget; the last candidates are judged by
     `further`, where more follows than their schedules."""
     if not problems:

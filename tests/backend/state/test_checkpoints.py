@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 import pfeife
 from pfeife import _torch
 from pfeife.frontend.deferred.checkpoint_folder import METADATA
-from pfeife.frontend.deferred.waiting import deferred_tensors
+from pfeife.frontend.deferred.tensors import deferred_tensors
 from pfeife.runtime.distributed.state import writing
 
 

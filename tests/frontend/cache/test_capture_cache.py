@@ -20,7 +20,7 @@ from torch import nn
 import pfeife
 from pfeife.data import plain
 from pfeife.frontend.cache.capture_cache import FOLDER, find, keep
-from pfeife.frontend.cache.stored import StoredProgram, restore, store
+from pfeife.frontend.cache.program_json import StoredProgram, restore, store
 from pfeife.ir.digest import fingerprint, program_digest
 from pfeife.testing import assert_same
 
@@ -293,7 +293,7 @@ import torch
 import pfeife
 from pfeife.data import plain
 from pfeife.frontend.cache.capture_cache import FOLDER, find, keep
-from pfeife.frontend.cache.stored import StoredProgram
+from pfeife.frontend.cache.program_json import StoredProgram
 
 net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
 

@@ -19,8 +19,8 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.flop_counter import FlopCounterMode
 
 import pfeife
-from pfeife.frontend.deferred.absent import RankZeroBatch, become_absent
-from pfeife.frontend.deferred.waiting import deferred_tensors, is_waiting
+from pfeife.frontend.deferred.remote_batch import RankZeroBatch, become_absent
+from pfeife.frontend.deferred.tensors import deferred_tensors, is_waiting
 
 
 def state_of(model):

@@ -18,7 +18,7 @@ from pfeife.lowering.channel import window
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.balanced import balanced
 from pfeife.sched.cutting.borders import borders, open_borders, stages_from
-from pfeife.sched.cutting.room import NoRoom
+from pfeife.sched.cutting.memory_limit import OutOfMemory
 from pfeife.sched.cutting.workload import Workload
 
 SLOW = LinkKind("slow", 1.0, 2.0)  # as LINK, which is faster, in whole seconds and bytes
@@ -116,7 +116,7 @@ def test_balanced_equals_brute_force(work, data):
     if not found:
         with pytest.raises(ValueError, match=f"no cut into {stages} stages") as refused:
             cut()
-        if isinstance(refused.value, NoRoom):
+        if isinstance(refused.value, OutOfMemory):
             assert limit is not None
             more = limit + refused.value.lacks
             assert borders(cut(memory_limit=more)) in within(more)
@@ -150,7 +150,7 @@ def test_several_stages_a_rank_are_refused_only_where_nothing_fits(work, data):
             account, ranks, machine=LINK, in_flight=flying, microbatches=3, memory_limit=limit
         )
         assert worst[found] <= limit
-    except NoRoom as error:
+    except OutOfMemory as error:
         assert min(worst.values()) == limit + error.lacks > limit
     except ValueError as error:
         assert not every, error
@@ -166,7 +166,7 @@ def test_the_fastest_cut_may_need_the_limit_to_the_byte():
         balanced, Account(work), ranks, machine=LINK, in_flight=flying, microbatches=3
     )
     assert asked(memory_limit=limit) == cut
-    with pytest.raises(NoRoom, match="lacks 1 B;"):
+    with pytest.raises(OutOfMemory, match="lacks 1 B;"):
         asked(memory_limit=limit - 1)
 
 
@@ -179,7 +179,7 @@ def test_too_many_stages():
     with pytest.raises(ValueError, match="4 stages, but the program has only 3 clusters"):
         cut((0, 1, 2, 3))
     # Parameters, sums of gradients, a gradient that is not yet added up; what is saved.
-    with pytest.raises(NoRoom, match=r"fits 10 B a rank: .* worst rank lacks 6 B"):
+    with pytest.raises(OutOfMemory, match=r"fits 10 B a rank: .* worst rank lacks 6 B"):
         cut((0, 1, 2), memory_limit=10)
-    with pytest.raises(NoRoom, match="fits 10 B"):
+    with pytest.raises(OutOfMemory, match="fits 10 B"):
         cut((0, 1, 2), machine=attrs.evolve(LINK, memory=10))

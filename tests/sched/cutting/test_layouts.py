@@ -9,7 +9,7 @@ from pfeife.data.plan import RecomputeOption
 from pfeife.ir.parts import Kind
 from pfeife.sched.cutting.account import Account
 from pfeife.sched.cutting.layouts import Constraints, layouts_for, lighter, short_of_memory
-from pfeife.sched.cutting.room import NoRoom
+from pfeife.sched.cutting.memory_limit import OutOfMemory
 from pfeife.sched.cutting.workload import Flow, Workload
 from pfeife.sched.joint import search_workload
 from pfeife.sched.search.budget import Budget
@@ -51,7 +51,7 @@ def test_room_is_found_where_there_are_too_many_cuts_to_try_them_all():
 def test_borders_that_are_closed_leave_no_room():
     """One border is open, so that other numbers of stages a rank have no cuts at all."""
     work = attrs.evolve(chain([10] * 4), blocked=frozenset({2, 3}))
-    with pytest.raises(NoRoom, match="the best lacks 10 B"):
+    with pytest.raises(OutOfMemory, match="the best lacks 10 B"):
         search_workload(Account(work), Constraints(CORE, 2, 2, 20), Budget.of(None, 1000))
 
 

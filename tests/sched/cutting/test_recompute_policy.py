@@ -8,7 +8,7 @@ from torch import nn
 import pfeife
 from pfeife import sched
 from pfeife.cost import memory_curves
-from pfeife.sched.cutting.room import curves_of
+from pfeife.sched.cutting.memory_limit import curves_of
 
 
 @pytest.mark.parametrize(

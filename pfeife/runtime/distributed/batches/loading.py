@@ -9,11 +9,16 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from pfeife.data.machine import Mesh
-from pfeife.runtime.distributed.batches.announcing import Announced, Structure, share, structure_of
 from pfeife.runtime.distributed.batches.meshes import mesh_of
+from pfeife.runtime.distributed.batches.rank0_broadcast import (
+    Announced,
+    Structure,
+    share,
+    structure_of,
+)
 from pfeife.runtime.distributed.process_group import join_world, number_of
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 
 
 def data_sampler(
@@ -141,7 +146,7 @@ def _announced(
     """What rank 0 finds; its own exception there."""
     try:
         return announced(world, find)
-    except Refusal as refusal:
+    except CollectiveError as refusal:
         if world.rank == 0 and refusal.__cause__ is not None:
             raise refusal.__cause__ from None
         raise

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
-from pfeife.runtime.distributed.batches.announcing import Announced, Structure, share, structure_of
+from pfeife.runtime.distributed.batches.rank0_broadcast import (
+    Announced,
+    Structure,
+    share,
+    structure_of,
+)
 from pfeife.runtime.distributed.links.connection import FOREVER, Connection
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.world import World
 
@@ -38,7 +43,7 @@ class Sent:
         """To each rank those values that it reads, by views of the tensors of this call."""
         if self.whole:
             return
-        with self.world.busy(lambda: Doing(_PLACE)):
+        with self.world.busy(lambda: Activity(_PLACE)):
             connection = self.world.connection_of(
                 range(self.world.size), "batch", torch.device("cpu")
             )
@@ -72,7 +77,7 @@ class CallOfRankZero:
         self, world: World, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sent]:
         """Rank 0's arguments, on every rank (collective); those that the others were given do not
-        count. Raises Refusal for what cannot be sent."""
+        count. Raises CollectiveError for what cannot be sent."""
         tensors: Sequence[torch.Tensor] = ()
 
         def find() -> Structure:

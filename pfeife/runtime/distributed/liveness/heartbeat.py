@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @attrs.frozen
-class Doing:
+class Activity:
     """What a rank is at, and which rank it waits for, or `ALL`, since when (time.monotonic), which
     nobody knows of the `number`th collective of a script's own."""
 
@@ -66,7 +66,7 @@ class Monitor:
         store: dist.Store,
         rank: int,
         size: int,
-        look: Callable[[], Doing],
+        look: Callable[[], Activity],
         hear: Callable[[Failure], None],
     ):
         self.store, self.rank, self.size = store, rank, size
@@ -75,7 +75,7 @@ class Monitor:
         self.mute = False  # whether the store owes an answer for too long
         self.missed = 0  # signs of life since the last one that the store has taken
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.count, self.doing, self.since = 0, Doing(""), time.monotonic()
+        self.count, self.doing, self.since = 0, Activity(""), time.monotonic()
         self.thread = threading.Thread(target=self._run, name="pfeife heartbeat", daemon=True)
         self.thread.start()
 

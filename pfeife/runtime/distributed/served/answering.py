@@ -12,14 +12,14 @@ from pfeife.data import plain
 from pfeife.runtime.distributed.peers import Peers
 from pfeife.runtime.distributed.served.collectives import ScriptCollective, collective_of
 from pfeife.runtime.distributed.served.posting import NEVER, Inbox, Post
-from pfeife.runtime.distributed.served.questions import Answer, Found, Question, shaped
-from pfeife.runtime.distributed.served.script import Rest
+from pfeife.runtime.distributed.served.questions import Answer, Question, StateEntry, shaped
+from pfeife.runtime.distributed.served.script_point import Rest
 from pfeife.runtime.distributed.served.writes import STATE_BY_HAND, LateWrites, Writes
-from pfeife.runtime.failure import Refusal, failure_of
+from pfeife.runtime.failure import CollectiveError, failure_of
 
 # No tuple is made by `tuple(...)` of a generator on these threads, which takes its last reference
 # for granted: a script that calls gc.get_objects() meanwhile has another one, a SystemError.
-_Answered = tuple[int, int, Answer, Found]  # to whom, under which tag, what, and what it is of
+_Answered = tuple[int, int, Answer, StateEntry]  # to whom, under which tag, what, and what it is of
 _TICK = 0.02  # seconds after which who has a question looks whether the script rests by now
 
 
@@ -45,7 +45,7 @@ class Answering:
         self,
         world: Peers,
         post: Post,
-        find: Callable[[Question], Found | None],
+        find: Callable[[Question], StateEntry | None],
         writes: Writes,
         late: LateWrites,
         beside: Callable[[Collection[torch.Tensor]], set[torch.Tensor]],
@@ -130,20 +130,20 @@ class Answering:
                 self.script.lock.wait(_TICK)
             return answered
 
-    def _answer(self, pending: "_Pending") -> tuple[Answer, Found] | None:
+    def _answer(self, pending: "_Pending") -> tuple[Answer, StateEntry] | None:
         """An answer, and what it is of; None if the script is not there yet."""
         question = pending.question
         try:
             if question.passing:
                 over = self._is_passed(question) or pending.is_late
-                return (Answer(), Found()) if over else None
+                return (Answer(), StateEntry()) if over else None
             found = self._read(pending)
             if found is not None:
                 return Answer("", (*map(shaped, found.tensors),), found.states), found
             if pending.is_late:
-                raise Refusal(self._never_rested(pending))
-        except Refusal as error:
-            return Answer(str(error)), Found()
+                raise CollectiveError(self._never_rested(pending))
+        except CollectiveError as error:
+            return Answer(str(error)), StateEntry()
         return None
 
     def _never_rested(self, pending: "_Pending") -> str:
@@ -167,9 +167,9 @@ class Answering:
         here = script.place == point.place and script.asked >= point.asked
         return here or script.place.beyond(point.place)
 
-    def _read(self, pending: "_Pending") -> Found | None:
-        """A copy of what is asked for, None if the script is not there yet. Raises Refusal if it
-        has gone on, or waits for those behind the one that asks.
+    def _read(self, pending: "_Pending") -> StateEntry | None:
+        """A copy of what is asked for, None if the script is not there yet. Raises CollectiveError
+        if it has gone on, or waits for those behind the one that asks.
 
         What rests in `Script.resting` stays there as long as the lock is held. A collective of the
         script's own may end meanwhile: then its frame is another one, and the copy is thrown away.
@@ -179,7 +179,7 @@ class Answering:
         beyond = script.waits_beyond(point, inside)
         if script.place != point.place:
             if beyond or script.place.beyond(point.place):
-                raise Refusal(
+                raise CollectiveError(
                     f"there have been {script.place} by now, and on rank {pending.reader}, which "
                     f"asks, {point.place}"
                 )
@@ -188,7 +188,7 @@ class Answering:
             return None
         found = self.find(question)
         if found is None and beyond:
-            raise Refusal("it has made no such copy of a model")
+            raise CollectiveError("it has made no such copy of a model")
         if found is None or not self._has_written_alike(pending, found, beyond):
             return None
         found.check_here()
@@ -204,7 +204,7 @@ class Answering:
         return copied
 
     def _is_readable(
-        self, inside: ScriptCollective | None, question: Question, found: Found
+        self, inside: ScriptCollective | None, question: Question, found: StateEntry
     ) -> bool:
         """Whether a collective of the script's own leaves tensors alone. What was written to by
         hand may still be queued on a GPU, and nothing tells when that is over."""
@@ -212,7 +212,7 @@ class Answering:
         by_hand = any(question.written) or question.point.by_data
         return not (inside.writes_to(found.tensors) or (self.stream and by_hand))
 
-    def _copied(self, found: Found) -> Found:
+    def _copied(self, found: StateEntry) -> StateEntry:
         """On a GPU on a stream of its own, after what the script had queued when it came to rest:
         in the script's stream a collective may be waiting for the rank that asks."""
         if self.stream is None:
@@ -222,25 +222,25 @@ class Answering:
             return found.copied()
 
     def _still(
-        self, inside: ScriptCollective | None, pending: "_Pending", found: Found, beyond: bool
+        self, inside: ScriptCollective | None, pending: "_Pending", found: StateEntry, beyond: bool
     ) -> bool:
         """Whether the script is still where it was, and has the same tensors there."""
         assert inside is not None
         alike = self._has_written_alike(pending, found, beyond)
         return inside.continues(collective_of(self.script.thread)) and alike
 
-    def _has_assigned_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
+    def _has_assigned_alike(self, pending: "_Pending", found: StateEntry, beyond: bool) -> bool:
         """Whether the script has written by `.data` as that of the rank which asks, and has come at
-        least as far; False if it may yet. Raises Refusal if it will not. What ranks write to their
-        own tensors so nobody sees: it shows in what they do to those of others in the same module,
-        if there are any."""
+        least as far; False if it may yet. Raises CollectiveError if it will not. What ranks write
+        to their own tensors so nobody sees: it shows in what they do to those of others in the same
+        module, if there are any."""
         if pending.question.optimizer is not None:
             return True
         others = self.beside(found.tensors)
         point, here = pending.question.point, self.writes.by_data(others)
         alike = here == point.by_data or not others
         if not alike and beyond:
-            raise Refusal(
+            raise CollectiveError(
                 f"the script has written to parameters by their .data on rank {pending.reader}, "
                 "which asks, and not so here, or the other way round: nobody counts that where the "
                 "values are; write to the parameters themselves under torch.no_grad()"
@@ -248,16 +248,16 @@ class Answering:
         asks = self.script.rest is Rest.ASKING and self.script.asked == point.asked
         return alike and (not point.by_data or beyond or asks)
 
-    def _has_written_alike(self, pending: "_Pending", found: Found, beyond: bool) -> bool:
+    def _has_written_alike(self, pending: "_Pending", found: StateEntry, beyond: bool) -> bool:
         """Whether the script has written to tensors as often as that of the rank which asks; False
-        if it may yet. Raises Refusal if it will not."""
+        if it may yet. Raises CollectiveError if it will not."""
         question = pending.question
         if question.optimizer is not None:
             return True
         counts = self.writes.counted(found.tensors)
         for name, count, theirs in zip(found.names, counts, question.written, strict=True):
             if count > theirs or (count < theirs and (beyond or pending.is_late)):
-                raise Refusal(
+                raise CollectiveError(
                     f"{name} was written to by hand {count} times since the last change that "
                     f"all make, and on rank {pending.reader}, which asks, {theirs} times"
                 )

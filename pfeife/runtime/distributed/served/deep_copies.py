@@ -23,10 +23,10 @@ from torch import nn
 
 from pfeife import _torch
 from pfeife._torch import is_absent
-from pfeife.frontend.deferred.absent import become_absent
-from pfeife.frontend.deferred.living import living
-from pfeife.runtime.distributed.served.asking import Asking
-from pfeife.runtime.distributed.served.script import Place
+from pfeife.frontend.deferred.gc_objects import living
+from pfeife.frontend.deferred.remote_batch import become_absent
+from pfeife.runtime.distributed.served.script_point import Place
+from pfeife.runtime.distributed.served.state_client import Asking
 from pfeife.runtime.distributed.state.owned import Owned
 
 _MOMENTS, _COPIES = 2**12, 2**8  # places between two calls, and copies of a tensor at each

@@ -8,10 +8,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfeife import _torch
-from pfeife.frontend.deferred.living import living
-from pfeife.runtime.distributed.served.asking import Asking
-from pfeife.runtime.distributed.served.questions import Found, Named, Question, copied, encoded
-from pfeife.runtime.failure import Refusal
+from pfeife.frontend.deferred.gc_objects import living
+from pfeife.runtime.distributed.served.questions import Named, Question, StateEntry, copied, encoded
+from pfeife.runtime.distributed.served.state_client import Asking
+from pfeife.runtime.failure import CollectiveError
 
 
 class Optimizers:
@@ -30,8 +30,8 @@ class Optimizers:
 
     def compare(self, counts: Sequence[int], loaded: Collection[int]) -> None:
         """Notes it where ranks have not stepped equally often, by the `counts` of each: then these
-        do not tell whether they are at one point of the script. Raises Refusal where some ranks
-        have `loaded` an optimizer's state, and others none."""
+        do not tell whether they are at one point of the script. Raises CollectiveError where some
+        ranks have `loaded` an optimizer's state, and others none."""
         other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         self.loaded = False
         if other is not None:
@@ -41,7 +41,7 @@ class Optimizers:
                 "point"
             )
         if 0 < len(loaded) < len(counts):
-            raise Refusal(
+            raise CollectiveError(
                 f"an optimizer has been given state on ranks {sorted(loaded)}, and on the others "
                 "none: call optimizer.load_state_dict on every rank, or on none, and begin again "
                 "from the last checkpoint if it has stepped since"
@@ -152,9 +152,9 @@ class Optimizers:
         )
         return type(optimizer).__name__, (*groups,)
 
-    def find(self, question: Question) -> Found | None:
+    def find(self, question: Question) -> StateEntry | None:
         """What answers a question of another rank, None if that is of copies which this one has not
-        made. Raises Refusal if there is no such thing."""
+        made. Raises CollectiveError if there is no such thing."""
         numbered = self.asking.numbered
         if not all(number in numbered for number in question.tensors):
             return None
@@ -162,18 +162,18 @@ class Optimizers:
         wanted = [(self.asking.known[tensor], tensor) for tensor in tensors]
         if question.optimizer is None:
             names = (owned.name for owned, _ in wanted)
-            return Found((*(tensor for _, tensor in wanted),), (*names,))
+            return StateEntry((*(tensor for _, tensor in wanted),), (*names,))
         named = question.optimizer
         listed = (one for one in self._listed() if self._named(one) == named)
         optimizer = next(listed, None)
         if optimizer is None:
-            raise Refusal(f"no {named.kind} with the same parameters has stepped there")
+            raise CollectiveError(f"no {named.kind} with the same parameters has stepped there")
         state: Mapping[torch.Tensor, Any] = optimizer.state
         parts, of, states = list[torch.Tensor](), list[str](), list[str | None]()
         for owned, parameter in wanted:
             states.append(encoded(state[parameter], parts) if parameter in state else None)
             of += [f"the state of {owned.name}"] * (len(parts) - len(of))
-        return Found(tuple(parts), tuple(of), tuple(states))
+        return StateEntry(tuple(parts), tuple(of), tuple(states))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -8,9 +8,9 @@ import torch
 
 from pfeife._torch import is_absent, is_wrapper
 from pfeife.data import values
-from pfeife.frontend.deferred.living import heirs
-from pfeife.runtime.distributed.served.script import Point
-from pfeife.runtime.failure import Refusal
+from pfeife.frontend.deferred.gc_objects import heirs
+from pfeife.runtime.distributed.served.script_point import Point
+from pfeife.runtime.failure import CollectiveError
 
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
@@ -73,7 +73,7 @@ class Answer:
 
 
 @attrs.frozen
-class Found:
+class StateEntry:
     """What answers a question: tensors with names, and an optimizer's states that are made of
     them."""
 
@@ -82,28 +82,31 @@ class Found:
     states: tuple[str | None, ...] = ()
 
     def check_here(self) -> None:
-        """Raises Refusal for a tensor that has lost its values."""
+        """Raises CollectiveError for a tensor that has lost its values."""
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if is_absent(tensor):
-                raise Refusal(
+                raise CollectiveError(
                     f"{name} has no values there any more, since the script has written to it what "
                     "another rank trains"
                 )
 
-    def copied(self) -> "Found":
+    def copied(self) -> "StateEntry":
         """With copies on the CPU."""
         copies = (copied(tensor) for tensor in self.tensors)
         return attrs.evolve(self, tensors=(*copies,))
 
 
 def shaped(tensor: torch.Tensor) -> Shaped:
-    """What is told of a tensor. Raises Refusal for one that is not dense, or made of others."""
+    """What is told of a tensor. Raises CollectiveError for one that is not dense, or made of
+    others."""
     if is_wrapper(tensor):
-        raise Refusal(
+        raise CollectiveError(
             f"a {type(tensor).__name__}, made of other tensors, is not sent to other ranks"
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise Refusal(f"a tensor with the layout {tensor.layout} is not sent to other ranks")
+        raise CollectiveError(
+            f"a tensor with the layout {tensor.layout} is not sent to other ranks"
+        )
     return Shaped(str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -120,7 +123,7 @@ def as_bytes(dense: torch.Tensor) -> torch.Tensor:
 def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
     """A value, such as an optimizer's state, as text; its tensors are added to a list, and those
     that a tensor of a subclass is made of (see `torch.utils._python_dispatch`), as those of 8-bit
-    optimizers. Raises Refusal for what is not sent."""
+    optimizers. Raises CollectiveError for what is not sent."""
 
     def leaf(part: Any) -> Any:
         if is_wrapper(part):
@@ -134,7 +137,7 @@ def encoded(value: Any, tensors: list[torch.Tensor]) -> str:
             return {"dtype": str(part)}
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
             return values.to_data({**part}, leaf)
-        raise Refusal(
+        raise CollectiveError(
             f"it has a {type(part).__name__}: only tensors, numbers, texts, and lists, tuples "
             "and dicts of these are sent to other ranks and saved"
         )

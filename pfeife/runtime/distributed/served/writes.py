@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pfeife.runtime.distributed.state.foreign import Foreign, version_of
+from pfeife.runtime.distributed.state.remote_parameters import Foreign, version_of
 
 _MOMENT = "a state_dict() has asked for it: what that gave may be of another moment"
 _INSTEAD = "or call pfeife.full_state_dict(model) on every rank instead"

@@ -13,12 +13,12 @@ import torch
 
 from pfeife._torch import is_absent
 from pfeife.data.replicas import BUCKET_BYTES
-from pfeife.frontend.deferred.absent import take_values
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.frontend.deferred.remote_batch import take_values
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.packing import empty, pack, unpack
 from pfeife.runtime.distributed.peers import Peers
-from pfeife.runtime.distributed.state.foreign import Arrival, Foreign, version_of
 from pfeife.runtime.distributed.state.owned import Owned
+from pfeife.runtime.distributed.state.remote_parameters import Arrival, Foreign, version_of
 
 _PLACE = "optimizer.step() of parameters that replicas share out"
 
@@ -46,7 +46,7 @@ class Copies:
             tensor.register_hook(Arrival(f"{owned.name} is trained by rank {owned.first}"))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank has stepped (collective, if there are such parameters). Raises Refusal
+        """Every rank has stepped (collective, if there are such parameters). Raises CollectiveError
         if ranks are not at a step of the same parameters."""
         world = self.world
         if not self.used or world is None:
@@ -54,7 +54,7 @@ class Copies:
         every = (p for group in optimizer.param_groups for p in group["params"])
         tensors = self._copied(every)
         if tensors:
-            with world.busy(lambda: Doing(_PLACE)):
+            with world.busy(lambda: Activity(_PLACE)):
                 self.behind = True
                 world.agreed(" ".join(map(str, tensors)), _PLACE)
                 self.renew(world, tensors.values())

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pfeife._torch import is_absent
-from pfeife.runtime.distributed.state.apart import why_not_apart
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.distributed.state.optimizer_probe import why_not_apart
+from pfeife.runtime.failure import CollectiveError
 
 log = logging.getLogger("pfeife")
 
@@ -44,8 +44,8 @@ class Gradients:
             )
 
     def check_settings(self, told: Sequence[Iterable[tuple[int, str]]]) -> None:
-        """Raises Refusal where a group whose parameters several ranks step is set otherwise on
-        some of them, by the numbers and digests that each has told."""
+        """Raises CollectiveError where a group whose parameters several ranks step is set otherwise
+        on some of them, by the numbers and digests that each has told."""
         by_number: dict[int, dict[int, str]] = {}
         for rank, settings in enumerate(told):
             for number, digest in settings:
@@ -56,7 +56,7 @@ class Gradients:
             if others:
                 made = self.settings.get(number, ())
                 mine = " and ".join(f"{one} {made.count(one)} times" for one in dict.fromkeys(made))
-                raise Refusal(
+                raise CollectiveError(
                     f"an optimizer has stepped on ranks {others} with other settings than on rank "
                     f"{first}, or not as often (here as {mine or 'nothing'}): what changes its "
                     "param_groups, as a scheduler's step(), is called on every rank, and begin "

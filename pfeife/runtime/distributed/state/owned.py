@@ -7,10 +7,10 @@ import attrs
 import torch
 
 from pfeife.data.machine import Mesh
+from pfeife.ir.messages import holders
 from pfeife.ir.parts import Port, Role
 from pfeife.ir.program import Program
-from pfeife.ir.travel import holders
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.memory_spans import overlapping
 
 Slots = Mapping[str | None, Any]  # tensors by the names of ports
@@ -71,13 +71,13 @@ def ranks_of(program: Program) -> dict[str, frozenset[int]]:
 
 
 def check_memory(pairs: Iterable[tuple[torch.Tensor, Owned]]) -> None:
-    """Raises Refusal for tensors in one memory that are trained on different ranks."""
+    """Raises CollectiveError for tensors in one memory that are trained on different ranks."""
     owned_by = {id(tensor): (tensor, owned) for tensor, owned in pairs}
     for tensors in overlapping(tensor for tensor, _ in owned_by.values()):
         one, other = (owned_by[id(tensor)][1] for tensor in tensors)
         if (one.ranks, one.replica) != (other.ranks, other.replica):
             first, second = sorted((one, other), key=lambda one: one.number)
-            raise Refusal(
+            raise CollectiveError(
                 f"{first.name} and {second.name} share memory, but are two tensors, trained on "
                 f"ranks {list(first.everywhere)} and {list(second.everywhere)}: tie them by being "
                 "one parameter (b.weight = a.weight)"

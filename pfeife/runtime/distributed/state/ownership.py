@@ -10,23 +10,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pfeife._torch import is_absent
 from pfeife.data.machine import Mesh
-from pfeife.frontend.deferred.waiting import is_waiting, make, standing_for
+from pfeife.frontend.deferred.tensors import is_waiting, make, standing_for
 from pfeife.ir.parts import Role
 from pfeife.ir.program import Program
 from pfeife.runtime.distributed.peers import Peers
-from pfeife.runtime.distributed.served.asking import Asking
 from pfeife.runtime.distributed.served.deep_copies import DeepCopies
 from pfeife.runtime.distributed.served.optimizers import Optimizers
 from pfeife.runtime.distributed.served.saving import Saving
+from pfeife.runtime.distributed.served.state_client import Asking
 from pfeife.runtime.distributed.state.copies import Copies
-from pfeife.runtime.distributed.state.derived import holders_of
-from pfeife.runtime.distributed.state.elsewhere import Norms
-from pfeife.runtime.distributed.state.foreign import (
-    Borrowed,
-    Foreign,
-    version_of,
-    where_trained,
-)
+from pfeife.runtime.distributed.state.derived_state import holders_of
 from pfeife.runtime.distributed.state.gradients import Gradients
 from pfeife.runtime.distributed.state.owned import (
     Owned,
@@ -36,8 +29,15 @@ from pfeife.runtime.distributed.state.owned import (
     ranks_of,
     trained_by,
 )
+from pfeife.runtime.distributed.state.remote_gradients import Norms
+from pfeife.runtime.distributed.state.remote_parameters import (
+    Foreign,
+    UntrainedState,
+    version_of,
+    where_trained,
+)
 from pfeife.runtime.distributed.state.step_hooks import StepHooks
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 from pfeife.runtime.peak import give_back
 
 
@@ -98,13 +98,13 @@ class Ownership:
         return bytes_of.index(min(bytes_of))
 
     def of(self, program: Program, slots: Slots, mesh: Mesh) -> dict[str, frozenset[int]]:
-        """The owners of a program's state by canonical names. Raises Refusal for those in another
-        mesh."""
+        """The owners of a program's state by canonical names. Raises CollectiveError for those in
+        another mesh."""
         ports = [p for p in program.ports(Role.PARAMETER, Role.BUFFER) if p.name in slots]
         found = {p.fqn: self.known[slots[p.name]] for p in ports if slots[p.name] in self.known}
         for name, owned in found.items():
             if owned.mesh != mesh:
-                raise Refusal(
+                raise CollectiveError(
                     f"{name} is trained on {owned.mesh.replicas} replicas of {owned.mesh.ranks} "
                     f"ranks, and this step has replicas={mesh.replicas} of {mesh.ranks}: steps "
                     "that use the same parameters have the same replicas, in the same mesh"
@@ -128,10 +128,10 @@ class Ownership:
         apart: bool = False,
     ) -> None:
         """Gives what a program trains owners, where it has none (collective): not the ports that
-        are `carried`, whose new values are results, on every rank. What no program has
-        trained yet must have the same values on every rank, else Refusal is raised: then one of
-        them was seeded otherwise, or was given another batch, unless replicas have batches that
-        are `apart`."""
+        are `carried`, whose new values are results, on every rank. What no program has trained yet
+        must have the same values on every rank, else CollectiveError is raised: then one of them
+        was seeded otherwise, or was given another batch, unless replicas have batches that are
+        `apart`."""
         known = self.of(program, slots, mesh)
         ports = [port for port in program.inputs if port.role != Role.SIZE]
         new = [p for p in ports if p.name in slots and p.fqn not in known]
@@ -234,7 +234,7 @@ class Ownership:
 
     def borrowed(
         self, program: Program, names: Sequence[str | None], args: Sequence[Any], rank: int
-    ) -> Borrowed:
+    ) -> UntrainedState:
         """What of a program's state nobody trains; `names` are the arguments' ports."""
         calls = {call.node for call in program.calls if call.rank == rank}
         nodes = {n.name: n for n in program.module.graph.nodes if n.op == "placeholder"}
@@ -246,7 +246,7 @@ class Ownership:
         ]
         fqns, at, read = zip(*found, strict=True) if found else ((), (), ())
         absent = tuple(is_absent(args[place]) for place in at)
-        return Borrowed(fqns, at, read, [version_of(args[place]) for place in at], absent)
+        return UntrainedState(fqns, at, read, [version_of(args[place]) for place in at], absent)
 
     def among(self, args: Sequence[Any]) -> dict[int, torch.Tensor]:
         """Those of some arguments that ranks own, by their numbers, in order."""
@@ -258,7 +258,7 @@ class Ownership:
 def _check_alike(state: Mapping[str, Any], world: Peers) -> None:
     wrong = world.differing(state)
     if wrong:
-        raise Refusal(
+        raise CollectiveError(
             f"{wrong[:3]} ({len(wrong)} in all) are not the same on all ranks. Every rank is "
             "given the whole batch, and seeded alike before the model is made; a copy of "
             "trained parameters is made from pfeife.full_state_dict(model)"

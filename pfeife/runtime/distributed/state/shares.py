@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.state.owned import Owned
-from pfeife.runtime.distributed.state.telling import agree_on, news_of
+from pfeife.runtime.distributed.state.state_sync import agree_on, news_of
 from pfeife.runtime.distributed.world import World
 
 
@@ -20,10 +20,11 @@ def all_state(
     refused: Exception | None = None,
 ) -> dict[str, Any]:
     """A model's `state_dict()` with the tensors themselves, absent where others have them; all
-    ranks give `what` they do this for, and are `told` the same (collective). Raises Refusal where
-    ranks have other names, one has written to state that others train, or one has `refused`."""
+    ranks give `what` they do this for, and are `told` the same (collective). Raises CollectiveError
+    where ranks have other names, one has written to state that others train, or one has
+    `refused`."""
     refused = refused or world.service.wrong()
-    with world.busy(lambda: Doing(what)):
+    with world.busy(lambda: Activity(what)):
         state = reading(world, lambda: model.state_dict(keep_vars=True))
         values = list(state.values())
         news = news_of(world.ownership, None, values)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pfeife.runtime.distributed.liveness.heartbeat import Doing
+from pfeife.runtime.distributed.liveness.heartbeat import Activity
 from pfeife.runtime.distributed.world import World
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 
 log = logging.getLogger("pfeife")
 _SLOWEST = timedelta(hours=2)  # of a rank that writes; one that is gone is noticed at once
@@ -79,7 +79,7 @@ class Writing:
         self.world, self.group = world, None
         self.now: Future[Any] | None = None
         if world is not None:
-            with world.busy(lambda: Doing("the connections for checkpoints")):
+            with world.busy(lambda: Activity("the connections for checkpoints")):
                 self.group = dist.new_group(backend="gloo", timeout=_SLOWEST)
 
     def start(self, state: Mapping[str, Any], writer: Writer, wait: bool) -> None:
@@ -103,8 +103,8 @@ class Writing:
         self.now.add_done_callback(_say)
 
     def wait(self) -> None:
-        """Waits until what is being written is complete. Raises Refusal, on all ranks, if one could
-        not write, PipelineError if one is gone."""
+        """Waits until what is being written is complete. Raises CollectiveError, on all ranks, if
+        one could not write, PipelineError if one is gone."""
         now, self.now = self.now, None
         if now is not None:
             with self._failures():
@@ -114,12 +114,12 @@ class Writing:
     def _failures(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.world is not None:
-                stack.enter_context(self.world.busy(lambda: Doing("Checkpoints.save")))
+                stack.enter_context(self.world.busy(lambda: Activity("Checkpoints.save")))
             try:
                 yield
             except dcp.CheckpointException as error:
                 rank, (cause, _) = next(iter(error.failures.items()))
-                raise Refusal(
+                raise CollectiveError(
                     f"the checkpoint was not written: rank {rank}: {type(cause).__name__}: {cause}"
                 ) from error
             except RuntimeError as error:

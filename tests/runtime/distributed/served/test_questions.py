@@ -15,7 +15,7 @@ from pfeife.runtime.distributed.served.questions import (
     encoded,
     shaped,
 )
-from pfeife.runtime.failure import Refusal
+from pfeife.runtime.failure import CollectiveError
 
 
 def test_state_of_an_optimizer_comes_as_it_was_sent():
@@ -45,13 +45,13 @@ def test_a_tensor_that_is_made_of_others_comes_in_its_parts():
     assert type(found) is TwoTensor and found.a.tolist() == [1, 1] and found.b.tolist() == [0, 0]
     with pytest.raises(ValueError, match="no value"):
         decoded(text.replace("TwoTensor", "ThreeTensor"), parts)
-    with pytest.raises(Refusal, match="a TwoTensor, made of other tensors"):
+    with pytest.raises(CollectiveError, match="a TwoTensor, made of other tensors"):
         shaped(made)
 
 
 @pytest.mark.parametrize("state", [{1: {2}}, {"a": {3}}, object()])
 def test_what_is_not_sent(state):
-    with pytest.raises(Refusal, match="only tensors, numbers, texts"):
+    with pytest.raises(CollectiveError, match="only tensors, numbers, texts"):
         encoded(state, [])
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_tensor():
     for wrong in (Shaped("torch.no", (1,), (1,)), Shaped("torch.int8", (-1,), (1,))):
         with pytest.raises(ValueError, match="is no kind of tensor"):
             wrong.empty()
-    with pytest.raises(Refusal, match="layout"):
+    with pytest.raises(CollectiveError, match="layout"):
         shaped(torch.ones(2, 2).to_sparse())
     for text in ('{"set": []}', '{"Tensor": 0}', '{"Tensor": "0"}'):
         with pytest.raises(ValueError, match=r"is no (kind of )?value"):

@@ -1,0 +1,286 @@
+"""One of the graphs of a step that Dynamo has broken, and all of them together.
+
+    x -> [graph 0] -> h -> Python -> [graph 1] -> loss        in between is the whole batch
+
+Each graph computes what eager does on the whole batch: in microbatches where that is the same, in
+one if not, or as it is.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife import _torch
+from pfeife.backend.graphs import BatchedGraph
+from pfeife.backend.settings.options import Options
+from pfeife.frontend.arguments import Argument, fake_like
+from pfeife.frontend.capture import as_last
+from pfeife.frontend.captured import Captured
+from pfeife.frontend.dynamo import copied
+from pfeife.frontend.results import Loss
+from pfeife.frontend.rows.reductions import derive
+from pfeife.frontend.rows.value import Unknown
+from pfeife.ir.nodes import returned
+from pfeife.ir.parts import Port, Role
+from pfeife.runtime.distributed.state.remote_parameters import version_of
+from pfeife.runtime.failure import PipelineError
+
+log = logging.getLogger("pfeife")
+
+
+class Piece(BatchedGraph):
+    """A graph of a broken step. `rows` has the dimension of the batch of tensors that earlier
+    graphs have returned."""
+
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], rows: WeakIdKeyDictionary):
+        self.whole, self.rows = module, rows
+        self.places = [rows.get(one) if _is_tensor(one) else None for one in examples]
+        self.values = [_example(node) for node in returned(module)]
+        self.tensors = [i for i, value in enumerate(self.values) if _is_tensor(value)]
+        alone = module if len(self.tensors) == len(self.values) else _without(module, self.tensors)
+        super().__init__(alone, examples)
+        self.sure = False  # what the caller has said is about the batch that the step was given
+        self.shows = False  # only rules tell what holds for every batch
+        self.is_open = False  # what runs as it is does so at one shape
+
+    def key(self, args: Sequence[Any]) -> tuple:
+        """What is known of a call: the shapes, and all numbers."""
+        shapes = (tuple(one.shape) if _is_tensor(one) else repr(float(one)) for one in args)
+        return tuple(shapes)
+
+    def check(self, args: Sequence[Any], options: Options) -> None:
+        """Nothing: each shape is captured, and what cannot be cut runs whole."""
+
+    def _batch_sizes(self, examples: Sequence[Any]) -> list[Any]:
+        """The sizes of the rows that earlier graphs have returned, if they have."""
+        pairs = zip(self.shapes, self.places, strict=True)
+        known = [shape[dim] for shape, dim in pairs if dim is not None]
+        if not known:
+            return super()._batch_sizes(examples)
+        self.marked = True
+        return [size for size in known if not isinstance(size, int)]
+
+    def _dim(self, argument: Argument, shape: Sequence[Any]) -> int | None:
+        """Where the batch is, if it can be in one place."""
+        return self._result_dim(shape)
+
+    def results(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
+        """All results of the graph, sizes too, from those that are tensors."""
+        given = dict(zip(self.tensors, tensors, strict=True))
+        others = [i for i in range(len(self.values)) if i not in given]
+        wanted = [self.values[i] for i in others]
+        numbers = _torch.numbers_of(wanted, self.step.arguments, args)
+        found = given | dict(zip(others, numbers, strict=True))
+        return [found[index] for index in range(len(self.values))]
+
+    def note(self, results: Sequence[Any]) -> None:
+        """Remembers where the batch is in what goes to the step's Python."""
+        for example, value in zip(self.values, results, strict=True):
+            dim = self._result_dim(example.shape) if _is_tensor(example) else None
+            if dim is not None:
+                self.rows[value] = dim
+
+    def shared(self, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+        """What looks at one memory in eager, of results that are tensors and of arguments."""
+        found = [tensors[index] for index in self.step.shared()]
+        pairs = enumerate(zip(self.step.arguments, args, strict=True))
+        given = [one for at, (like, one) in pairs if _is_tensor(like) and self._is_seen(at)]
+        return [*found, *given]
+
+    def _is_seen(self, at: int) -> bool:
+        """Whether a result looks at an argument's memory."""
+        return any(self.step.is_itself(at, index) for index in range(len(self.tensors)))
+
+    def capture(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program. Raises ValueError for whatever keeps it from being captured."""
+        try:
+            return self._cut(args, options) if options.microbatches > 1 else self._uncut(args)
+        except (ValueError, PipelineError):
+            raise
+        except Exception as error:  # Dynamo's graph at sizes that it was not made for
+            said = (str(error).strip() or "it failed").splitlines()[0]
+            raise ValueError(f"{type(error).__name__}: {said}") from error
+
+    def _loss(self) -> Loss:
+        """Inside only what alone is differentiable: everything else may be differentiated too."""
+        found = [i for i, one in enumerate(self.step.results) if one.requires_grad]
+        if len(found) != 1 or self.step.results[found[0]].dim() or not torch.is_grad_enabled():
+            return "outside"
+        leaves = self.step.leaves
+        return None if leaves is None or found[0] in {one.index for one in leaves} else "outside"
+
+    def _cut(self, args: Sequence[Any], options: Options) -> Captured:
+        """The program of a microbatch. Raises ValueError unless all microbatches together are
+        known to compute what the whole batch gives."""
+        inputs = zip(self.inputs.arguments, self.shapes, self.dims, args, strict=True)
+        for argument, shape, dim, value in inputs:
+            several = sum(self._is_batch(size) for size in shape) > 1
+            if dim is None and _is_tensor(value) and (several or value.grad_fn is not None):
+                found = "several dimensions that may be" if several else "no dimension that is"
+                raise ValueError(
+                    f"{argument.names[0]} {list(value.shape)} has {found} that of the batch"
+                )
+        own = attrs.evolve(options, loss=self._loss(), reduce={}, loss_reduction="auto")
+        captured = super().capture(args, own)
+        if captured.changed:  # what looks at the same memory in eager is a copy between graphs
+            raise ValueError(f"it changes {next(iter(captured.changed))} in place")
+        carried = set(captured.carried.values())
+        for port in captured.program.ports(Role.LOSS, Role.OUTPUT):
+            uneven = port.reduction == "mean" and port.counts
+            last = port.reduction == "last" and port.name not in carried
+            if uneven or last or (port.batch_dim is None and port.name in captured.unknown):
+                why = captured.unknown.get(port.name)
+                because = f", because of {why}" if why else ""
+                raise ValueError(f"how its microbatches are joined is not known{because}")
+        return captured
+
+    def _uncut(self, args: Sequence[Any]) -> Captured:
+        """The program of the whole batch."""
+        captured = self._at(args, 1, self._loss())
+        outputs = tuple(_alone(port) for port in captured.program.outputs)
+        program = attrs.evolve(captured.program, outputs=outputs)
+        return attrs.evolve(captured, program=program, unknown={})
+
+    def _at_microbatch(
+        self, argument: Argument, dim: int | None, value: Any, count: int, times: int
+    ) -> Argument:
+        """Of the whole batch everything that is no state is an input of the batch, so that every
+        rank gets its gradient."""
+        state = argument.role != Role.CONSTANT
+        if count > 1 or state or (value.is_leaf and value.requires_grad and not argument.given):
+            return super()._at_microbatch(argument, dim, value, count, times)
+        like = fake_like(argument.example.fake_mode, value)
+        return attrs.evolve(argument, role=Role.BATCH, example=like)
+
+    def check_unseen(self, captured: Captured) -> None:
+        """Raises ValueError unless the graph itself tells that no row depends on others."""
+        for found in derive(captured.program).values():
+            if isinstance(found, Unknown):
+                raise ValueError(
+                    f"whether rows depend on one another is not known, because of {found}"
+                )
+
+
+def _alone(port: Port) -> Port:
+    """A result of the only microbatch."""
+    if port.role == Role.LOSS:
+        return attrs.evolve(port, reduction="mean")
+    return as_last(port) if port.role == Role.OUTPUT else port
+
+
+def _without(module: fx.GraphModule, kept: Sequence[int]) -> fx.GraphModule:
+    """A graph that returns some of its results."""
+    found = copied(module)
+    output = next(node for node in reversed(found.graph.nodes) if node.op == "output")
+    output.args = (tuple(output.args[0][index] for index in kept),)
+    found.recompile()
+    return found
+
+
+def _example(node: Any) -> Any:
+    """An example of what a graph returns, which may be a number itself."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class Shared:
+    """Tensors that look at one memory in eager, and are copies here: results of one graph, or one
+    and what the graph was given. Who writes to one of them must write to none of these."""
+
+    def __init__(self) -> None:
+        self.new: list[tuple[torch.Tensor, int, str]] = []  # held until they have been checked
+        self.seen: list[tuple[weakref.ref[torch.Tensor], int, str]] = []
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self.new, self.seen = [], []
+
+    def check(self) -> None:
+        """Raises RuntimeError if one of them has been written to."""
+        seen = ((ref(), version, name) for ref, version, name in self.seen)
+        for tensor, version, name in (*self.new, *seen):
+            if tensor is not None and version_of(tensor) != version:
+                raise RuntimeError(
+                    f"between two graphs of the step a tensor that {name} has returned or was "
+                    "given was changed in place, and another result of it looks at the same "
+                    "memory: with Pfeife that is a copy. Make a new tensor instead (a = a + 1)"
+                )
+        self.seen += [(weakref.ref(tensor), *rest) for tensor, *rest in self.new]  # type: ignore[misc]
+        self.new = []
+
+    def add(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Watches what a graph of that name shares."""
+        self.new += [(one, version_of(one), name) for one in tensors]
+
+
+@attrs.frozen
+class Part:
+    """What became of one graph: `instead` says what it does and why where it is not pipelined.
+    `seconds` are estimated, None where nobody knows; `broken` is the break that made it, as
+    `graph_break` has it."""
+
+    instead: str
+    seconds: float | None
+    broken: tuple[str, str]
+
+
+def share_of(parts: Iterable[Part]) -> float:
+    """How much of the known time of some graphs is pipelined, from 0 to 1."""
+    seconds = [(not one.instead, one.seconds or 0.0) for one in parts]
+    total = sum(each for _, each in seconds)
+    return sum(each for piped, each in seconds if piped) / total if total else 0.0
+
+
+class Parts:
+    """What became of the graphs of a broken step, by whoever runs them."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Part] = {}
+        self.shared = Shared()
+        self.first: Any = None
+        self.told = False
+
+    def begin(self, who: Any, *, warn: bool) -> None:
+        """Someone's graph is about to run. If that is the first graph of another step, all are
+        known: says once, if it shall `warn`, that less than half of the time is pipelined. Raises
+        RuntimeError as `Shared` does."""
+        again, self.first = self.first is who, self.first or who
+        if again:
+            self.shared.forget()
+        self.shared.check()
+        if not again or not warn or self.told or self.share() >= 0.5:
+            return
+        whole = [one for one in self.found.values() if one.instead]
+        if not whole:
+            return
+        self.told = True
+        worst = max(whole, key=lambda one: one.seconds or 0.0)
+        log.warning(
+            "%s: the break that costs most is %s (%s); its graph %s",
+            *(self.summary.replace(" so far", ""), *worst.broken, worst.instead),
+        )
+
+    def share(self) -> float:
+        """How much of the time of the graphs so far is pipelined."""
+        return share_of(self.found.values())
+
+    @property
+    def summary(self) -> str:
+        """How many of the graphs so far are pipelined, and how much of their time."""
+        parts = self.found.values()
+        seconds = sum(one.seconds or 0.0 for one in parts)
+        unknown = sum(one.seconds is None for one in parts)
+        beside = f", the time of {unknown} is not known" if unknown else ""
+        return (
+            f"of the step's {len(parts)} graphs so far {sum(not one.instead for one in parts)} are "
+            f"pipelined, {100 * self.share():.0f} % of {seconds:.2g} s (estimated{beside})"
+        )

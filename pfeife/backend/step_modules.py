@@ -1,0 +1,69 @@
+"""What a step reaches: its modules and their hooks, what it is given, what it returns."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife.backend.building.sync_batch_norm import check_synced
+from pfeife.frontend.arguments import Given
+from pfeife.frontend.batch import Leaf, fields_of
+from pfeife.frontend.trace.guards import Guard
+from pfeife.frontend.trace.reachable_state import Part
+from pfeife.runtime.distributed.world import World
+
+
+def numbers_in(result: Any) -> Iterator[int | float]:
+    """Python's numbers among results."""
+    for leaf in pytree.tree_leaves(result):
+        fields = fields_of(leaf)
+        if fields is not None:
+            yield from numbers_in(fields)
+        elif type(leaf) in (int, float):
+            yield leaf
+
+
+def hooks_of(roots: Iterable[nn.Module]) -> dict[int, Guard]:
+    """Guards of the dicts of hooks of the modules under some roots, and of those of all modules, by
+    their identity."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    own = [getattr(module, name) for module in modules for name in names]
+    found = [*own, *_torch.hooks_of_all_modules()]
+    return {id(hooks): Guard.of(Part(hooks, ())) for hooks in found}
+
+
+def wrong_norms(step: Any, world: World) -> ValueError | None:
+    """What is wrong with a step that has failed on a CPU, where there is no SyncBatchNorm."""
+    try:
+        check_synced(modules_of(step), world.size)
+    except ValueError as error:
+        return error
+    return None
+
+
+def given_by(leaves: Sequence[Leaf]) -> dict[int, Given]:
+    """What the caller hands over, by the identity of what the first microbatch has of it."""
+    return {
+        id(leaf.first): Given(leaf.name, index, leaf.dim, leaf.dim is None)
+        for index, leaf in enumerate(leaves)
+    }
+
+
+def modules_of(step: Any) -> list[nn.Module]:
+    """The modules that a step is, is bound to, or closes over."""
+    bound = getattr(step, "__self__", None)
+    function = getattr(step, "__func__", step)
+    cells = getattr(function, "__closure__", None) or ()
+    code = getattr(function, "__code__", None)
+    globals_ = getattr(function, "__globals__", {})
+    owner = bound if bound is not None else step
+    found = [step, owner, *getattr(owner, "__dict__", {}).values()]
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # not bound yet
+            found.append(cell.cell_contents)
+    found += [globals_.get(name) for name in (code.co_names if code else ())]
+    return [one for one in found if isinstance(one, nn.Module)]

@@ -1,0 +1,67 @@
+"""Files that pfeife and torch write: what each is, and what is in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pfeife.data import files, plain
+from pfeife.data.forecast import Forecast
+from pfeife.data.machine import Machine
+from pfeife.data.network import Network
+from pfeife.data.plan import Costs, Plan
+from pfeife.data.schedule import Schedule
+from pfeife.data.timeline import Timeline
+from pfeife.frontend.cache.program_json import StoredProgram
+
+_FIELDS: dict[type, set[str]] = {  # by which a file is known
+    Plan: {"stage_of_cluster", "schedule"},
+    Forecast: {"by_rank", "waits"},
+    Machine: {"memory_bandwidth", "link_bandwidth"},
+    Timeline: {"events"},
+    Costs: {"source", "seconds"},
+    StoredProgram: {"nodes", "texts", "inputs"},
+    Schedule: {"ranks"},
+}
+
+
+def read(path: str) -> Any:
+    """What a file has: one of these classes, or "trace" with its events, or a dictionary of JSON
+    that is none of them. Raises ValueError for what cannot be read."""
+    place = Path(path)
+    try:
+        text = files.read_text(place, plain.LARGEST_FILE)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not text.lstrip().startswith(("{", "[")):
+        try:
+            return schedule_of(path)
+        except ValueError as error:
+            if place.suffix == ".csv":
+                raise
+            raise ValueError(
+                f"{path}: no file that pfeife or torch has written; it is neither JSON nor the "
+                f"CSV of a schedule ({str(error).removeprefix(f'{path}: ')})"
+            ) from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: this is not JSON: {error}") from None
+    fields = set(data) if isinstance(data, dict) else set()
+    for kind, needed in _FIELDS.items():
+        if needed <= fields:
+            return plain.load(kind, place)
+    if fields & {"links", "nodes"} and fields <= {"links", "nodes", "across", "sha256"}:
+        return plain.load(Network, place)
+    return data
+
+
+def schedule_of(path: str) -> Schedule:
+    """The schedule of a CSV, ours or torch's. Raises ValueError for another file."""
+    try:
+        text = files.read_text(Path(path), plain.LARGEST_FILE)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    try:
+        return Schedule.from_csv(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

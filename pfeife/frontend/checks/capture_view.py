@@ -1,0 +1,163 @@
+"""State as a step sees it while it is captured: in another dtype, or on another device.
+
+    the caller's   weight, float32            an optimizer steps it, checkpoints have it
+    captured       weight, bfloat16           absent: only its dtype and layout are looked at
+    computed with  a copy in bfloat16         made once a step (`passes.master_weights`)
+
+Captured so, the step is the one that it would be after `model.to(torch.bfloat16)`, buffers aside:
+what it asks for a parameter's dtype, it is told.
+
+State that lives on several devices is seen on one of them, for which the graph is captured:
+
+    the caller's   0.weight on cuda:0, 1.weight on cuda:1     each with the stage that uses it
+    captured       both on cuda:0, where the batch is
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pfeife.frontend.arguments import Inputs
+from pfeife.frontend.deferred.remote_batch import LayoutAlone, absent
+from pfeife.frontend.trace.reachable_state import Places
+from pfeife.ir.parts import Role
+
+
+class _Shown(LayoutAlone):
+    """Why state has no values while it is seen in another dtype, or on another device."""
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what} reads state while the step is captured, where it is shown without values in "
+            "another dtype (option param_dtype) or on another device (option devices): do that "
+            "outside of the step, or leave out the option"
+        )
+
+
+class CaptureView:
+    """The parameters of a step that have a wider floating type than `dtype` (None: none), and its
+    state on other devices than the one of the capture, if `homes` is given: that says of a tensor
+    that was moved which one this is. `devices` are those of the ranks."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        homes: Callable[[torch.Tensor], torch.device | None] | None = None,
+        devices: Sequence[str] = (),
+    ):
+        self.dtype, self.homes = dtype, homes
+        self.types = {torch.device(name).type for name in devices}
+        self.device = torch.device("cpu")  # of the capture, once it was looked
+        self.found: list[torch.Tensor] | None = None
+        self.stand_ins = WeakIdKeyDictionary()
+        self.shown: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    def look(
+        self, step: Callable[..., Any], arguments: Mapping[str, Any], batch: torch.device
+    ) -> None:
+        """Finds what a step reaches by itself, or in arguments; the first time alone. `batch` is
+        the device of what is cut."""
+        if (self.dtype is None and self.homes is None) or self.found is not None:
+            return
+        places = Places(step, arguments)
+        values = [slot.get() for slot in places.slots]
+        state: dict[int, torch.Tensor] = {
+            id(one): one for one in values if isinstance(one, nn.Parameter)
+        }
+        if self.homes is None:
+            self.found = [one for one in state.values() if self._is_wider(one.dtype)]
+            return
+        for root in places.roots.values():
+            state |= {id(one): one for one in root.buffers()}
+        self.device = self._home(list(state.values()), self.homes, batch)
+        self.found = list(state.values())
+
+    def _home(
+        self,
+        state: Sequence[torch.Tensor],
+        homes: Callable[[torch.Tensor], torch.device | None],
+        batch: torch.device,
+    ) -> torch.device:
+        """The device of the capture: that of an earlier one; that of all state, unless only the
+        batch is on one of those that compute; else that of the batch."""
+        earlier = next((home for one in state if (home := homes(one)) is not None), None)
+        if earlier is not None:
+            return earlier
+        there = {one.device for one in state}
+        alone = batch.type in self.types and not {one.type for one in there} & self.types
+        return there.pop() if len(there) == 1 and not alone else batch
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """State that has been moved."""
+        known = {id(one): one for one in self.found or ()}
+        self.found = list((known | {id(one): one for one in tensors}).values())
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some state is on another device than the one of the capture."""
+        return self.homes is not None and any(o.device != self.device for o in self.found or ())
+
+    def _is_wider(self, dtype: torch.dtype) -> bool:
+        wide = self.dtype is not None and dtype.itemsize > self.dtype.itemsize
+        return wide and dtype.is_floating_point
+
+    def _seen(self, one: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+        """As what a tensor is seen."""
+        wide = isinstance(one, nn.Parameter) and self._is_wider(one.dtype)
+        dtype = self.dtype if wide and self.dtype is not None else one.dtype
+        return dtype, one.device if self.homes is None else self.device
+
+    @contextlib.contextmanager
+    def seen(self, values: bool = False) -> Iterator[None]:
+        """While state is seen so, or until it is `put_back`; with its `values`, or else nothing
+        may read these."""
+        assert not self.shown
+        for one in self.found or ():
+            dtype, device = self._seen(one)
+            if (dtype, device) == (one.dtype, one.device):
+                continue
+            self.shown.append((one, one.data, one.grad if one.is_leaf else None))
+            if one.is_leaf:
+                one.grad = None  # of the other dtype, or elsewhere
+            real = values or not one.dim()
+            one.data = one.data.to(device, dtype) if real else self._stand_in(one, dtype, device)
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """State is what it was."""
+        for one, data, gradient in self.shown:
+            one.data = data
+            if one.is_leaf:
+                one.grad = gradient
+        self.shown = []
+
+    def _stand_in(
+        self, one: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """What has the layout that a copy would have."""
+        layout = tuple(one.shape), one.stride()
+        known = self.stand_ins.get(one)
+        same = known is not None and (known.dtype, known.device) == (dtype, device)
+        if not same or (tuple(known.shape), known.stride()) != layout:
+            like = torch.empty_strided(*layout, dtype=dtype, device="meta")
+            known = self.stand_ins[one] = absent(like, device, _Shown())
+        return known
+
+    def check(self, inputs: Inputs) -> None:
+        """Raises ValueError for a parameter that a captured step reads and that was not found."""
+        for argument in inputs.arguments if self.dtype is not None else ():
+            if argument.role == Role.PARAMETER and self._is_wider(argument.example.dtype):
+                raise ValueError(
+                    f"option param_dtype: the parameter {argument.names[0]} was not there, or out "
+                    "of reach, when the step was called first, and is still "
+                    f"{argument.example.dtype}: compile the step anew once the model has all "
+                    "its parameters, and let it find the model by a closure, a global or an "
+                    "argument"
+                )

@@ -1,0 +1,252 @@
+"""What the first call of a step is checked for: that its rows are the batch, and that the captured
+program computes what the step computes. It costs some forwards of a microbatch, on this rank alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.captured import Captured
+from pfeife.frontend.checks.deterministic import Draws, Expected, Unseeded, close
+from pfeife.frontend.forward import Forward
+from pfeife.ir.nodes import has_effects
+from pfeife.ir.parts import Port, Role
+from pfeife.ir.program import Program
+from pfeife.ir.sizes import with_sizes
+
+log = logging.getLogger("pfeife")
+Values = list[Any]
+_STATISTICS = ("batch_norm", "instance_norm")
+
+
+def check_first_call(step: Forward, captured: Captured, args: Sequence[Any], sure: bool) -> bool:
+    """Whether all could be checked. Raises ValueError if the order of the rows matters, or if the
+    program computes something else than the `step`, both beyond rounding, or if rows depend on one
+    another where nobody is `sure` that they are the batch.
+
+    `args` are those of a call with the whole batch, two microbatches or more. What cannot be
+    compared is left: draws without an expected value, results that are not finite, rows of which
+    a microbatch has one only.
+    """
+    runs = Runs(step, captured, args)
+    try:
+        found = runs.first()
+        if found is None or not all(_finite(value) for value in found):
+            return False
+        runs.check_program(found)
+        if runs.rows > 1:
+            runs.check_order(found)
+        if runs.rows > 1 and not sure:
+            runs.check_mixing(found)
+        return runs.rows > 1
+    except Draws as draws:
+        log.debug("the first call is not checked, since the step draws by %s", draws)
+        return False
+
+
+class Runs:
+    """Runs of a step's forward on parts of a batch."""
+
+    def __init__(self, step: Forward, captured: Captured, args: Sequence[Any]):
+        self.step, self.captured, self.args = step, captured, args
+        self.ports = captured.ports
+        self.cut = [i for i, port in enumerate(self.ports) if port and port.batch_dim is not None]
+        sizes = {
+            port.shape[port.batch_dim] for port in self.ports if port and port.batch_dim is not None
+        }
+        self.rows = sizes.pop() if len(sizes) == 1 else 1
+        outputs = {port.name: port for port in captured.program.outputs}
+        names = (*captured.results, *captured.changed.values())
+        self.results = [outputs[name] for name in names]
+
+    def __call__(self, values: Values) -> list[torch.Tensor]:
+        """The results, and what becomes of arguments that the step changes in place; neither these
+        nor buffers are changed."""
+        changed = self.captured.changed
+        copies = [
+            value.clone() if port and (port.role == Role.BUFFER or port.name in changed) else value
+            for port, value in zip(self.ports, values, strict=True)
+        ]
+        with Expected():  # gradients inside of the step are asked for as ever
+            results = list(self.step.run(*copies))
+        given = self.captured.slots(copies)
+        return [*results, *(given[name] for name in changed)]
+
+    def first(self) -> list[torch.Tensor] | None:
+        """The results of the first microbatch; None if it fails: the step will say where."""
+        try:
+            return self(self.part(0))
+        except Draws:
+            raise
+        except Exception as error:
+            log.debug("the first call is not checked, since the step fails: %s", error)
+            return None
+
+    def part(self, index: int) -> Values:
+        """The arguments of a microbatch. A traced step is run as it is, and may ask which tensors
+        have gradients."""
+        values = self.captured.part(self.args, index)
+        for port, value, given in zip(self.ports, values, self.args, strict=True):
+            if port and self.captured.door == "trace":
+                value.requires_grad_(given.requires_grad)
+        return values
+
+    def permuted(self, values: Values, among: Iterable[int]) -> Values:
+        """The same with the rows of some arguments in reverse order."""
+        chosen = set(among)
+        return [
+            value.flip(port.batch_dim) if port and index in chosen else value
+            for index, (value, port) in enumerate(zip(values, self.ports, strict=True))
+        ]
+
+    def check_program(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless the program's forward gives the same."""
+        program = self.captured.program
+        results = forward_of(program)(self.captured.slots(self.part(0)))
+        for port, value in zip(self.results, found, strict=True):
+            other = results[port.name]
+            if not close(other, value):
+                raise ValueError(
+                    f"the captured program computes another {port.name} than the step on the first "
+                    f"microbatch: {_short(other)} for {_short(value)}; please report it "
+                    "(check=False leaves this check out)"
+                )
+
+    def check_order(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless rows in another order give the same, in that order."""
+        values = self.part(0)
+        if self._same(found, self(self.permuted(values, self.cut))) or self._is_noise(found):
+            return
+        for alone in self.cut if len(self.cut) > 1 else ():
+            rest = [index for index in self.cut if index != alone]
+            if self._same(found, self(self.permuted(values, rest))):
+                name = self._name(alone)
+                raise ValueError(
+                    f"in_dims: {name} has as many rows as the batch, but they do not belong to its "
+                    f"rows: hand it over whole with pfeife.compile(..., in_dims={{{name!r}: None}})"
+                )
+        names = [self._name(index) for index in self.cut]
+        raise ValueError(
+            f"in_dims: the results of the step depend on the order of the rows of {names}, so they "
+            "may not be the batch: say with in_dims of pfeife.compile where it is, or check=False "
+            "if the order of the rows matters"
+        )
+
+    def _is_noise(self, found: Sequence[torch.Tensor]) -> bool:
+        """Whether last bits decide the results, as where a batch norm divides by the deviation of
+        almost equal values: another order of the rows, in which sums round otherwise, may then give
+        anything."""
+        other = self([_nudged(value) for value in self.part(0)])
+        return not all(close(one, value) for _, one, value in self._returned(found, other))
+
+    def check_mixing(self, found: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if a row gives something else in the company of other rows."""
+        mixed = self._mixed(self.rows // 2)
+        targets = [str(node.target) for node in self.captured.program.module.graph.nodes]
+        statistics = any(word in target for target in targets for word in _STATISTICS)
+        for port, before, after in self._returned(found, self(mixed)):
+            unknown = port.role == Role.LOSS and port.name in self.captured.unknown
+            if not unknown and (statistics or self._alike(port, before, after)):
+                continue
+            names = [self._name(index) for index in self.cut]
+            raise ValueError(
+                f"the rows of {names} (dimension {self._dim(self.cut[0])}) depend on one another, "
+                "as negatives from a batch do, or places if the batch is in another dimension: say "
+                "where it is with in_dims of pfeife.compile, or check=False if it is there"
+            )
+
+    def _mixed(self, size: int) -> Values:
+        """The first rows of the first microbatch with the last ones of the second.
+
+        microbatch 0    a0 a1 a2 a3        mixed    a0 a1 b2 b3
+        microbatch 1    b0 b1 b2 b3        in which a0 and a1 must come out as they did
+        """
+        one, other = self.part(0), self.part(1)
+        mixed = [*one]
+        for index in self.cut:
+            dim, sizes = self._dim(index), [size, self.rows - size]
+            first, last = one[index].split(sizes, dim)[0], other[index].split(sizes, dim)[1]
+            mixed[index] = torch.cat([first, last], dim)
+        return mixed
+
+    def _alike(self, port: Port, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two results have the same first rows, if they have any."""
+        if port.batch_dim is None:
+            return True
+        size = self.rows // 2
+        return close(self._rows(port, one)[:size], self._rows(port, other)[:size])
+
+    def _same(self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+        """Whether rows in reverse order gave `other`, if they gave `found` in theirs."""
+        return all(
+            close(one, value)
+            if port.batch_dim is None
+            else close(self._rows(port, one), self._rows(port, value).flip(0))
+            for port, one, value in self._returned(found, other)
+        )
+
+    def _returned(
+        self, found: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+    ) -> list[tuple[Port, torch.Tensor, torch.Tensor]]:
+        """Two runs' results, without those that the step only assigns to attributes."""
+        kept = {n for n in self.captured.kept if not self.captured.is_returned(n)}
+        pairs = zip(self.results, found, other, strict=True)
+        return [one for one in pairs if one[0].name not in kept]
+
+    def _rows(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        """A result with its rows in front, each of which may have several places along the
+        dimension of the batch."""
+        assert port.batch_dim is not None
+        return value.movedim(port.batch_dim, 0).unflatten(0, (self.rows, -1))
+
+    def _dim(self, index: int) -> int:
+        """Where the batch is in an argument that is cut."""
+        port = self.ports[index]
+        assert port is not None and port.batch_dim is not None
+        return port.batch_dim
+
+    def _name(self, index: int) -> str:
+        port = self.ports[index]
+        assert port is not None
+        return port.fqn
+
+
+def forward_of(program: Program) -> Callable[[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The loss and the outputs of a flat program, from its inputs by the names of their ports."""
+    graph = fx.Graph()
+    wanted = [port.name for port in program.ports(Role.LOSS, Role.OUTPUT)]
+    results: Any = graph.graph_copy(program.module.graph, {})
+    graph.output({name: results[name] for name in wanted})
+    graph.eliminate_dead_code(has_effects)
+    module = _torch.graph_module(program.module, graph)
+
+    def run(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        values = with_sizes(program, values)
+        given = [values.get(port.name) for port in program.inputs]
+        with torch.no_grad(), _torch.no_autocast(), Expected():
+            found: dict[str, torch.Tensor] = Unseeded(module).run(*given)
+        return found
+
+    return run
+
+
+def _nudged(value: Any) -> Any:
+    """A tensor with another last bit in every second element."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    second = torch.arange(value.numel(), device=value.device).view(value.shape) % 2
+    return value * (1 + second * torch.finfo(value.dtype).eps)
+
+
+def _finite(value: torch.Tensor) -> bool:
+    if value.is_meta:
+        return False  # there is nothing to compare
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _short(value: torch.Tensor) -> str:
+    return f"{value.item():.6g}" if value.dim() == 0 else f"values of up to {value.abs().max():.6g}"

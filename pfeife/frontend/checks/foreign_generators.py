@@ -1,0 +1,142 @@
+"""Draws that no graph has: a step that uses Python's or numpy's random numbers is refused, since a
+number that is drawn while it is captured would be that of every later microbatch."""
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import fx
+
+from pfeife import _torch
+from pfeife.frontend.deferred.gc_objects import living
+from pfeife.frontend.trace.user_lines import OURS, line_of
+from pfeife.ir.nodes import source_line
+
+_NOT_THE_USERS = (*OURS, random.__file__, "<")
+
+
+def refusal(where: str, generator: str = "a generator of Python's or numpy's") -> ValueError:
+    """What to say of a step that draws from a generator that is not torch's, at a line of it."""
+    return ValueError(
+        f"{where or 'the step'} draws from {generator}: its microbatches would not get the numbers "
+        "that they get in eager. Draw by torch (torch.rand(())), which every microbatch does for "
+        "itself, or draw outside of the step and pass the number as an argument"
+    )
+
+
+def check_draws(module: fx.GraphModule) -> None:
+    """Raises ValueError for a graph of Dynamo's with such draws.
+
+    Dynamo draws Python's once a call, before all microbatches, and hands them over as arguments;
+    in place of numpy's it draws from torch's generator.
+    """
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and _torch.is_drawn(node):
+            raise refusal(source_line(node), "Python's random")
+        if node.op == "call_function" and _torch.draws_by_numpy(node.target):
+            raise refusal(source_line(node), "numpy.random")
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Any]]:
+    """Gives a list that has, afterwards, the generators that have moved meanwhile: of those that
+    there were before, Python's and numpy's global ones and those that somebody has made. They are
+    put back to where they were."""
+    moved: list[Any] = []
+    before = [(one, _kept(one), _state(one)) for one in _generators()]
+    try:
+        yield moved
+    finally:
+        for one, kept, state in before:
+            if _state(one) != state:
+                moved.append(one)
+                _put(one, kept)
+
+
+def _kept(generator: Any) -> Any:
+    """The state of a generator, in its own words."""
+    for name in ("getstate", "get_state"):
+        if hasattr(generator, name) and not isinstance(generator, random.SystemRandom):
+            return getattr(generator, name)()
+    return getattr(generator, "state", None)
+
+
+def _put(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.state = state
+
+
+def drawing_line(run: Callable[[], Any], moved: Sequence[Any]) -> str:
+    """The line in which `run` first moves one of these generators, "" if it does not. It is run
+    with Python's tracing, which takes several times as long.
+
+    Lines of torch and of the generators themselves do not count:
+
+        line        generators are as they were       remember it
+        line        generators have moved             the remembered one did it
+    """
+    before, last, found = _states(moved), [""], list[str]()
+
+    def looked(frame: FrameType, event: str, argument: Any) -> Any:
+        if not found and _states(moved) != before:
+            found.append(last[0])
+        last[0] = line_of(frame.f_back if event == "return" else frame, _NOT_THE_USERS)
+        return looked
+
+    def called(frame: FrameType, event: str, argument: Any) -> Any:
+        leave = found or frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        return None if leave else looked(frame, event, argument)
+
+    outer = sys.gettrace()
+    sys.settrace(called)
+    try:
+        run()
+    finally:
+        sys.settrace(outer)
+    if not found and _states(moved) != before:
+        found.append(last[0])
+    return "".join(found)
+
+
+def _generators() -> list[Any]:
+    """All generators of Python's and numpy's that there are, the common ones also where the garbage
+    collector was told to leave them out. If the step has none but those that it makes, it seeds
+    them, and draws the same numbers in every microbatch."""
+    kinds: tuple[type, ...] = (random.Random,)
+    common: list[Any] = [random.random.__self__]  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy")  # else nobody draws from it
+    if numpy is not None:
+        kinds += (numpy.random.RandomState, numpy.random.BitGenerator)
+        common.append(numpy.random.random.__self__)
+    torchs = _torch.order_of_facts()
+    found = {id(one): one for one in (*common, *living(*kinds)) if one is not torchs}
+    return list(found.values())
+
+
+def _states(generators: Sequence[Any]) -> list[str]:
+    return [_state(one) for one in generators]
+
+
+def _state(generator: Any) -> str:
+    if isinstance(generator, random.SystemRandom):
+        return ""  # the system's, which has none
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    legacy = hasattr(generator, "get_state")  # which may keep a number for the next call
+    return str(_opened(generator.get_state() if legacy else generator.state))
+
+
+def _opened(value: Any) -> Any:
+    """The same with the bytes of arrays, of which only the begin and the end would be printed."""
+    if isinstance(value, dict):
+        return {key: _opened(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_opened, value))
+    return value.tobytes() if hasattr(value, "tobytes") else value

@@ -1,0 +1,338 @@
+"""Tensors whose values are not here: of a batch of rank zero, of state that other ranks train, of
+its gradients.
+
+What may be asked of one, and who answers:
+
+    what is asked                                   answer
+    shape, strides, dtype, device, views            as of any tensor
+    zeros_like, randn_like, new_zeros, ...          a tensor of this rank
+    what computes each element, or along dimensions absent, too: who has the values computes it
+    what changes it in place                        nothing here: who has the values changes them
+    random numbers in place                         they are drawn here as there
+    what is written into a tensor of this rank      makes that one absent, and all that share memory
+    a norm                                          asked of all ranks, of a gradient
+    all else reads values                           ValueError
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfeife import _torch
+from pfeife._torch import OpOverload, is_absent, record_of
+from pfeife.frontend.deferred.gc_objects import living
+
+aten = torch.ops.aten
+Rule = Callable[["Absence", OpOverload, tuple, dict[str, Any]], Any]
+
+
+class Absence:
+    """Why a tensor has no values here."""
+
+    def refusal(self, what: str) -> ValueError:
+        """What to raise where something reads values."""
+        raise NotImplementedError
+
+    def derived(self) -> "Absence":
+        """That of what is computed of each element."""
+        return self
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """It is changed in place, here as where its values are."""
+
+    def loaded(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """It is given values that this rank has. Those of a part of its memory alone are left to
+        where the others are."""
+        self.written(tensor)
+        if is_whole(tensor):
+            take_values(tensor, values.detach())
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was computed of it is about to be written into the memory of some tensors of this
+        rank, which are absent from then on."""
+
+    def norm(self, tensor: torch.Tensor, order: float) -> float:
+        """The norm of its values."""
+        raise self.refusal("a norm")
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient of any rank is not finite."""
+        return False
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of one of aten's operations, by the rules of this file."""
+        rule = _RULES.get(operation)
+        if rule is None and operation.name().startswith("aten::_foreach_"):
+            rule = _each_written if _writes(operation) else _each_computed
+        return (rule or (_written if _writes(operation) else _computed))(
+            self, operation, args, kwargs
+        )
+
+
+class LayoutAlone(Absence):
+    """Why a tensor may be asked for its layout and for views: all else is refused."""
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        raise self.refusal(str(operation))
+
+    def derived(self) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
+
+    def written(self, tensor: torch.Tensor) -> NoReturn:
+        raise self.refusal("an operation on several tensors")
+
+
+class RankZeroBatch(Absence):
+    """A batch that rank zero alone has. What is computed of it between the loader and the step has
+    shapes as well, whatever operations these are."""
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{what} reads values of a batch that rank 0 alone has: do it in the loader, or in a "
+            'step that is compiled with batch="rank0", or pass values=True to from_rank0'
+        )
+
+    def operation(self, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return _shaped(self, operation, args, kwargs)
+
+
+def absent(like: torch.Tensor, device: torch.device, absence: Absence) -> torch.Tensor:
+    """A tensor with the shape, strides and dtype of another one, and no values."""
+    return _torch.without_values(like, device, absence)
+
+
+def become_absent(tensor: torch.Tensor, absence: Absence) -> None:
+    """Lets go of a tensor's values, and of all of Python's tensors that share its bytes."""
+    sharing = [one for one in users_of(tensor) if _torch.overlap(one, tensor)]
+    if len(sharing) == 1:
+        _torch.let_go(tensor, absence)
+    else:
+        _torch.let_go_all(sharing, absence)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows each value of its storage once."""
+    values = tensor.untyped_storage().nbytes() // max(1, tensor.itemsize)
+    steps = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    dense = all(one * size == step for (one, size), (step, _) in pairwise(steps))
+    return tensor.numel() == values and ((dense and (not steps or steps[0][0] == 1)) or values < 2)
+
+
+def take_values(tensor: torch.Tensor, values: torch.Tensor | None = None) -> None:
+    """Gives an absent tensor, which is the whole of its storage, values (None: any), and so all
+    tensors that share that."""
+    room = torch.empty_like(_torch.as_meta(tensor), device=tensor.device)
+    if values is not None:
+        room.copy_(values)
+    with torch.no_grad():
+        for one in users_of(tensor):
+            one.data = room.as_strided(one.shape, one.stride(), one.storage_offset())
+
+
+def users_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All tensors of Python's in the memory of one."""
+    if _torch.views_of_memory(tensor) == 1:
+        return [tensor]
+    place = _torch.storage_of(tensor)
+    users = {id(one): one for one in living(torch.Tensor) if _torch.storage_of(one) == place}
+    return list({**users, id(tensor): tensor}.values())
+
+
+def _written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that changes its first argument."""
+    target = args[0]
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        drawn = torch.empty_like(_torch.as_meta(target), device=target.device)
+        operation(drawn, *args[1:], **kwargs)
+    if is_absent(target):
+        _check_leaf(target)
+        torch.autograd.graph.increment_version(target)
+        record_of(target).written(target)
+    else:
+        _lose(target, own.derived())
+    return target
+
+
+def _lose(target: torch.Tensor, absence: Absence) -> None:
+    """Values that are not here are written into a tensor of this rank. Raises ValueError if
+    something has its memory which nobody finds, such as autograd."""
+    users = users_of(target)
+    if _torch.views_of_memory(target) > len(users):
+        raise ValueError(
+            f"{absence.refusal('this write')}; it goes into a tensor {list(target.shape)} whose "
+            "memory something else looks at: write into a tensor with memory of its own"
+        )
+    absence.spread([one for one in users if _torch.overlap(one, target)])
+    if not is_absent(target):
+        become_absent(target, absence)
+    torch.autograd.graph.increment_version(target)
+
+
+def _check_leaf(target: torch.Tensor) -> None:
+    """What autograd says on the rank that has the values."""
+    if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+
+
+def _copied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`copy_`, by which state is loaded."""
+    target, source = args[:2]
+    if not is_absent(target) or is_absent(source):
+        return _written(own, operation, args, kwargs)
+    _check_leaf(target)
+    torch.autograd.graph.increment_version(target)
+    record_of(target).loaded(target, source)
+    return target
+
+
+def _each_written(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """An operation that changes each of a list of tensors."""
+    for part, parts in _apart(args):
+        if part is None:
+            operation(*parts, **kwargs)
+            continue
+        target = parts[0][0]
+        absence = _torch.first_record(parts)
+        rule = _copied if operation is aten._foreach_copy_.default else _written
+        beside = [one[0] if isinstance(one, list) else one for one in parts[1:]]
+        rule(absence, operation, (target, *beside), kwargs)
+
+
+def _each_computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that computes something of each of a list of tensors."""
+    results: list[Any] = [None] * len(args[0])
+    for part, parts in _apart(args):
+        if part is None:
+            here = [at for at in range(len(args[0])) if not _reads_absent(args, at)]
+            for at, result in zip(here, operation(*parts, **kwargs), strict=True):
+                results[at] = result
+        else:
+            absence = _torch.first_record(parts).derived()
+            results[part] = _shaped(absence, operation, tuple(parts), kwargs)[0]
+    return results
+
+
+def _apart(args: tuple) -> Iterator[tuple[int | None, list[Any]]]:
+    """The arguments for what is here (None), if anything is, and then for each tensor that is not,
+    with its place in the lists."""
+    count = len(args[0])
+    places = list(range(count))
+    gone = [at for at in places if _reads_absent(args, at)]
+
+    def taken(chosen: Sequence[int]) -> list[Any]:
+        return [[one[at] for at in chosen] if _is_list(one, count) else one for one in args]
+
+    here = [at for at in places if at not in set(gone)]
+    if here:
+        yield None, taken(here)
+    for at in gone:
+        yield at, taken([at])
+
+
+def _reads_absent(args: tuple, at: int) -> bool:
+    count = len(args[0])
+    return any(is_absent(one[at]) for one in args if _is_list(one, count))
+
+
+def _is_list(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+def _computed(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation that computes something of each element."""
+    if not (torch.Tag.pointwise in operation.tags or operation in _COPIES):
+        raise own.refusal(_said(operation))
+    return _along(own, operation, args, kwargs)
+
+
+def _along(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation of which only the shape of the result is known."""
+    return _shaped(own.derived(), operation, args, kwargs)
+
+
+def _shaped(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation computes, as shapes. Raises ValueError if data would decide these, or
+    something else than tensors comes out."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    device = next(one.device for one in leaves if is_absent(one))
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        kwargs = {**kwargs, "device": "meta"}
+    shapes = pytree.tree_map_only(torch.Tensor, _torch.as_meta, (args, kwargs))
+    try:
+        found = operation(*shapes[0], **shapes[1])
+    except (NotImplementedError, RuntimeError) as error:
+        raise own.refusal(_said(operation)) from error
+    if not all(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(found)):
+        raise own.refusal(_said(operation))
+    return pytree.tree_map_only(torch.Tensor, lambda one: absent(one, device, own), found)
+
+
+def _made(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A new tensor of this rank with the shape of one."""
+    kwargs = {**kwargs, "device": kwargs.get("device") or args[0].device}
+    found: torch.Tensor = operation(_torch.as_meta(args[0]), *args[1:], **kwargs)
+    return found
+
+
+def _emptied(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Without dimensions that is how torch begins a deep copy, which is absent, too."""
+    return (_made if args[1] else _shaped)(own, operation, args, kwargs)
+
+
+def _norm(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    tensor, order, dims = (*args, *(2, None)[len(args) - 1 :])[:3]
+    if dims or kwargs.get("dim"):
+        return _along(own, operation, args, kwargs)
+    norm = own.norm(tensor, float(order))
+    dtype = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
+    return torch.tensor(norm, dtype=kwargs.get("dtype") or dtype, device=tensor.device)
+
+
+def _norms(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in args[0]]
+
+
+def _unscaled(own: Absence, operation: OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
+    """What GradScaler does: all ranks find out if any gradient is not finite."""
+    _each_written(own, operation, args, kwargs)
+    if any(record_of(one).overflow for one in args[0] if is_absent(one)):
+        args[1].fill_(1.0)
+
+
+def _said(operation: OpOverload) -> str:
+    return str(operation)
+
+
+def _writes(operation: OpOverload) -> bool:
+    """Whether an operation changes its first argument."""
+    arguments = operation._schema.arguments
+    written = arguments[0].alias_info if arguments else None
+    return written is not None and written.is_write
+
+
+_COPIES = (aten.clone.default, aten._to_copy.default)
+_LIKE = (
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+    *(aten.rand_like, aten.randn_like),
+)
+_ALONG = (  # some dimensions
+    *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default),
+    aten.var.correction,
+)
+_RULES: Mapping[Any, Rule] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    **{operation.default: _made for operation in _LIKE},
+    **dict.fromkeys(_ALONG, _along),
+    aten.new_empty.default: _emptied,
+    aten.copy_.default: _copied,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+}

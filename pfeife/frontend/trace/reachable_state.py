@@ -1,0 +1,277 @@
+"""What a step reaches by itself: the tensors that it may read, and the values that steer it.
+
+A step is a function with closures and globals, a method, or a module. From there on everything that
+lies in modules, lists, dicts, cells and plain objects is a `Slot` of its container:
+
+    def step(x): return net(x) * scale        cell `net` -> Module -> _modules["0"] -> ...
+                                              cell `scale` -> a tensor
+"""
+
+import collections
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from pfeife.frontend.trace.executed import LIBRARIES, STANDARD, global_names
+
+# What has entries; any other object has those that its class has slots for.
+Container = dict[Any, Any] | list[Any] | tuple[Any, ...] | types.CellType | Any
+Entries = tuple[Sequence[Any], Sequence[Any]]  # keys and values
+SIMPLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_MOST = 10_000  # entries of a list or dict that may have tensors of the step's
+_ROWS = (list, tuple, collections.deque)
+_UNSAID = ("", "_parameters", "_buffers", "_modules", "__self__", "__func__")
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()  # what a slot has that is not there any more
+
+
+@attrs.frozen
+class Slot:
+    """An entry of a container, and the words by which a person would call it."""
+
+    container: Container = attrs.field(eq=id)
+    key: Any
+    words: tuple[str, ...] = attrs.field(eq=False)
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.words) or "step"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something else can be put there for a while, whatever it belongs to."""
+        return isinstance(self.container, dict | list | types.CellType)
+
+    def get(self) -> Any:
+        try:
+            if isinstance(self.container, types.CellType):
+                return self.container.cell_contents
+            if isinstance(self.container, dict):  # perhaps of a class that makes what it gives
+                return dict.__getitem__(self.container, self.key)
+            if isinstance(self.container, list | tuple | types.MappingProxyType):
+                return self.container[self.key]
+            return getattr(self.container, self.key)
+        except (LookupError, ValueError, AttributeError):
+            return NOTHING
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.container, types.CellType):
+            self.container.cell_contents = value
+        elif not isinstance(self.container, dict | list):
+            setattr(self.container, self.key, value)
+        elif value is NOTHING:
+            del self.container[self.key]
+        else:
+            self.container[self.key] = value
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """The entries of a container: all of a dict, list or tuple, or those that have some `names`."""
+
+    container: Container
+    words: tuple[str, ...]
+    names: frozenset[str] | None = None
+
+    def look(self) -> Entries:
+        """The entries now."""
+        container, names = self.container, self.names
+        if isinstance(container, dict) and names is None:  # perhaps of a class with its own ways
+            return list(dict.keys(container)), list(dict.values(container))
+        if isinstance(container, list | tuple | collections.deque):
+            kind: Any = next(one for one in type(container).__mro__ if one in _ROWS)
+            return range(kind.__len__(container)), list(kind.__iter__(container))
+        assert names is not None
+        if isinstance(container, dict | types.MappingProxyType):
+            keys = [key for key in container if key in names]
+            return keys, [container[key] for key in keys]
+        pairs = [(key, Slot(container, key, ()).get()) for key in sorted(names)]
+        there = [(key, value) for key, value in pairs if value is not NOTHING]
+        return [key for key, _ in there], [value for _, value in there]
+
+    def slot(self, key: Any) -> Slot:
+        unsaid = key in _UNSAID or not isinstance(key, str | int)
+        return Slot(self.container, key, self.words if unsaid else (*self.words, str(key)))
+
+    def slots(self) -> Iterator[tuple[Slot, Any]]:
+        """The slots with what is in them now."""
+        return ((self.slot(key), value) for key, value in zip(*self.look(), strict=True))
+
+
+class Places:
+    """Everything that a step reaches when this is made, by itself or in arguments, which have
+    names. `roots` has the outermost modules by what the step calls them."""
+
+    def __init__(self, step: Callable[..., Any], arguments: Mapping[str, Any]):
+        self.slots: list[Slot] = []
+        self.parts: list[Part] = []
+        self.roots: dict[str, nn.Module] = {}
+        self._known: dict[int, Any] = {}
+        self._walk(step, (), None)
+        for name, value in arguments.items():
+            self._walk(value, (name,), None)
+
+    def now(self) -> dict[Slot, Any]:
+        """What is in every slot, and in new ones of the same containers."""
+        return {slot: value for part in self.parts for slot, value in part.slots()}
+
+    def lists(self) -> list[list[Any]]:
+        return [one.container for one in self.parts if isinstance(one.container, list)]
+
+    def _walk(self, value: Any, words: tuple[str, ...], root: nn.Module | None) -> None:
+        if (
+            isinstance(value, (torch.Tensor, type, types.ModuleType, *SIMPLE))
+            or id(value) in self._known
+        ):
+            return
+        self._known[id(value)] = value  # kept alive, as long as its identity counts
+        if _is_foreign(value):
+            return
+        if isinstance(value, nn.Module) and root is None:
+            root = self.roots[".".join(words)] = value
+        for part in _parts(value, words):
+            self.parts.append(part)
+            for slot, entry in part.slots():
+                self.slots.append(slot)
+                self._walk(entry, slot.words, root)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether a value is an object of Python's, torch's or ours, which is not looked into."""
+    plain = isinstance(
+        value,
+        nn.Module
+        | dict
+        | list
+        | tuple
+        | types.FunctionType
+        | types.MethodType
+        | functools.partial
+        | types.SimpleNamespace,
+    )
+    return is_from(type(value), STANDARD | LIBRARIES) and not plain
+
+
+def is_from(kind: Any, packages: Collection[str]) -> bool:
+    """Whether a class or a function is of one of some packages."""
+    return str(kind.__module__).partition(".")[0] in packages
+
+
+def _parts(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
+    """What is inside of a value."""
+    if isinstance(value, types.FunctionType):
+        yield from closed_over(value, words)
+        for name in dict.fromkeys(global_names(value.__code__)):
+            if _is_own(value, value.__globals__.get(name, sys)):
+                yield Part(value.__globals__, words, frozenset((name,)))
+        return
+    yield from (part for part in held(value, words) if len(part.look()[0]) <= _MOST)
+    if hasattr(value, "__dict__") and not isinstance(value, types.MethodType):
+        yield Part(vars(value), words)
+        for kind in type(value).__mro__:
+            if not is_from(kind, STANDARD | LIBRARIES):
+                methods = [
+                    one for one in vars(kind).values() if isinstance(one, types.FunctionType)
+                ]
+                yield from (Part({"__func__": one}, words) for one in methods)
+
+
+def held(value: Any, words: tuple[str, ...]) -> Iterator[Part]:
+    """What a value has beside its attributes, and those that its class has slots for."""
+    if isinstance(value, types.MethodType):
+        yield Part({"__self__": value.__self__, "__func__": value.__func__}, words)
+    elif isinstance(value, functools.partial):
+        yield from (Part({"__func__": value.func}, words), Part(value.args, words))
+        yield Part(value.keywords, words)
+    elif isinstance(value, dict | list | tuple):
+        yield Part(value, words)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    there = frozenset(name for name in slots if not name.startswith("__"))
+    if there:
+        yield Part(value, words, there)
+
+
+def closed_over(function: types.FunctionType, words: tuple[str, ...]) -> Iterator[Part]:
+    """The cells and defaults of a function."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from (Part(cell, words, frozenset((name,))) for name, cell in cells)
+    yield Part(function.__defaults__ or (), words)
+    yield Part(function.__kwdefaults__ or {}, words)
+
+
+def _is_own(function: types.FunctionType, value: Any) -> bool:
+    """Whether a global is looked at: functions only of the same file."""
+    if isinstance(value, types.FunctionType):
+        return value.__globals__ is function.__globals__
+    return not (inspect.isroutine(value) or isinstance(value, type | types.ModuleType))
+
+
+@attrs.frozen
+class Change:
+    """What a run of the step has left in a slot."""
+
+    slot: Slot
+    before: Any
+    after: Any
+
+
+class StateGuard:
+    """While a step runs, with other `values` in some slots: all slots are put back afterwards as
+    they were. `changes` says what the run has left in them."""
+
+    def __init__(self, places: Places, values: Mapping[Slot, Any]):
+        self.places, self.values = places, values
+        self.changes: list[Change] = []
+
+    def __enter__(self) -> "StateGuard":
+        self.before = self.places.now()
+        self.lists = [(one, list(one)) for one in self.places.lists()]
+        for slot, value in self.values.items():
+            slot.put(value)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        after = self.places.now()
+        for slot in {**self.before, **after}:
+            was, new = self.before.get(slot, NOTHING), after.get(slot, NOTHING)
+            given = self.values.get(slot, was)
+            if new is not given and not is_equal(new, given):
+                self.changes.append(Change(slot, was, new))
+            if new is not was and not isinstance(slot.container, list):
+                slot.put(was)
+        for container, entries in self.lists:
+            container[:] = entries
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values steer a step alike: simple ones, numpy's as well, and lists, tuples and
+    sets of them, by their values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if type(one).__module__ == "numpy" and not hasattr(one, "__setitem__"):
+        return bool(one.tobytes() == other.tobytes())
+    if isinstance(one, float | complex):  # 0.0 is not -0.0, NaN is NaN
+        return repr(one) == repr(other)
+    return isinstance(one, (*SIMPLE, frozenset)) and bool(one == other)
+
+
+def short(value: Any) -> str:
+    """A value as an error says it."""
+    return repr(value) if isinstance(value, SIMPLE) else f"a {type(value).__name__}"

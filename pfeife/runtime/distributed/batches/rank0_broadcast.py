@@ -1,0 +1,129 @@
+"""What rank 0 has, told to all ranks: the structure as JSON, once for each that there is, and the
+bytes of its tensors.
+
+    rank 0        {"x": float32 [8, 4], "n": 3}    number 0, new    JSON for all     bytes
+    rank 0        {"x": float32 [8, 4], "n": 3}    number 0         (all know it)    bytes
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pfeife.data import plain
+from pfeife.frontend.deferred.remote_batch import RankZeroBatch, absent
+from pfeife.runtime.distributed.packing import empty, pack, unpack
+from pfeife.runtime.distributed.served.questions import Shaped, decoded, encoded, shaped
+from pfeife.runtime.distributed.world import World
+from pfeife.runtime.failure import CollectiveError
+
+_MOST = 256  # structures that ranks keep
+_END = -1
+
+
+@attrs.frozen
+class Structure:
+    """A value without its tensors' bytes, `encoded`. `places` has for each tensor in it, in order,
+    which of `tensors` that is; the type of its device is in `devices`."""
+
+    value: str
+    places: tuple[int, ...]
+    tensors: tuple[Shaped, ...]
+    devices: tuple[str, ...]
+
+    def empty(self, device: torch.device, *, values: bool = True) -> list[torch.Tensor]:
+        """Room for the tensors, on the CPU or on this rank's device, as they are laid out on rank
+        0; or tensors without values. Raises ValueError for what is no dtype or shape."""
+        return [
+            _room(one, torch.device("cpu") if kind == "cpu" else device, values)
+            for one, kind in zip(self.tensors, self.devices, strict=True)
+        ]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value with these tensors."""
+        return decoded(self.value, [tensors[place] for place in self.places])
+
+
+def _room(one: Shaped, device: torch.device, values: bool) -> torch.Tensor:
+    kind = one.empty("meta").dtype
+    if values:
+        return torch.empty_strided(one.shape, one.stride, dtype=kind, device=device)
+    like = torch.empty_strided(one.shape, one.stride, dtype=kind, device="meta")
+    return absent(like, device, RankZeroBatch())
+
+
+def structure_of(value: Any) -> tuple[Structure, list[torch.Tensor]]:
+    """The structure of a value, and its tensors, each once. Raises CollectiveError for what has
+    none that other ranks could be told: with tensors that want gradients, or whose elements share
+    memory."""
+    found: list[torch.Tensor] = []
+    text = encoded(_with_dicts(value), found)
+    tensors = list({id(one): one for one in found}.values())
+    at = {id(one): index for index, one in enumerate(tensors)}
+    for one in tensors:
+        if one.requires_grad:
+            raise CollectiveError(
+                f"a tensor that wants a gradient ({list(one.shape)}) is not sent to others"
+            )
+        if any(n > 1 and not step for n, step in zip(one.shape, one.stride(), strict=True)):
+            raise CollectiveError(
+                f"an expanded tensor ({list(one.shape)}) is not sent: pass a copy of it"
+            )
+    return Structure(
+        text,
+        tuple(at[id(one)] for one in found),
+        tuple(map(shaped, tensors)),
+        tuple(one.device.type for one in tensors),
+    ), tensors
+
+
+def _with_dicts(value: Any) -> Any:
+    """The same with dicts for all mappings."""
+    if isinstance(value, Mapping):
+        return {key: _with_dicts(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_dicts, value))
+    return value
+
+
+class Announced:
+    """What rank 0 announces at one place of the script."""
+
+    def __init__(self, place: str):
+        self.place = place
+        self.generation, self.count = -1, 0
+        self.known: dict[Structure, int] = {}
+
+    def __call__(self, world: World, find: Callable[[], Structure | None]) -> Structure | None:
+        """What rank 0 finds, on every rank, None for the end (collective). If it raises there, all
+        ranks raise a CollectiveError that tells of it, rank 0 with the exception as its cause."""
+        if self.generation != world.generation or len(self.known) == _MOST:
+            self.generation, self.known = world.generation, {}
+        found, refused = None, None
+        if world.rank == 0:
+            try:
+                found = find()
+            except Exception as error:
+                refused = error
+        number = self.known.get(found, len(self.known)) if found else _END
+        with world.building(self.place):
+            where = f"{self.place}: {self.count} before, {len(self.known)} of them new"
+            number = world.agreed(where, self.place, number=number, refused=refused).numbers[0]
+            self.count += 1
+            if number == _END:
+                return None
+            if number == len(self.known):
+                text = world.from_rank_zero(plain.to_json(found) if found else "")
+                self.known[plain.from_json(Structure, text)] = number
+        return list(self.known)[number]
+
+
+def share(world: World, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes rank 0's values of some tensors to those that the other ranks have in their places
+    (collective)."""
+    packed = pack(tensors) if world.rank == 0 else empty(tensors)
+    shared = packed.to(world.device)
+    world.broadcast(shared, 0)
+    if world.rank:
+        unpack(shared.cpu(), tensors)

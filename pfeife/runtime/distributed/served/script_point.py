@@ -1,0 +1,163 @@
+"""Where a rank is in its script, and whether it rests there."""
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import attrs
+
+from pfeife.runtime.distributed.liveness.heartbeat import ALL, COLLECTIVE, OUTSIDE, Activity
+from pfeife.runtime.distributed.served.collectives import (
+    ScriptCollective,
+    collective_of,
+    collectives_begun,
+)
+
+Change = Literal["calls of compiled steps", "backwards", "steps of optimizers", "loads of state"]
+CHANGES: tuple[Change, ...] = get_args(Change)
+
+
+@attrs.frozen
+class Place:
+    """How often each of `CHANGES` has begun and ended, which counts as two: an odd number is under
+    way. All but calls are counted since the last call, to which all ranks come."""
+
+    counts: tuple[int, ...] = (0,) * len(CHANGES)
+
+    def beyond(self, other: "Place") -> bool:
+        """Whether something has begun or ended since."""
+        calls, other_calls = self.counts[0], other.counts[0]
+        if calls != other_calls:
+            return calls > other_calls
+        return any(count > before for count, before in zip(self.counts, other.counts, strict=True))
+
+    def after(self, change: Change) -> "Place":
+        """The place after a change has begun, or has ended."""
+        index = CHANGES.index(change)
+        counts = (count + (at == index) for at, count in enumerate(self.counts))
+        return Place((self.counts[0] + 1, *Place().counts[1:])) if index == 0 else Place((*counts,))
+
+    def times(self, change: Change) -> int:
+        """How often a change has begun."""
+        return (self.counts[CHANGES.index(change)] + 1) // 2
+
+    def __str__(self) -> str:
+        texts = (
+            f"{self.times(change)} {change}" + " (the last is not over)" * (count % 2)
+            for change, count in zip(CHANGES, self.counts, strict=True)
+        )
+        return ", ".join(texts)
+
+
+@attrs.frozen
+class Point:
+    """How far a script has come: its place; and between two changes, how many operations of all
+    ranks Pfeife has begun, how many collectives the default process group has, and how often the
+    script has asked for state, which counts as two as soon as it has an answer; and how often since
+    the last change it has written `by_data` to what it asks for (each number but zero)."""
+
+    place: Place
+    operations: int = 0
+    collectives: int = 0
+    asked: int = 0
+    by_data: tuple[int, ...] = ()
+
+
+class Rest(enum.Enum):
+    """Where the thread of a script rests: it does not leave before `Script.lock` is free."""
+
+    NOWHERE = "nowhere"
+    OPERATION = "an operation of all ranks"
+    ASKING = "its own state_dict()"
+    END = "its end"
+
+
+class Script:
+    """This rank's script, which runs on one thread. Whoever reads its state holds the `lock`
+    meanwhile: changes, and what ends a rest, wait for it. `queue` gives what a GPU has been told to
+    do by now; `queued` is that of the last change or rest."""
+
+    def __init__(self, queue: Callable[[], Any] = lambda: None) -> None:
+        self.queue, self.queued = queue, queue()
+        self.thread = threading.get_ident()
+        self.place, self.rest = Place(), Rest.NOWHERE
+        self.operations = self.asked = 0
+        self.lock = threading.Condition()
+        self.seen: ScriptCollective | None = None  # that it was in when somebody looked last
+        self.number = 0  # of that one
+
+    def point(self, by_data: tuple[int, ...]) -> Point:
+        """Where it is, having written `by_data`."""
+        return Point(self.place, self.operations, collectives_begun(), self.asked, by_data)
+
+    def move(self, change: Change) -> None:
+        """When a change begins or ends, on the thread that does it."""
+        with self.lock:
+            self.place, self.asked = self.place.after(change), 0
+            self.queued = self.queue()
+            self.lock.notify_all()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """While it asks for state, until it has got that, or has been refused it."""
+        self._ask()
+        try:
+            with self.resting(Rest.ASKING):
+                yield
+        finally:
+            self._ask()
+
+    def _ask(self) -> None:
+        with self.lock:
+            self.asked += 1
+            self.lock.notify_all()
+
+    @contextlib.contextmanager
+    def resting(self, where: Rest, *, operation: bool = False) -> Iterator[None]:
+        """While the script rests, if this is its thread; in an `operation` of all ranks it may be,
+        which then counts."""
+        if threading.get_ident() != self.thread:
+            yield
+            return
+        before = self.rest
+        self._rest(where, operation)
+        try:
+            yield
+        finally:
+            self._rest(before)
+
+    def _rest(self, where: Rest, operation: bool = False) -> None:
+        with self.lock:
+            self.rest, self.queued = where, self.queue()
+            self.operations += operation
+            self.lock.notify_all()
+
+    def doing(self) -> Activity:
+        """What it does outside of steps, as far as others can tell."""
+        inside = collective_of(self.thread)
+        if inside is not None and not inside.continues(self.seen):
+            self.number += 1
+        self.seen = inside
+        if inside is None:
+            return Activity(OUTSIDE)
+        return Activity(f"{COLLECTIVE}{inside.name}", ALL, number=self.number)
+
+    def waits_beyond(self, point: Point, inside: ScriptCollective | None) -> bool:
+        """Whether this script, which rests, or is `inside` of a collective of its own, has done all
+        that one at `point` has: it waits where that one has not come to yet.
+
+            rank 0, which asks     this rank
+            barrier (1)            barrier (1)      it has not come out of it: it may be before
+            p.data.mul_(.9)        p.data.mul_(.9)
+            state_dict()           barrier (2)      it waits here
+        """
+        match self.rest:
+            case Rest.END:
+                return True
+            case Rest.OPERATION:
+                return self.operations == point.operations + 1
+            case Rest.ASKING:
+                return False
+        return inside is not None and inside.begun == point.collectives + 1
